@@ -1,0 +1,105 @@
+// shardopt._C: the step and the facts that Python needs to call it. No torch headers: tensors arrive as addresses in tables.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "step/cpu.h"
+#include "step/instances.h"
+#if defined(SHARDOPT_WITH_CUDA)
+#include "step/cuda.h"
+#endif
+
+namespace py = pybind11;
+
+namespace shardopt {
+namespace {
+
+template <class T>
+using Table = py::array_t<T, py::array::c_style>;
+
+template <generic::MomentKind... kinds>
+py::tuple moment_names(generic::Moments<kinds...>) {
+  return py::make_tuple((kinds == generic::MomentKind::kSigned ? "signed" : "unsigned")...);
+}
+
+template <class Rule>
+py::tuple hyper_names() {
+  py::list names;
+  for (const char* name : Rule::kHyper) names.append(name);
+  return py::tuple(names);
+}
+
+template <class... Rule>
+py::dict describe_rules(generic::List<Rule...>) {
+  py::dict rules;
+  int index = 0;
+  ((rules[Rule::kName] = py::dict(py::arg("index") = index++, py::arg("hyper") = hyper_names<Rule>(),
+                                  py::arg("moments") = moment_names(typename Rule::Kept{}))),
+   ...);
+  return rules;
+}
+
+template <class... Codec>
+py::dict describe_codecs(generic::List<Codec...>) {
+  py::dict codecs;
+  int index = 0;
+  ((codecs[Codec::kName] = py::dict(py::arg("index") = index++, py::arg("code_bytes") = sizeof(typename Codec::Code),
+                                    py::arg("signed_scales") = Codec::Signed::kScales,
+                                    py::arg("unsigned_scales") = Codec::Unsigned::kScales,
+                                    py::arg("relative") = Codec::kRelative)),
+   ...);
+  return codecs;
+}
+
+void count_steps(const Table<uint64_t>& steps) {
+  for (py::ssize_t i = 0; i < steps.size(); ++i) *reinterpret_cast<float*>(steps.at(i)) += 1.0f;
+}
+
+int64_t step_on_cpu(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups, const Table<uint64_t>& steps,
+                    const Table<uint64_t>& tables, Phase phase, int threads, const std::string& target) {
+  if (tables.size() != generic::Codecs::kCount) {
+    throw std::invalid_argument("got " + std::to_string(tables.size()) + " codec tables, expected " +
+                                std::to_string(generic::Codecs::kCount));
+  }
+  if (phase == Phase::kStep) count_steps(steps);
+  const CpuCall call{entries.data(), groups.data(), reinterpret_cast<const float* const*>(tables.data()), phase};
+  py::gil_scoped_release release;
+  return step_cpu(call, entries.size(), threads, target);
+}
+
+}  // namespace
+}  // namespace shardopt
+
+PYBIND11_MODULE(_C, m) {
+  using namespace shardopt;
+  m.doc() = "The compiled step of shardopt.";
+  PYBIND11_NUMPY_DTYPE(TensorEntry, param, gradient, step, codes, scales, extremes, rows, cols, row_stride,
+                       scales_row_stride, block_size, param_dtype, gradient_dtype, codec, group, cut);
+  PYBIND11_NUMPY_DTYPE(GroupEntry, hyper, gradient_scale, rule, nonfinite);
+  m.attr("tensor_entry") = py::dtype::of<TensorEntry>();
+  m.attr("group_entry") = py::dtype::of<GroupEntry>();
+  m.attr("rules") = describe_rules(generic::Rules{});
+  m.attr("codecs") = describe_codecs(generic::Codecs{});
+  m.attr("max_block_size") = kMaxBlock;
+  m.attr("max_moments") = kMaxMoments;
+  m.attr("max_hyper") = kMaxHyper;
+  py::enum_<DType>(m, "DType")
+      .value("float32", DType::kFloat32)
+      .value("bfloat16", DType::kBFloat16)
+      .value("float16", DType::kFloat16);
+  py::enum_<Phase>(m, "Phase")
+      .value("step", Phase::kStep)
+      .value("relative", Phase::kRelative)
+      .value("finish", Phase::kFinish);
+  py::enum_<NonFinite>(m, "NonFinite").value("skip", NonFinite::kSkip).value("propagate", NonFinite::kPropagate);
+  m.def("cpu_targets", &cpu_targets, "The instruction sets that this machine runs, best first.");
+  m.def("step_cpu", &step_on_cpu, py::arg("entries"), py::arg("groups"), py::arg("steps"), py::arg("tables"),
+        py::arg("phase"), py::arg("threads"), py::arg("target"),
+        "Steps the entries; returns the number of elements whose gradient was not finite.");
+#if defined(SHARDOPT_WITH_CUDA)
+  m.attr("with_cuda") = true;
+  bind_cuda(m);
+#else
+  m.attr("with_cuda") = false;
+#endif
+}

@@ -1,0 +1,65 @@
+// log8: a logarithmic code fitted to each block's range for the root of the second moment, and the first moment in units
+// of that root, so that every element's update has the same small relative error.
+#pragma once
+
+#include "core/codec.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+struct Log8 {
+  static constexpr const char* kName = "log8";
+  using Code = uint8_t;
+  static constexpr bool kRoot = true;
+  static constexpr bool kRelative = true;
+
+  // Code q > 0 stands for the float whose bits lie (255 - q) steps below those of the block's maximum; 0 for zero.
+  struct Unsigned {
+    static constexpr int kScales = 2;  // the maximum; the step, a whole number below 2^24
+    static constexpr int32_t kLevels = 254;
+    static constexpr int32_t kMaxRange = 32 << 23;
+
+    int32_t top, step;
+    float inverse_step;
+
+    SHARDOPT_HD static void measure(const Extremes& extremes, float* scales) {
+      const int32_t range = min_int(extremes.high - (kInfinityBits - extremes.low), kMaxRange);
+      scales[0] = float_from_bits(extremes.high);
+      scales[1] = static_cast<float>(max_int(1, (range + kLevels - 1) / kLevels));
+    }
+
+    SHARDOPT_HD Unsigned(const float* scales, const float*)
+        : top(bits(scales[0])), step(static_cast<int32_t>(scales[1])), inverse_step(1.0f / scales[1]) {}
+
+    SHARDOPT_HD Code encode(float u) const {
+      const float distance = static_cast<float>(top - bits(u)) * inverse_step;
+      const int32_t q = 255 - round_to_int(distance < 254.0f ? distance : 254.0f);
+      return static_cast<Code>(u > 0.0f ? q : 0);
+    }
+
+    SHARDOPT_HD float decode(Code c) const {
+      const int32_t q = c;
+      const int32_t b = max_int(1, top - (255 - q) * step);  // 1: the smallest subnormal, never zero
+      return float_from_bits(q > 0 ? b : 0);
+    }
+  };
+
+  // Code q stands for T[|q|] with the sign of q, in units of the block's maximum; T inverts z = y (1.7 - 0.7 y).
+  struct Signed : ScaledByMaximum {
+    const float* table;
+
+    SHARDOPT_HD Signed(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
+
+    SHARDOPT_HD Code encode(float r) const {
+      const float y = magnitude(r) / divisor;
+      const float z = y * fma(-0.7f, y, 1.7f);
+      return code_with_sign_of(round_to_int(127.0f * z), r);
+    }
+
+    SHARDOPT_HD float decode(Code c) const {
+      const int32_t q = signed_code(c);
+      return with_sign_of(table[absolute(q)] * scale, q);
+    }
+  };
+};
+
+SHARDOPT_END_NAMESPACE

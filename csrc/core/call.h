@@ -1,0 +1,59 @@
+// What one call of the step is given: plain data, filled in by Python (shardopt/kernels/dispatch.py).
+#pragma once
+
+#include <cstdint>
+
+namespace shardopt {
+
+constexpr int kMaxMoments = 2;
+constexpr int kMaxHyper = 8;
+constexpr int kMaxBlock = 4096;
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// What to do with an element whose gradient is NaN or Inf.
+enum class NonFinite : int32_t { kSkip = 0, kPropagate = 1 };
+
+// A cut block is shared by several ranks: its extremes are exchanged between the phases.
+enum class Phase : int32_t {
+  kStep = 0,      // whole blocks: everything. Cut blocks: the first extremes
+  kRelative = 1,  // cut blocks of a relative codec: the extremes of the signed moments in units of the coded root
+  kFinish = 2,    // cut blocks: update, encode, store
+};
+
+// The extremes of a block: the largest magnitude's bits, and how far the bits of the smallest magnitude above zero lie
+// below those of infinity (so that both are maxima, and 0 is neutral).
+struct Extremes {
+  int32_t high;
+  int32_t low;
+};
+
+// A rectangle of one parameter's local shard: either whole blocks only, or (`cut`) one cut block per row. Pointers are
+// addresses of the rectangle's first element, scale or extreme; moments in the order in which the rule declares them.
+struct TensorEntry {
+  uint64_t param;
+  uint64_t gradient;
+  uint64_t step;                   // float32 scalar, already counted up
+  uint64_t codes[kMaxMoments];
+  uint64_t scales[kMaxMoments];
+  uint64_t extremes[kMaxMoments];  // cut blocks only
+  int64_t rows;
+  int64_t cols;
+  int64_t row_stride;         // elements from row to row of param, gradient and codes
+  int64_t scales_row_stride;  // blocks from row to row of scales and extremes
+  int32_t block_size;
+  int32_t param_dtype;
+  int32_t gradient_dtype;
+  int32_t codec;
+  int32_t group;
+  int32_t cut;
+};
+
+struct GroupEntry {
+  double hyper[kMaxHyper];  // in the order of the rule's kHyper
+  float gradient_scale;     // the gradient is multiplied by it: sign of `maximize`, inverse of the loss scale
+  int32_t rule;
+  int32_t nonfinite;
+};
+
+}  // namespace shardopt

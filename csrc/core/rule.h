@@ -1,0 +1,51 @@
+// What every rule may use, and how it declares its moments.
+//
+// A rule is a struct of the step's float32 scalars with
+//   kName, kHyper      its name and the names of its hyper-parameters, in the order of `make`
+//   Kept               the moments it keeps, in the order of `moment`: at most one unsigned
+//   make(hyper, step)  the scalars, computed once per step in double from operations that round alike everywhere
+//   update(...)        the mathematics of one element. `root` receives the square root of the unsigned moment, if any
+// and knows nothing of codecs, devices or shards.
+#pragma once
+
+#include "core/target.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+enum class MomentKind { kSigned, kUnsigned };
+
+// base^exponent for whole exponents >= 0, by squaring: the same bits on every device, which libm's pow does not promise.
+SHARDOPT_HD double power(double base, double exponent) {
+  double result = 1.0;
+  for (int64_t n = static_cast<int64_t>(exponent); n > 0; n >>= 1) {
+    if (n & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+SHARDOPT_HD double square_root(double x) {
+#if defined(__CUDA_ARCH__)
+  return __dsqrt_rn(x);
+#else
+  return __builtin_sqrt(x);
+#endif
+}
+
+// The kinds of a rule's moments, in the order of `moment`.
+template <MomentKind... kinds>
+struct Moments {
+  static constexpr int kCount = sizeof...(kinds);
+
+  // The unsigned (second) moment that the signed ones stand beside, or -1.
+  static constexpr int kUnsigned = [] {
+    const MomentKind all[] = {kinds..., MomentKind::kSigned};
+    int found = -1;
+    for (int k = 0; k < kCount; ++k) {
+      if (all[k] == MomentKind::kUnsigned) found = k;
+    }
+    return found;
+  }();
+};
+
+SHARDOPT_END_NAMESPACE

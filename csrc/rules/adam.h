@@ -1,0 +1,46 @@
+// Adam (Kingma & Ba, arXiv 1412.6980, algorithm 1) and AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2).
+#pragma once
+
+#include "core/numeric.h"
+#include "core/rule.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+struct Adam {
+  static constexpr const char* kName = "adam";
+  using Kept = Moments<MomentKind::kSigned, MomentKind::kUnsigned>;
+  static constexpr const char* kHyper[] = {"lr", "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay"};
+
+  float beta2, one_minus_beta1, one_minus_beta2, eps;
+  float coupled_decay;             // added to the gradient, times the parameter (Adam)
+  float decay_factor;              // the parameter is multiplied by it first (AdamW)
+  float step_size;                 // lr / (1 - beta1^t)
+  float inverse_root_correction2;  // 1 / sqrt(1 - beta2^t)
+
+  SHARDOPT_HD static Adam make(const double* hyper, double step) {
+    const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2];
+    Adam rule;
+    rule.beta2 = static_cast<float>(beta2);
+    rule.one_minus_beta1 = static_cast<float>(1.0 - beta1);
+    rule.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+    rule.eps = static_cast<float>(hyper[3]);
+    rule.coupled_decay = static_cast<float>(hyper[4]);
+    rule.decay_factor = static_cast<float>(1.0 - lr * hyper[5]);
+    rule.step_size = static_cast<float>(lr / (1.0 - power(beta1, step)));
+    rule.inverse_root_correction2 = static_cast<float>(1.0 / square_root(1.0 - power(beta2, step)));
+    return rule;
+  }
+
+  SHARDOPT_HD void update(float& param, float gradient, float* moment, float& root) const {
+    const float g = fma(coupled_decay, param, gradient);
+    const float m = fma(one_minus_beta1, g - moment[0], moment[0]);
+    const float v = fma(beta2, moment[1], (one_minus_beta2 * g) * g);
+    root = square_root(v);
+    const float denominator = fma(root, inverse_root_correction2, eps);
+    param = fma(-step_size, m / denominator, param * decay_factor);
+    moment[0] = m;
+    moment[1] = v;
+  }
+};
+
+SHARDOPT_END_NAMESPACE

@@ -1,0 +1,55 @@
+// Stochastic gradient descent, plain and with momentum as torch.optim.SGD defines it (Sutskever et al., ICML 2013).
+#pragma once
+
+#include "core/numeric.h"
+#include "core/rule.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+struct Sgd {
+  static constexpr const char* kName = "sgd";
+  using Kept = Moments<>;
+  static constexpr const char* kHyper[] = {"lr", "coupled_decay"};
+
+  float lr, coupled_decay;
+
+  SHARDOPT_HD static Sgd make(const double* hyper, double) {
+    return {static_cast<float>(hyper[0]), static_cast<float>(hyper[1])};
+  }
+
+  SHARDOPT_HD void update(float& param, float gradient, float*, float&) const {
+    param = fma(-lr, fma(coupled_decay, param, gradient), param);
+  }
+};
+
+struct Momentum {
+  static constexpr const char* kName = "momentum";
+  using Kept = Moments<MomentKind::kSigned>;
+  static constexpr const char* kHyper[] = {"lr", "momentum", "dampening", "coupled_decay", "nesterov"};
+
+  float lr, momentum, coupled_decay;
+  float gradient_weight;  // 1 - dampening, but 1 in the first step, as in torch
+  float buffer_weight;    // of the momentum buffer in the direction: 1, or momentum with nesterov
+  float direct_weight;    // of the gradient in the direction: 0, or 1 with nesterov
+
+  SHARDOPT_HD static Momentum make(const double* hyper, double step) {
+    const bool nesterov = hyper[4] != 0.0;
+    Momentum rule;
+    rule.lr = static_cast<float>(hyper[0]);
+    rule.momentum = static_cast<float>(hyper[1]);
+    rule.coupled_decay = static_cast<float>(hyper[3]);
+    rule.gradient_weight = step <= 1.0 ? 1.0f : static_cast<float>(1.0 - hyper[2]);
+    rule.buffer_weight = nesterov ? rule.momentum : 1.0f;
+    rule.direct_weight = nesterov ? 1.0f : 0.0f;
+    return rule;
+  }
+
+  SHARDOPT_HD void update(float& param, float gradient, float* moment, float&) const {
+    const float g = fma(coupled_decay, param, gradient);
+    const float buffer = fma(momentum, moment[0], gradient_weight * g);
+    param = fma(-lr, fma(buffer_weight, buffer, direct_weight * g), param);
+    moment[0] = buffer;
+  }
+};
+
+SHARDOPT_END_NAMESPACE

@@ -1,0 +1,32 @@
+// Between the CPU driver and the kernels of each instruction set.
+#pragma once
+
+#include "core/call.h"
+
+namespace shardopt {
+
+struct CpuCall {
+  const TensorEntry* entries;
+  const GroupEntry* groups;
+  const float* const* tables;  // per codec, nullptr where it needs none
+  Phase phase;
+};
+
+// Steps blocks [begin, end) of an entry, counted along its rows. Returns the number of elements whose gradient was not
+// finite.
+using CpuKernel = int64_t (*)(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end);
+
+// The kernel of a codec and a rule, by their places in the lists of step/instances.h.
+namespace portable {
+CpuKernel cpu_kernel(int codec, int rule);
+}
+#if defined(__x86_64__)
+namespace avx2 {
+CpuKernel cpu_kernel(int codec, int rule);
+}
+namespace avx512 {
+CpuKernel cpu_kernel(int codec, int rule);
+}
+#endif
+
+}  // namespace shardopt

@@ -1,0 +1,3 @@
+// The CPU kernels for one instruction set; setup.py gives this file its flags.
+#define SHARDOPT_TARGET portable
+#include "step/cpu_kernel.h"

@@ -1,0 +1,96 @@
+#include "step/thread_pool.h"
+
+#include <pthread.h>
+
+#include <cfenv>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace shardopt {
+namespace {
+
+// Sets the default floating point environment and puts back the caller's, which torch.set_flush_denormal may have changed.
+class DefaultFloatingPoint {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloatingPoint() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  DefaultFloatingPoint() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatingPoint() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+#endif
+};
+
+class ThreadPool {
+ public:
+  void run(int workers, void (*work)(void*, int), void* context) {
+    std::lock_guard<std::mutex> one_caller(callers_);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      while (started_ < workers - 1) {
+        ++started_;
+        std::thread(&ThreadPool::serve, this, started_, generation_).detach();
+      }
+      work_ = work;
+      context_ = context;
+      workers_ = workers;
+      running_ = workers - 1;
+      ++generation_;
+    }
+    wake_.notify_all();
+    call(0);
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [this] { return running_ == 0; });
+  }
+
+ private:
+  void serve(int worker, uint64_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return generation_ != seen; });
+      seen = generation_;
+      if (worker >= workers_) continue;
+      lock.unlock();
+      call(worker);
+      lock.lock();
+      if (--running_ == 0) done_.notify_one();
+    }
+  }
+
+  void call(int worker) {
+    DefaultFloatingPoint environment;
+    work_(context_, worker);
+  }
+
+  std::mutex callers_, mutex_;
+  std::condition_variable wake_, done_;
+  void (*work_)(void*, int) = nullptr;
+  void* context_ = nullptr;
+  int workers_ = 0, started_ = 0, running_ = 0;
+  uint64_t generation_ = 0;
+};
+
+// Never destroyed: its threads wait in it until the process ends. A forked child has no such threads and starts anew.
+ThreadPool* pool = new ThreadPool;
+const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
+
+}  // namespace
+
+void run_on_threads(int workers, void (*work)(void*, int), void* context) { pool->run(workers, work, context); }
+
+}  // namespace shardopt

@@ -1,0 +1,145 @@
+"""Builds shardopt._C: CPU kernels always, CUDA kernels when nvcc is found.
+
+Environment:
+    SHARDOPT_CUDA: 1 demands the CUDA kernels, 0 leaves them out. Default: built when nvcc is found.
+    SHARDOPT_CUDA_ARCHS: compute capabilities, such as "80;90;100". The last one is also kept as PTX.
+    CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
+"""
+
+import glob
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+DEFAULT_CUDA_ARCHS = "80;90;100"
+EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+TARGET_FLAGS = {
+    "cpu_avx2.cpp": ["-mavx2", "-mfma", "-mbmi2"],
+    "cpu_avx512.cpp": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ],
+}
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def cpu_sources() -> list[str]:
+    names = ["csrc/bindings.cpp", "csrc/step/cpu.cpp", "csrc/step/thread_pool.cpp"]
+    names.append("csrc/step/cpu_portable.cpp")
+    if X86:
+        names += [f"csrc/step/{name}" for name in TARGET_FLAGS]
+    return names
+
+
+class CudaToolkit:
+    """The toolkit whose nvcc builds the CUDA kernels."""
+
+    def __init__(self, nvcc: str, home: Path, cudart: Path) -> None:
+        self.nvcc = nvcc
+        self.home = home
+        self.cudart = cudart
+
+    @classmethod
+    def find(cls) -> "CudaToolkit | None":
+        """Returns the toolkit, or None where there is none or SHARDOPT_CUDA=0."""
+        wanted = os.environ.get("SHARDOPT_CUDA")
+        if wanted not in (None, "0", "1"):
+            sys.exit(f"SHARDOPT_CUDA: got {wanted!r}, expected 0 or 1")
+        if wanted == "0":
+            return None
+        toolkit, problem = cls._search()
+        if toolkit is None and wanted == "1":
+            sys.exit(f"SHARDOPT_CUDA=1, but {problem}; set CUDA_HOME or put nvcc on PATH")
+        return toolkit
+
+    @classmethod
+    def _search(cls) -> "tuple[CudaToolkit | None, str]":
+        home = os.environ.get("CUDA_HOME")
+        nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+        if nvcc is None:
+            return None, "no nvcc was found"
+        # nvcc may be a wrapper script: only the compiler driver itself knows where it lives.
+        dry_run = subprocess.run([nvcc, "-dryrun", "x.cu"], capture_output=True, text=True)
+        top = re.search(r"^#\$ TOP=(.*)$", dry_run.stderr, re.MULTILINE)
+        root = Path(top.group(1) if top else Path(nvcc).parent.parent).resolve()
+        for folder in ("lib64", "lib", "targets/*/lib"):
+            for library in glob.glob(str(root / folder / "libcudart_static.a")):
+                return cls(nvcc, root, Path(library)), ""
+        return None, f"{root} has no libcudart_static.a"
+
+    def compile(self, source: str, target: Path, include: str) -> None:
+        archs = re.split(
+            r"[;, ]+", os.environ.get("SHARDOPT_CUDA_ARCHS", DEFAULT_CUDA_ARCHS).strip()
+        )
+        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+        codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            self.nvcc,
+            "-std=c++17",
+            "-O3",
+            "--fmad=false",
+            "-Xcompiler=-fPIC",
+            "-I",
+            include,
+        ]
+        command += [*codes, "--threads=0", "-c", source, "-o", str(target)]
+        subprocess.run(command, check=True)
+
+
+class BuildExtension(build_ext):
+    """Compiles each source with the flags of its instruction set."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        objects = []
+        include = str(ROOT / "csrc")
+        for source in cpu_sources():
+            objects += self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                include_dirs=[include, *ext.include_dirs],
+                macros=ext.define_macros,
+                extra_postargs=[
+                    *ext.extra_compile_args,
+                    *EXACT,
+                    *TARGET_FLAGS.get(Path(source).name, []),
+                ],
+            )
+        libraries = ["pthread"]
+        if toolkit is not None:
+            cuda_object = Path(self.build_temp) / "csrc/step/cuda.o"
+            toolkit.compile("csrc/step/cuda.cu", cuda_object, include)
+            objects += [str(cuda_object), str(toolkit.cudart)]
+            libraries += ["dl", "rt"]
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(ext.name),
+            libraries=libraries,
+            extra_postargs=ext.extra_link_args,
+            build_temp=self.build_temp,
+            target_lang="c++",
+        )
+
+
+toolkit = CudaToolkit.find() if Path("csrc/step/cuda.cu").exists() else None
+extension = Pybind11Extension(
+    "shardopt._C",
+    [],
+    cxx_std=17,
+    extra_compile_args=["-O3", "-g0"],
+    define_macros=[("SHARDOPT_WITH_CUDA", "1")] if toolkit else [],
+)
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})

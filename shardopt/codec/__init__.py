@@ -1,0 +1,38 @@
+"""Codecs: how a float becomes a code and back."""
+
+from __future__ import annotations
+
+from shardopt import _C
+from shardopt.codec.base import Coded, Codec
+from shardopt.codec.companded8 import Companded8
+from shardopt.codec.dynamic8 import Dynamic8
+from shardopt.codec.log8 import Log8
+from shardopt.codec.moments import Decoded, Moment, decode_moments, encode_moments
+from shardopt.codec.plain import BFloat16, Float32
+
+__all__ = [
+    "CODECS",
+    "Coded",
+    "Codec",
+    "Decoded",
+    "Moment",
+    "decode_moments",
+    "encode_moments",
+    "get_codec",
+]
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), BFloat16(), Float32())
+}
+assert set(CODECS) == set(_C.codecs), "the extension was built for other codecs: reinstall shardopt"
+
+
+def get_codec(name: str) -> Codec:
+    """The codec of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in CODECS:
+        raise ValueError(f"codec: got {name!r}, expected one of {', '.join(map(repr, CODECS))}")
+    return CODECS[name]

@@ -1,0 +1,98 @@
+"""What a codec is to Python: how blocks of float32 become codes and scales, and back, in pure PyTorch.
+
+The kernels compute the same bits (csrc/codecs). This side serves the reference step and conversions of whole states.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.kernels.numeric import divide
+
+
+class Coded(NamedTuple):
+    """A moment as stored.
+
+    ``codes`` has the codec's dtype; ``scales`` is float32, one row of ``codec.scales(...)`` values per block, or None
+    for a codec without blocks.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+
+
+class Codec:
+    """Base class of the codecs.
+
+    Blocks have the shape ``(..., block_size)`` and scales ``(..., scales per block)``. A codec is a stateless singleton:
+    get it with :func:`shardopt.codec.get_codec`.
+    """
+
+    name: str
+    code_dtype: torch.dtype = torch.uint8
+    #: Unsigned moments are coded by their square root.
+    root = True
+    #: The code of zero in a signed moment.
+    signed_zero = 0
+
+    @property
+    def index(self) -> int:
+        """The codec's place in the kernels' list."""
+        return int(_C.codecs[self.name]["index"])
+
+    @property
+    def relative(self) -> bool:
+        """Whether a signed moment is coded in units of the coded root of an unsigned one beside it."""
+        return bool(_C.codecs[self.name]["relative"])
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether the codec has blocks and scales."""
+        return self.scales(signed=True) > 0
+
+    def scales(self, *, signed: bool) -> int:
+        """float32 scales per block."""
+        return int(_C.codecs[self.name]["signed_scales" if signed else "unsigned_scales"])
+
+    def zero_code(self, *, signed: bool) -> int:
+        """The code of zero."""
+        return self.signed_zero if signed else 0
+
+    @cached_property
+    def table(self) -> Tensor | None:
+        """What the kernels look up, float32 and 1-D, laid out as csrc/codecs/<name>.h says; None without one."""
+        return None
+
+    def measure(self, x: Tensor, *, signed: bool) -> Tensor:
+        """The scales of blocks ``x``: float32, ``(..., scales per block)``."""
+        return x.abs().amax(-1, keepdim=True)
+
+    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``."""
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        """The float32 values of ``codes``: what :meth:`encode` was given, to the codec's precision."""
+        raise NotImplementedError
+
+
+def scaled_by_maximum(x: Tensor, scales: Tensor) -> Tensor:
+    """``x`` in units of its block's largest magnitude; zeros in a block of zeros."""
+    return divide(x, torch.where(scales > 0, scales, 1.0))
+
+
+def int8_codes(magnitudes: Tensor, x: Tensor) -> Tensor:
+    """Whole-number magnitudes with the signs of ``x``, as two's complement int8 in uint8."""
+    return torch.where(x < 0, -magnitudes, magnitudes).to(torch.int8).view(torch.uint8)
+
+
+def signed_lookup(table: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """``sign * table[|q|] * scale`` of int8 codes ``q`` in uint8."""
+    q = codes.view(torch.int8).int()
+    magnitude = table.to(codes.device)[q.abs()] * scales
+    return torch.where(q < 0, -magnitude, magnitude)

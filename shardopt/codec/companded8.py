@@ -1,0 +1,33 @@
+"""companded8: the codes of FlashOptim (arXiv 2602.23349) with float32 scales and a floor under the second moment."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardopt.codec.base import Codec, int8_codes, scaled_by_maximum, signed_lookup
+from shardopt.kernels.numeric import divide
+
+
+class Companded8(Codec):
+    name = "companded8"
+
+    @cached_property
+    def table(self) -> Tensor:
+        """``y = t / (2 - t)`` at ``t = q / 127``, the inverse of ``z = 2 y / (1 + y)``; one more entry for -128."""
+        t = divide(torch.arange(129, dtype=torch.float32).clamp(max=127), 127)
+        return t / (2 - t)
+
+    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        if signed:
+            y = scaled_by_maximum(x.abs(), scales)
+            return int8_codes(torch.round(127 * (2 * y / (1 + y))), x)
+        q = torch.round(scaled_by_maximum(255 * x, scales))
+        return torch.where(x > 0, q.clamp(min=1), q).to(torch.uint8)
+
+    def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        if signed:
+            return signed_lookup(self.table, codes, scales)
+        return divide(codes.float(), 255) * scales

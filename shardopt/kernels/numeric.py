@@ -1,0 +1,84 @@
+"""IEEE float32 building blocks in PyTorch, and the view of a tensor as blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INFINITY_BITS = 0x7F800000
+
+
+def float32(value: float) -> Tensor:
+    """The 0-d float32 tensor nearest to a Python float."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` rounded once, in float32.
+
+    The product of two float32 values is exact in float64. Their float64 sum is rounded to odd (Boldo & Melquiond,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008), after which rounding
+    to float32 gives the correctly rounded result.
+
+    Args:
+        a: float32, any shape.
+        b: float32, broadcastable with ``a``.
+        c: float32, broadcastable with ``a``.
+
+    Returns:
+        float32, the broadcast shape.
+    """
+    product = a.double() * b.double()
+    addend = c.double()
+    total = product + addend
+    share = total - product
+    error = (product - (total - share)) + (addend - share)
+    as_int = total.view(torch.int64)
+    inexact = torch.isfinite(total) & (error != 0) & (as_int & 1 == 0)
+    away = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact, as_int + away, as_int).view(torch.float64).float()
+
+
+def bits(x: Tensor) -> Tensor:
+    """The int32 with the bits of a float32 tensor."""
+    return x.contiguous().view(torch.int32)
+
+
+def float_from_bits(b: Tensor) -> Tensor:
+    """The float32 with the bits of an int32 tensor."""
+    return b.contiguous().view(torch.float32)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """The correctly rounded float32 square root, which ``torch.sqrt`` on the CPU is not.
+
+    Through float64: no float32 root lies so near a midpoint that the second rounding could go wrong.
+    """
+    return x.double().sqrt().float()
+
+
+def divide(a: Tensor, b: Tensor | float) -> Tensor:
+    """``a / b`` in float32; never a multiplication by the reciprocal, as PyTorch may do with a scalar."""
+    return a / torch.as_tensor(b, dtype=torch.float32, device=a.device).expand_as(a)
+
+
+def to_blocks(x: Tensor, block_size: int, fill: int = 0) -> Tensor:
+    """Cuts every row into blocks.
+
+    Args:
+        x: any dtype, shape ``(rows, cols)``.
+        block_size: elements per block.
+        fill: what fills up the last block of a row.
+
+    Returns:
+        Shape ``(rows, ceil(cols / block_size), block_size)``.
+    """
+    rows, cols = x.shape
+    blocks = -(-cols // block_size)
+    padded = torch.nn.functional.pad(x, (0, blocks * block_size - cols), value=fill)
+    return padded.reshape(rows, blocks, block_size)
+
+
+def from_blocks(blocks: Tensor, cols: int) -> Tensor:
+    """The inverse of :func:`to_blocks`: shape ``(rows, cols)``."""
+    return blocks.reshape(blocks.shape[0], -1)[:, :cols]

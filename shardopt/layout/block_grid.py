@@ -1,0 +1,85 @@
+"""The block grid: where the quantization blocks of a parameter lie, from its global shape alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: Rows shorter than this are not worth a scale.
+MIN_ROW_NUMEL = 32
+
+
+def is_quantized(global_shape: tuple[int, ...], min_quantized_numel: int) -> bool:
+    """Whether a parameter's state is quantized: a matter of its global shape, never of the shard.
+
+    Biases, norms and small parameters keep float32 state.
+    """
+    numel = math.prod(global_shape)
+    if len(global_shape) < 2 or numel < max(min_quantized_numel, 1):
+        return False
+    return numel // global_shape[0] >= MIN_ROW_NUMEL
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """The blocks of a parameter.
+
+    Every row (a slice along dim 0, flattened) is cut into ``ceil(row_numel / block_size)`` blocks, the last one possibly
+    short. Blocks never cross a row.
+    """
+
+    global_shape: tuple[int, ...]
+    block_size: int
+
+    @property
+    def rows(self) -> int:
+        return self.global_shape[0]
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.global_shape[1:])
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.row_numel // self.block_size)
+
+    def is_boundary(self, col: int) -> bool:
+        """Whether no block has elements on both sides of the column ``col`` of a row."""
+        return col % self.block_size == 0 or col == self.row_numel
+
+    def scales_shape(self, scales_per_block: int) -> tuple[int, ...]:
+        """``(rows, blocks_per_row)``, with a last dimension where there are several scales per block."""
+        shape = (self.rows, self.blocks_per_row)
+        return shape if scales_per_block == 1 else (*shape, scales_per_block)
+
+
+class Rectangle(NamedTuple):
+    """A part of a shard: whole blocks only, or (``cut``) one block per row of which other ranks hold the rest.
+
+    ``col`` and ``cols`` count elements of the shard's rows, ``block`` counts from the row's first block.
+    """
+
+    col: int
+    cols: int
+    block: int
+    cut: bool
+
+
+def rectangles(grid: BlockGrid, first_col: int, cols: int) -> list[Rectangle]:
+    """Divides the columns ``[first_col, first_col + cols)`` of a row into whole blocks and cut ones."""
+    parts: list[Rectangle] = []
+    end = first_col + cols
+    size = grid.block_size
+    at = first_col
+    while at < end:
+        block = at // size
+        block_end = min((block + 1) * size, grid.row_numel)
+        if at == block * size and end >= block_end:
+            stop = end if grid.is_boundary(end) else end // size * size
+            parts.append(Rectangle(at - first_col, stop - at, block, cut=False))
+        else:
+            stop = min(end, block_end)
+            parts.append(Rectangle(at - first_col, stop - at, block, cut=True))
+        at = stop
+    return parts

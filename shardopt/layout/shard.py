@@ -1,0 +1,99 @@
+"""The shard: which part of a global parameter this rank holds, and how state beside it is made.
+
+A plain tensor is its own and only shard. Integrations register what they know of other tensors (DTensors, flat
+parameters) with :func:`register`; nothing here knows of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from shardopt.layout.block_grid import BlockGrid
+
+
+class Exchange(Protocol):
+    """How the ranks that hold parts of the same rows agree on a maximum."""
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Replaces an int32 tensor by its elementwise maximum over those ranks. All of them must call it."""
+
+
+class LocalBlocks(NamedTuple):
+    """The blocks of each row that a shard's scales cover.
+
+    ``exchange`` is set where blocks are cut: the scales of all blocks of the rows then stand on every rank that holds a
+    part of those rows.
+    """
+
+    first: int
+    count: int
+    exchange: Exchange | None
+
+
+class Shard:
+    """The part of one parameter on this rank: its local rows, and of each the columns ``[first_col, first_col + cols)``.
+
+    This base class is the whole, unsharded parameter. Rows and columns are those of the parameter seen as the matrix
+    ``(shape[0], row_numel)``.
+    """
+
+    def __init__(self, global_shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
+        self.global_shape = tuple(global_shape)
+        self.local_shape = tuple(local_shape)
+        self.rows = local_shape[0] if local_shape else 1
+        self.cols = math.prod(local_shape[1:])
+        self.first_col = 0
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The plain tensor with this rank's part of a parameter, gradient, codes or scales."""
+        return tensor
+
+    def local_gradient(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient, laid out like the parameter."""
+        return self.local(gradient)
+
+    def like_parameter(self, local: Tensor) -> Tensor:
+        """The global tensor, sharded like the parameter, whose part here is ``local``."""
+        return local
+
+    def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
+        """The blocks that the local scales cover."""
+        return LocalBlocks(0, grid.blocks_per_row, None)
+
+    def like_scales(self, local: Tensor, grid: BlockGrid) -> Tensor:
+        """The global scales whose part here is ``local``."""
+        return local
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The global value of a tensor that is sharded like the parameter. All ranks must call it."""
+        return tensor
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a global value of the parameter's shape."""
+        return whole
+
+    def scales_part(self, whole: Tensor, grid: BlockGrid) -> Tensor:
+        """This rank's part of the global scales."""
+        return whole
+
+
+Resolver = Callable[[Tensor], Shard | None]
+_resolvers: list[Resolver] = []
+
+
+def register(resolver: Resolver) -> None:
+    """Adds a function that recognizes a kind of sharded parameter: its shard, or None for any other tensor."""
+    _resolvers.append(resolver)
+
+
+def shard_of(param: Tensor) -> Shard:
+    """The shard that ``param`` is."""
+    for resolve in _resolvers:
+        shard = resolve(param)
+        if shard is not None:
+            return shard
+    return Shard(tuple(param.shape), tuple(param.shape))

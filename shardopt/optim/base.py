@@ -1,0 +1,282 @@
+"""The optimizer that all rules share: a torch.optim.Optimizer whose state is block-wise quantized on any shard."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from shardopt.kernels.dispatch import DTYPES
+from shardopt.optim.options import STATE_FORMAT, check_options, with_defaults
+from shardopt.optim.plan import Group, Plan
+from shardopt.optim.rule import Rule
+from shardopt.optim.state import ParameterState, StateDict
+
+_WIDTH = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
+
+
+@dataclass
+class _Adopted:
+    """State on its way through ``Optimizer.load_state_dict``, which would cast tensors to the parameter's dtype."""
+
+    state: StateDict
+
+
+class ShardedOptimizer(Optimizer):
+    """Base class of the rules.
+
+    A rule says in :meth:`rule` which moments it keeps and in :meth:`hyper` what its scalars are.
+
+    State is created in the first step. An element whose gradient is NaN or Inf is skipped unless ``nonfinite`` says
+    otherwise. torch.amp.GradScaler works unchanged: its scale is divided out inside the step.
+    """
+
+    #: torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        super().__init__(params, {**defaults, **with_defaults(options)})
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        """The rule for a param group."""
+        raise NotImplementedError
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """The rule's hyper-parameters, by the names in csrc/rules."""
+        raise NotImplementedError
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Checks the rule's hyper-parameters in a param group.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        raise NotImplementedError
+
+    @property
+    def nonfinite_count(self) -> int:
+        """Gradient elements that were NaN or Inf and were skipped by this rank so far."""
+        return int(self._nonfinite_count)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: an option or hyper-parameter is out of range.
+        """
+        completed = {**self.defaults, **param_group}
+        check_options(completed)
+        self.check_group(completed)
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes a step on every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            The closure's loss.
+
+        Raises:
+            RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step. Nothing
+                was changed.
+            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._warn_of_nonfinite()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return loss
+        for plan in self._plans():
+            self._nonfinite_count += plan.run()
+        return loss
+
+    def state_dict(self, *, dequantize: bool = False) -> StateDict:
+        """The optimizer's state.
+
+        Args:
+            dequantize: give float32 moments in the form of torch.optim, which the optimizer of the same name there
+                loads. Costs 4 bytes per parameter and moment.
+        """
+        state_dict = super().state_dict()
+        if dequantize:
+            state = state_dict["state"]
+            for index, (group, param) in enumerate(self._all_params()):
+                if index in state:
+                    spec = ParameterState.of(param, group, self.rule(group).moments)
+                    state[index] = {"step": state[index]["step"], **spec.decode(state[index])}
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads a state dict of this class, or of the torch.optim class of the same name, which is quantized.
+
+        Raises:
+            ValueError: the state is of other parameters or another optimizer, or was quantized in another way. Nothing
+                was changed.
+        """
+        last_hook = self.register_load_state_dict_pre_hook(_adopt)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "state" in state:
+            for param, value in state["state"].items():
+                if isinstance(value, _Adopted):
+                    state["state"][param] = value.state
+        super().__setstate__(state)
+        self._nonfinite_count = getattr(self, "_nonfinite_count", 0)
+        self._nonfinite_reported = getattr(self, "_nonfinite_reported", 0)
+
+    _nonfinite_count = 0
+    _nonfinite_reported = 0
+
+    def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield group, param
+
+    def _plans(self) -> list[Plan]:
+        """The step as one plan per device. Raises before anything is changed."""
+        grad_scale = getattr(self, "grad_scale", None)
+        unscale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+        groups = [
+            Group(
+                self.rule(group),
+                self.hyper(group),
+                -unscale if group["maximize"] else unscale,
+                group["nonfinite"],
+            )
+            for group in self.param_groups
+        ]
+        plans: dict[torch.device, Plan] = {}
+        for index, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                if param.grad is None:
+                    continue
+                spec = ParameterState.of(param, group, groups[index].rule.moments)
+                name = _name_of(group, index, position, spec)
+                if param.grad.is_sparse or param.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"{name}: got a sparse gradient, expected a dense one; "
+                        "make it dense (e.g. nn.Embedding(sparse=False))"
+                    )
+                local, gradient = spec.shard.local(param), spec.shard.local_gradient(param.grad)
+                _check_tensors(name, local, gradient)
+                if group["nonfinite"] == "raise" and gradient.numel():
+                    low, high = torch.aminmax(gradient)
+                    if not torch.isfinite(low + high * 0):
+                        raise FloatingPointError(
+                            f"{name}: got a gradient with NaN or Inf; nothing was changed"
+                        )
+                state = self.state[param]
+                if not state:
+                    state.update(spec.new(local.device))
+                if local.device not in plans:
+                    plans[local.device] = Plan(local.device, groups)
+                plans[local.device].add(index, spec, local, gradient, state)
+        return list(plans.values())
+
+    def _warn_of_nonfinite(self) -> None:
+        new = self._nonfinite_count - self._nonfinite_reported
+        if new:
+            self._nonfinite_reported = self._nonfinite_count
+            warnings.warn(
+                f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
+                "(nonfinite='raise' names the parameter)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """A load-state-dict pre-hook: turns whatever was loaded into the optimizer's own kind of state, or raises."""
+    assert isinstance(optimizer, ShardedOptimizer)
+    saved, own = state_dict["param_groups"], optimizer.param_groups
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+        raise ValueError(
+            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, "
+            f"expected {[len(group['params']) for group in own]}"
+        )
+    groups = []
+    for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
+        for option in STATE_FORMAT:
+            if saved_group.get(option, group[option]) != group[option]:
+                raise ValueError(
+                    f"param group {index}: got state saved with {option}={saved_group[option]!r}, expected "
+                    f"{group[option]!r}; make the optimizer with {option}={saved_group[option]!r}, or go through "
+                    "state_dict(dequantize=True)"
+                )
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**rest, **saved_group})
+        check_options(groups[-1])
+    ids = [index for group in saved for index in group["params"]]
+    state: StateDict = {}
+    for position, (index, (group, param)) in enumerate(
+        zip(ids, optimizer._all_params(), strict=True)
+    ):
+        if index in state_dict["state"]:
+            spec = ParameterState.of(param, group, optimizer.rule(group).moments)
+            loaded = state_dict["state"][index]
+            device = spec.shard.local(param).device
+            adopted = spec.adopt(loaded, device, f"parameter {position}") if loaded else {}
+            state[index] = _Adopted(adopted)
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _name_of(group: Mapping[str, Any], index: int, position: int, spec: ParameterState) -> str:
+    """How errors name a parameter."""
+    names = group.get("param_names")
+    name = names[position] if names else f"parameter {position} of param group {index}"
+    return f"{name} {spec.shard.global_shape}"
+
+
+def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
+    """Checks that the kernels can step this rank's part of a parameter.
+
+    Raises:
+        RuntimeError: they cannot.
+    """
+    supported = ", ".join(str(dtype) for dtype in DTYPES)
+    for what, tensor in (("parameter", param), ("gradient", gradient)):
+        if tensor.dtype not in DTYPES:
+            remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
+            raise RuntimeError(
+                f"{name}: got a {what} of {tensor.dtype}, expected {supported}; {remedy}"
+            )
+        if not tensor.is_contiguous():
+            raise RuntimeError(
+                f"{name}: got a {what} with strides {tensor.stride()}, expected a contiguous one; "
+                f"make it so with .contiguous() before the step"
+            )
+    if gradient.device != param.device or gradient.shape != param.shape:
+        raise RuntimeError(
+            f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
+            f"expected {tuple(param.shape)} on {param.device}"
+        )
+    if _WIDTH[gradient.dtype] < _WIDTH[param.dtype] or (
+        gradient.dtype != param.dtype and gradient.dtype != torch.float32
+    ):
+        raise RuntimeError(
+            f"{name}: got a gradient of {gradient.dtype} for a parameter of {param.dtype}, "
+            "expected the same dtype or float32; cast the gradient"
+        )

@@ -1,0 +1,90 @@
+"""What an optimizer and its parameters really take up in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from shardopt.layout import shard_of
+
+
+@dataclass
+class MemoryUse:
+    """Bytes allocated in one kind of memory."""
+
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0  # codes, unquantized moments, step counts
+    scales: int = 0
+    master_weights: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass
+class MemoryReport:
+    """What :func:`memory_report` found on this rank.
+
+    Attributes:
+        numel: parameter elements that this rank holds.
+        device: bytes on accelerators.
+        host: bytes in the CPU's memory.
+    """
+
+    numel: int = 0
+    device: MemoryUse = field(default_factory=MemoryUse)
+    host: MemoryUse = field(default_factory=MemoryUse)
+
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """Bytes per local parameter element on device and host together, by kind, and their "total"."""
+        count = max(self.numel, 1)
+        kinds = [f.name for f in fields(MemoryUse)]
+        found = {
+            kind: (getattr(self.device, kind) + getattr(self.host, kind)) / count for kind in kinds
+        }
+        return {**found, "total": (self.device.total + self.host.total) / count}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.numel:,} parameters on this rank",
+            f"{'':16}{'device':>16}{'host':>16}{'bytes/param':>13}",
+        ]
+        for kind, per_parameter in self.bytes_per_parameter().items():
+            device, host = getattr(self.device, kind), getattr(self.host, kind)
+            lines.append(f"{kind:16}{device:16,}{host:16,}{per_parameter:13.3f}")
+        return "\n".join(lines)
+
+
+def memory_report(optimizer: Optimizer) -> MemoryReport:
+    """Adds up what an optimizer's parameters, gradients and state take up on this rank, as allocated.
+
+    Works for any torch optimizer. State exists from the first step on.
+    """
+    report = MemoryReport()
+    seen: set[int] = set()
+
+    def add(kind: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() == 0:
+            return
+        seen.add(storage.data_ptr())
+        use = report.host if tensor.device.type == "cpu" else report.device
+        setattr(use, kind, getattr(use, kind) + storage.nbytes())
+
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            shard = shard_of(param)
+            local = shard.local(param)
+            report.numel += local.numel()
+            add("parameters", local.detach())
+            if param.grad is not None:
+                add("gradients", shard.local(param.grad))
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    kind = "scales" if key.endswith("_scales") else "state"
+                    add(kind, shard.local(value))
+    return report
