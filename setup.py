@@ -81,9 +81,7 @@ class CudaToolkit:
         return None, f"{root} has no libcudart_static.a"
 
     def compile(self, source: str, target: Path, include: str) -> None:
-        archs = re.split(
-            r"[;, ]+", os.environ.get("SHARDOPT_CUDA_ARCHS", DEFAULT_CUDA_ARCHS).strip()
-        )
+        archs = re.split(r"[;, ]+", os.environ.get("SHARDOPT_CUDA_ARCHS", DEFAULT_CUDA_ARCHS).strip())
         codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
         codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-// shardopt._C: the step and the facts that Python needs to call it. No torch headers: tensors arrive as addresses in tables.
+// shardopt._C: the step and the facts that Python needs to call it. No torch headers: tensors arrive as addresses in
+// tables.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -43,10 +44,10 @@ template <class... Codec>
 py::dict describe_codecs(generic::List<Codec...>) {
   py::dict codecs;
   int index = 0;
-  ((codecs[Codec::kName] = py::dict(py::arg("index") = index++, py::arg("code_bytes") = sizeof(typename Codec::Code),
-                                    py::arg("signed_scales") = Codec::Signed::kScales,
-                                    py::arg("unsigned_scales") = Codec::Unsigned::kScales,
-                                    py::arg("relative") = Codec::kRelative)),
+  ((codecs[Codec::kName] =
+        py::dict(py::arg("index") = index++, py::arg("code_bytes") = sizeof(typename Codec::Code),
+                 py::arg("signed_scales") = Codec::Signed::kScales,
+                 py::arg("unsigned_scales") = Codec::Unsigned::kScales, py::arg("relative") = Codec::kRelative)),
    ...);
   return codecs;
 }

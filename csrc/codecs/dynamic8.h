@@ -1,13 +1,13 @@
-// dynamic8: the dynamic map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), nearest value, ties to
-// the lower code, with a floor under the second moment.
+// dynamic8: the dynamic map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), nearest value, ties
+// to the lower code, with a floor under the second moment.
 #pragma once
 
 #include "core/codec.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// A map's nearest code without a search: the top 16 bits of a magnitude in [2^-23, 1] choose a bucket, and a bucket holds
-// at most one boundary between two codes. Code = bucket's lowest code + (x > boundary).
+// A map's nearest code without a search: the top 16 bits of a magnitude in [2^-23, 1] choose a bucket, and a bucket
+// holds at most one boundary between two codes. Code = bucket's lowest code + (x > boundary).
 struct DynamicBuckets {
   static constexpr int32_t kFirst = (127 - 23) << 7;
   static constexpr int32_t kCount = (127 << 7) - kFirst + 1;
@@ -35,8 +35,7 @@ struct Dynamic8 {
   struct Unsigned : ScaledByMaximum {
     const float* map;
 
-    SHARDOPT_HD Unsigned(const float* scales, const float* table)
-        : ScaledByMaximum(scales), map(table + kSignedSize) {}
+    SHARDOPT_HD Unsigned(const float* scales, const float* table) : ScaledByMaximum(scales), map(table + kSignedSize) {}
 
     SHARDOPT_HD Code encode(float v) const {
       const DynamicBuckets buckets{map + kMap, map + kMap + DynamicBuckets::kCount};
@@ -49,8 +48,7 @@ struct Dynamic8 {
   struct Signed : ScaledByMaximum {
     const float* map;
 
-    SHARDOPT_HD Signed(const float* scales, const float* table)
-        : ScaledByMaximum(scales), map(table) {}
+    SHARDOPT_HD Signed(const float* scales, const float* table) : ScaledByMaximum(scales), map(table) {}
 
     SHARDOPT_HD Code encode(float x) const {
       const DynamicBuckets buckets{map + kMap, map + kMap + 2 * DynamicBuckets::kCount};

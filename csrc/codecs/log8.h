@@ -1,5 +1,5 @@
-// log8: a logarithmic code fitted to each block's range for the root of the second moment, and the first moment in units
-// of that root, so that every element's update has the same small relative error.
+// log8: a logarithmic code fitted to each block's range for the root of the second moment, and the first moment in
+// units of that root, so that every element's update has the same small relative error.
 #pragma once
 
 #include "core/codec.h"

@@ -33,7 +33,7 @@ struct Extremes {
 struct TensorEntry {
   uint64_t param;
   uint64_t gradient;
-  uint64_t step;                   // float32 scalar, already counted up
+  uint64_t step;  // float32 scalar, already counted up
   uint64_t codes[kMaxMoments];
   uint64_t scales[kMaxMoments];
   uint64_t extremes[kMaxMoments];  // cut blocks only

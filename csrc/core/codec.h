@@ -3,8 +3,8 @@
 // A codec is a struct with
 //   kName, Code        its name and the type of one code
 //   kRoot              whether unsigned moments are coded by their square root
-//   kRelative          whether a signed moment with an unsigned one beside it is coded in units of the latter's coded root
-//   Signed, Unsigned   a coder for each kind of moment:
+//   kRelative          whether a signed moment with an unsigned one beside it is coded in units of the latter's coded
+//   root Signed, Unsigned   a coder for each kind of moment:
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     measure(e, s)      the block's scales from its extremes
 //     Coder(s, table)    the coder of a block with these scales

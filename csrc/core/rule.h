@@ -14,7 +14,8 @@ SHARDOPT_BEGIN_NAMESPACE
 
 enum class MomentKind { kSigned, kUnsigned };
 
-// base^exponent for whole exponents >= 0, by squaring: the same bits on every device, which libm's pow does not promise.
+// base^exponent for whole exponents >= 0, by squaring: the same bits on every device, which libm's pow does not
+// promise.
 SHARDOPT_HD double power(double base, double exponent) {
   double result = 1.0;
   for (int64_t n = static_cast<int64_t>(exponent); n > 0; n >>= 1) {

@@ -1,5 +1,5 @@
-// The step of a run of blocks on the CPU: one source, compiled once per instruction set (step/cpu_<target>.cpp) and left to
-// the compiler to vectorize. Each block goes through its stages in arrays that stay in the first-level cache.
+// The step of a run of blocks on the CPU: one source, compiled once per instruction set (step/cpu_<target>.cpp) and
+// left to the compiler to vectorize. Each block goes through its stages in arrays that stay in the first-level cache.
 #pragma once
 
 #include "step/cpu_call.h"

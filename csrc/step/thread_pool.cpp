@@ -15,7 +15,8 @@
 namespace shardopt {
 namespace {
 
-// Sets the default floating point environment and puts back the caller's, which torch.set_flush_denormal may have changed.
+// Sets the default floating point environment and puts back the caller's, which torch.set_flush_denormal may have
+// changed.
 class DefaultFloatingPoint {
  public:
 #if defined(__x86_64__)

@@ -3,9 +3,9 @@
 
 namespace shardopt {
 
-// Calls work(context, worker) for every worker in [0, workers), the caller being worker 0, each with the default floating
-// point environment (round to nearest, subnormals kept). Returns when all are done. Safe after fork() and from several
-// threads at once.
+// Calls work(context, worker) for every worker in [0, workers), the caller being worker 0, each with the default
+// floating point environment (round to nearest, subnormals kept). Returns when all are done. Safe after fork() and from
+// several threads at once.
 void run_on_threads(int workers, void (*work)(void* context, int worker), void* context);
 
 }  // namespace shardopt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardopt import _C
-from shardopt.codec.base import Coded, Codec
+from shardopt.codec.base import Codec, Coded
 from shardopt.codec.companded8 import Companded8
 from shardopt.codec.dynamic8 import Dynamic8
 from shardopt.codec.log8 import Log8
@@ -12,8 +12,8 @@ from shardopt.codec.plain import BFloat16, Float32
 
 __all__ = [
     "CODECS",
-    "Coded",
     "Codec",
+    "Coded",
     "Decoded",
     "Moment",
     "decode_moments",
@@ -21,9 +21,7 @@ __all__ = [
     "get_codec",
 ]
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), BFloat16(), Float32())
-}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), BFloat16(), Float32())}
 assert set(CODECS) == set(_C.codecs), "the extension was built for other codecs: reinstall shardopt"
 
 

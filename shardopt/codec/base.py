@@ -29,8 +29,8 @@ class Coded(NamedTuple):
 class Codec:
     """Base class of the codecs.
 
-    Blocks have the shape ``(..., block_size)`` and scales ``(..., scales per block)``. A codec is a stateless singleton:
-    get it with :func:`shardopt.codec.get_codec`.
+    Blocks have the shape ``(..., block_size)`` and scales ``(..., scales per block)``. A codec is a stateless
+    singleton: get it with :func:`shardopt.codec.get_codec`.
     """
 
     name: str

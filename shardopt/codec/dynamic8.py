@@ -21,9 +21,7 @@ def dynamic_map(*, signed: bool) -> Tensor:
     """The 256 values of the map, float32, rising."""
     values = [0.0, 1.0]
     for i in range(7):
-        edges = torch.linspace(
-            0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32
-        ).numpy()
+        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32).numpy()
         centres = (edges[:-1] + edges[1:]) / np.float32(2)
         decade = (np.float32(10.0 ** (i - 6)) * centres).tolist()
         values += decade
@@ -72,8 +70,7 @@ class Dynamic8(Codec):
         (signed, _), (unsigned, _) = self._maps[True], self._maps[False]
         positive, negative = _buckets(signed, negative=False), _buckets(signed, negative=True)
         return torch.cat(
-            [signed, positive[0], negative[0], positive[1], negative[1]]
-            + [unsigned, *_buckets(unsigned, negative=False)]
+            [signed, positive[0], negative[0], positive[1], negative[1], unsigned, *_buckets(unsigned, negative=False)]
         )
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

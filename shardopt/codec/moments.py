@@ -1,4 +1,4 @@
-"""Coding all moments of a rule together: a relative codec stores the signed ones in units of the unsigned one's root."""
+"""Coding all moments of a rule together: a relative codec stores signed ones in units of the unsigned one's root."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Coded, Codec
+from shardopt.codec.base import Codec, Coded
 from shardopt.kernels.numeric import square_root
 
 
@@ -59,9 +59,7 @@ def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Code
     """The inverse of :func:`encode_moments`: float32 blocks."""
     values: dict[str, Tensor] = {}
     root: Tensor | None = None
-    for moment, (codes, scales) in sorted(
-        zip(moments, coded, strict=True), key=lambda pair: pair[0].signed
-    ):
+    for moment, (codes, scales) in sorted(zip(moments, coded, strict=True), key=lambda pair: pair[0].signed):
         x = codec.decode(codes, codes if scales is None else scales, signed=moment.signed)
         if not moment.signed:
             root = x if codec.root else square_root(x)

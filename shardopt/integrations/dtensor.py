@@ -44,9 +44,7 @@ def _exchange(mesh: DeviceMesh, dims: tuple[int, ...]) -> MeshExchange:
 class DTensorShard(Shard):
     """The part of a DTensor parameter on this rank."""
 
-    def __init__(
-        self, global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-    ) -> None:
+    def __init__(self, global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         for placement in placements:
             if placement.is_partial():
                 raise RuntimeError(
@@ -175,9 +173,7 @@ class DTensorShard(Shard):
             for mesh_dim, placement in enumerate(self._placements)
         )
 
-    def _wrap(
-        self, local: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]
-    ) -> DTensor:
+    def _wrap(self, local: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> DTensor:
         # Not DTensor.from_local: it would move the state of an offloaded parameter to the mesh's device.
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -185,21 +181,17 @@ class DTensorShard(Shard):
         stride = torch.empty(shape, device="meta").stride()
         meta = TensorMeta(torch.Size(shape), stride, local.dtype)
         spec: Any = DTensorSpec(self._mesh, placements, tensor_meta=meta)
-        return DTensor(local, spec, requires_grad=False)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _cut_out(self, whole: Tensor, placements: tuple[Placement, ...]) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate
 
-        replicated = DTensor.from_local(
-            whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False
-        )
+        replicated = DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
         return self.local(replicated.redistribute(placements=placements)).contiguous()
 
 
 @lru_cache(maxsize=4096)
-def _shard(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> DTensorShard:
+def _shard(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensorShard:
     return DTensorShard(shape, mesh, placements)
 
 

@@ -146,9 +146,7 @@ def step(
         return type(state)(codes, scales)
 
     p, g = blocks_of(param.float()), blocks_of(gradient.float()) * float32(gradient_scale)
-    old = coding.decode_moments(
-        codec, moments, [as_blocks(s, m) for s, m in zip(coded, moments, strict=True)]
-    )
+    old = coding.decode_moments(codec, moments, [as_blocks(s, m) for s, m in zip(coded, moments, strict=True)])
     new = RULES[rule](p, g, old.values, hyper, step)
     skip = ~torch.isfinite(g) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
     kept = [torch.where(skip, o, n) for o, n in zip(old.values, new.moments, strict=True)]
@@ -161,9 +159,7 @@ def step(
     return Stepped(
         flat(torch.where(skip, p, new.param)).to(param.dtype),
         [
-            type(s)(
-                flat(s.codes), None if s.scales is None else s.scales.reshape(old_s.scales.shape)
-            )
+            type(s)(flat(s.codes), None if s.scales is None else s.scales.reshape(old_s.scales.shape))
             for s, old_s in zip(stored, coded, strict=True)
         ],
         int(skip.sum()),

@@ -25,8 +25,8 @@ def is_quantized(global_shape: tuple[int, ...], min_quantized_numel: int) -> boo
 class BlockGrid:
     """The blocks of a parameter.
 
-    Every row (a slice along dim 0, flattened) is cut into ``ceil(row_numel / block_size)`` blocks, the last one possibly
-    short. Blocks never cross a row.
+    Every row (a slice along dim 0, flattened) is cut into ``ceil(row_numel / block_size)`` blocks, the last one
+    possibly short. Blocks never cross a row.
     """
 
     global_shape: tuple[int, ...]

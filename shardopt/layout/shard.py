@@ -30,12 +30,12 @@ class LocalBlocks(NamedTuple):
     """
 
     first: int
-    count: int
+    per_row: int
     exchange: Exchange | None
 
 
 class Shard:
-    """The part of one parameter on this rank: its local rows, and of each the columns ``[first_col, first_col + cols)``.
+    """The part of one parameter on this rank: local rows, and of each the columns ``[first_col, first_col + cols)``.
 
     This base class is the whole, unsharded parameter. Rows and columns are those of the parameter seen as the matrix
     ``(shape[0], row_numel)``.

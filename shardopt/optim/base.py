@@ -39,9 +39,7 @@ class ShardedOptimizer(Optimizer):
     #: torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         super().__init__(params, {**defaults, **with_defaults(options)})
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -185,9 +183,7 @@ class ShardedOptimizer(Optimizer):
                 if group["nonfinite"] == "raise" and gradient.numel():
                     low, high = torch.aminmax(gradient)
                     if not torch.isfinite(low + high * 0):
-                        raise FloatingPointError(
-                            f"{name}: got a gradient with NaN or Inf; nothing was changed"
-                        )
+                        raise FloatingPointError(f"{name}: got a gradient with NaN or Inf; nothing was changed")
                 state = self.state[param]
                 if not state:
                     state.update(spec.new(local.device))
@@ -231,9 +227,7 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         check_options(groups[-1])
     ids = [index for group in saved for index in group["params"]]
     state: StateDict = {}
-    for position, (index, (group, param)) in enumerate(
-        zip(ids, optimizer._all_params(), strict=True)
-    ):
+    for position, (index, (group, param)) in enumerate(zip(ids, optimizer._all_params(), strict=True)):
         if index in state_dict["state"]:
             spec = ParameterState.of(param, group, optimizer.rule(group).moments)
             loaded = state_dict["state"][index]
@@ -260,9 +254,7 @@ def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
     for what, tensor in (("parameter", param), ("gradient", gradient)):
         if tensor.dtype not in DTYPES:
             remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
-            raise RuntimeError(
-                f"{name}: got a {what} of {tensor.dtype}, expected {supported}; {remedy}"
-            )
+            raise RuntimeError(f"{name}: got a {what} of {tensor.dtype}, expected {supported}; {remedy}")
         if not tensor.is_contiguous():
             raise RuntimeError(
                 f"{name}: got a {what} with strides {tensor.stride()}, expected a contiguous one; "

@@ -43,9 +43,7 @@ class MemoryReport:
         """Bytes per local parameter element on device and host together, by kind, and their "total"."""
         count = max(self.numel, 1)
         kinds = [f.name for f in fields(MemoryUse)]
-        found = {
-            kind: (getattr(self.device, kind) + getattr(self.host, kind)) / count for kind in kinds
-        }
+        found = {kind: (getattr(self.device, kind) + getattr(self.host, kind)) / count for kind in kinds}
         return {**found, "total": (self.device.total + self.host.total) / count}
 
     def __str__(self) -> str:

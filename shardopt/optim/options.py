@@ -99,21 +99,13 @@ def check_options(group: Mapping[str, Any]) -> None:
     """
     get_codec(group["codec"])
     size = group["block_size"]
-    if (
-        not isinstance(size, int)
-        or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE
-        or size & (size - 1)
-    ):
-        raise ValueError(
-            f"block_size: got {size!r}, expected a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
-        )
+    if not isinstance(size, int) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+        raise ValueError(f"block_size: got {size!r}, expected a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}")
     least = group["min_quantized_numel"]
     if not isinstance(least, int) or least < 0:
         raise ValueError(f"min_quantized_numel: got {least!r}, expected a whole number >= 0")
     if group["nonfinite"] not in ("skip", "raise", "propagate"):
-        raise ValueError(
-            f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'"
-        )
+        raise ValueError(f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'")
     for name, only in _NOT_YET.items():
         if group[name] != only:
             raise ValueError(
@@ -121,9 +113,7 @@ def check_options(group: Mapping[str, Any]) -> None:
             )
     for name in ("differentiable", "amsgrad"):
         if group.get(name):
-            raise ValueError(
-                f"{name}: got True, which shardopt does not support; leave the option out"
-            )
+            raise ValueError(f"{name}: got True, which shardopt does not support; leave the option out")
 
 
 def check_range(name: str, value: float | Tensor, low: float, high: float | None = None) -> None:
@@ -134,9 +124,7 @@ def check_range(name: str, value: float | Tensor, low: float, high: float | None
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(
-                f"{name}: got a tensor of {value.numel()} elements, expected a single one"
-            )
+            raise ValueError(f"{name}: got a tensor of {value.numel()} elements, expected a single one")
         return
     if not (low <= value and (high is None or value < high)):
         bounds = f">= {low}" if high is None else f"in [{low}, {high})"

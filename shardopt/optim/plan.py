@@ -17,9 +17,7 @@ from shardopt.optim.state import ParameterState, StateDict
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
 
-_TABLES: list[Tensor | None] = [
-    codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)
-]
+_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 
 
 class Group(NamedTuple):
@@ -55,9 +53,7 @@ class Plan:
         self._steps: list[Tensor] = []
         self._cut: dict[Exchange, list[_CutParameter]] = {}
 
-    def add(
-        self, group: int, spec: ParameterState, param: Tensor, gradient: Tensor, state: StateDict
-    ) -> None:
+    def add(self, group: int, spec: ParameterState, param: Tensor, gradient: Tensor, state: StateDict) -> None:
         """Adds a parameter: this rank's parts of parameter and gradient, and its state."""
         self._steps.append(state["step"])
         coded = [spec.local_coded(state, moment) for moment in spec.moments]
@@ -73,10 +69,7 @@ class Plan:
         if blocks.exchange is not None:
             parts = rectangles(spec.grid, spec.shard.first_col, cols)
             scales = [c.scales for c in coded if c.scales is not None]
-            extremes = [
-                torch.zeros((rows, blocks.count, 2), dtype=torch.int32, device=self._device)
-                for _ in scales
-            ]
+            extremes = [torch.zeros((rows, blocks.per_row, 2), dtype=torch.int32, device=self._device) for _ in scales]
             cut = _CutParameter(spec, blocks, scales, extremes)
             self._cut.setdefault(blocks.exchange, []).append(cut)
         for part in parts:
@@ -98,7 +91,7 @@ class Plan:
                     rows,
                     part.cols,
                     cols,
-                    blocks.count,
+                    blocks.per_row,
                     size,
                     DTYPES[param.dtype],
                     DTYPES[gradient.dtype],
@@ -148,7 +141,7 @@ def _all_reduce_max(exchange: Exchange, tensors: list[Tensor]) -> None:
     """One collective for all tensors, in place."""
     flat = torch.cat([t.reshape(-1) for t in tensors])
     exchange.all_reduce_max(flat)
-    for tensor, new in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    for tensor, new in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(new.view_as(tensor))
 
 
@@ -156,9 +149,7 @@ def _address(tensor: Tensor, index: int) -> int:
     return tensor.data_ptr() + index * tensor.element_size()
 
 
-def _addresses(
-    tensors: Sequence[Tensor | None], index: int, widths: Sequence[int] | None = None
-) -> list[int]:
+def _addresses(tensors: Sequence[Tensor | None], index: int, widths: Sequence[int] | None = None) -> list[int]:
     """Addresses of the elements at ``index``, filled up to the table's width. ``widths``: elements per index."""
     found = [
         0 if tensor is None else _address(tensor, index * (1 if widths is None else widths[k]))

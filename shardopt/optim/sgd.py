@@ -21,8 +21,8 @@ _PLAIN = Rule("sgd", ())
 class SGD(ShardedOptimizer):
     """SGD, with momentum, dampening and Nesterov's variant (Sutskever et al., ICML 2013) as in torch.
 
-    Bytes of state per parameter with momentum: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128; none
-    without momentum.
+    Bytes of state per parameter with momentum: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128;
+    none without momentum.
 
     Args:
         params: parameters or param groups, as for torch.optim.

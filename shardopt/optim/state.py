@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.codec import Coded, Codec, Moment, decode_moments, encode_moments, get_codec
+from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.layout import BlockGrid, Shard, is_quantized, shard_of
 
@@ -20,9 +20,9 @@ StateDict = dict[str, Any]
 class ParameterState:
     """What the state of one parameter looks like.
 
-    A quantized moment ``exp_avg`` is two entries: ``exp_avg_codes`` (uint8, the parameter's shape) and ``exp_avg_scales``
-    (float32, ``BlockGrid.scales_shape``); otherwise it is one, ``exp_avg``. Both are sharded as the parameter is. ``step`` is
-    a float32 scalar.
+    A quantized moment ``exp_avg`` is two entries: ``exp_avg_codes`` (uint8, the parameter's shape) and
+    ``exp_avg_scales`` (float32, ``BlockGrid.scales_shape``); otherwise it is one, ``exp_avg``. Both are sharded as the
+    parameter is. ``step`` is a float32 scalar.
     """
 
     shard: Shard
@@ -31,9 +31,7 @@ class ParameterState:
     moments: tuple[Moment, ...]
 
     @classmethod
-    def of(
-        cls, param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]
-    ) -> ParameterState:
+    def of(cls, param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> ParameterState:
         """The state that a parameter has in a param group."""
         shard = shard_of(param)
         quantized = is_quantized(shard.global_shape, group["min_quantized_numel"])
@@ -78,9 +76,7 @@ class ParameterState:
         state: StateDict = {}
         if not self.codec.blockwise:
             local = [self.shard.local(values[m.name]).float() for m in self.moments]
-            for moment, coded in zip(
-                self.moments, encode_moments(self.codec, self.moments, local), strict=True
-            ):
+            for moment, coded in zip(self.moments, encode_moments(self.codec, self.moments, local), strict=True):
                 self._put(state, moment, coded)
             return state
         gathered = self._exchanges
@@ -107,10 +103,7 @@ class ParameterState:
             values = decode_moments(self.codec, self.moments, local).values
         else:
             values = self._decode_blocks(local)
-        return {
-            moment.name: self.shard.like_parameter(x)
-            for moment, x in zip(self.moments, values, strict=True)
-        }
+        return {moment.name: self.shard.like_parameter(x) for moment, x in zip(self.moments, values, strict=True)}
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """This rank's codes and scales of a moment."""
@@ -136,9 +129,7 @@ class ParameterState:
         floats = {m.name: loaded[m.name] for m in self.moments if m.name in loaded}
         if self.codec.blockwise and self.moments and len(floats) == len(self.moments):
             for moment in self.moments:
-                self._check(
-                    floats[moment.name], template[self.codes_name(moment)], moment.name, name
-                )
+                self._check(floats[moment.name], template[self.codes_name(moment)], moment.name, name)
             state = self.encode(floats)
         else:
             missing = [key for key in template if key != "step" and key not in loaded]
@@ -152,15 +143,11 @@ class ParameterState:
                 self._check(value, template[key], key, name)
                 same = value.dtype == template[key].dtype
                 if not same and (self.codec.blockwise or not value.dtype.is_floating_point):
-                    raise ValueError(
-                        f"{name}: got {key} of {value.dtype}, expected {template[key].dtype}"
-                    )
+                    raise ValueError(f"{name}: got {key} of {value.dtype}, expected {template[key].dtype}")
             if not self.codec.blockwise:
                 state = self.encode(state)
         moved = {key: _copy(value, device) for key, value in state.items()}
-        step = loaded.get(
-            "step", 1.0
-        )  # torch's SGD counts none: it has a momentum buffer, so it took one
+        step = loaded.get("step", 1.0)  # torch's SGD counts none: it has a momentum buffer, so it took one
         return {"step": torch.as_tensor(step, dtype=torch.float32).clone().to(device), **moved}
 
     @property
@@ -169,7 +156,7 @@ class ParameterState:
 
     def _local_scales_shape(self, moment: Moment) -> tuple[int, ...]:
         shape = self.grid.scales_shape(self.codec.scales(signed=moment.signed))
-        return (self.shard.rows, self.shard.local_blocks(self.grid).count, *shape[2:])
+        return (self.shard.rows, self.shard.local_blocks(self.grid).per_row, *shape[2:])
 
     def _put(self, state: StateDict, moment: Moment, coded: Coded) -> None:
         state[self.codes_name(moment)] = self.shard.like_parameter(coded.codes)
@@ -185,16 +172,12 @@ class ParameterState:
         for moment, (codes, scales) in zip(self.moments, local, strict=True):
             assert scales is not None
             zero = self.codec.zero_code(signed=moment.signed)
-            padded = torch.nn.functional.pad(
-                codes.reshape(shard.rows, shard.cols), (lead, 0), value=zero
-            )
+            padded = torch.nn.functional.pad(codes.reshape(shard.rows, shard.cols), (lead, 0), value=zero)
             blocks = to_blocks(padded, size, fill=zero)
-            per_block = scales.reshape(shard.rows, covered.count, -1)
+            per_block = scales.reshape(shard.rows, covered.per_row, -1)
             coded.append(Coded(blocks, per_block[:, first : first + blocks.shape[1]]))
         values = decode_moments(self.codec, self.moments, coded).values
-        return [
-            from_blocks(x, lead + shard.cols)[:, lead:].reshape(shard.local_shape) for x in values
-        ]
+        return [from_blocks(x, lead + shard.cols)[:, lead:].reshape(shard.local_shape) for x in values]
 
     @staticmethod
     def _check(value: Any, expected: Tensor, key: str, name: str) -> None:
