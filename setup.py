@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
@@ -102,26 +103,29 @@ class BuildExtension(build_ext):
     """Compiles each source with the flags of its instruction set."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        objects = []
         include = str(ROOT / "csrc")
-        for source in cpu_sources():
-            objects += self.compiler.compile(
+
+        def compile_cpu(source: str) -> list[str]:
+            return self.compiler.compile(
                 [source],
                 output_dir=self.build_temp,
                 include_dirs=[include, *ext.include_dirs],
                 macros=ext.define_macros,
-                extra_postargs=[
-                    *ext.extra_compile_args,
-                    *EXACT,
-                    *TARGET_FLAGS.get(Path(source).name, []),
-                ],
+                extra_postargs=[*ext.extra_compile_args, *EXACT, *TARGET_FLAGS.get(Path(source).name, [])],
             )
-        libraries = ["pthread"]
-        if toolkit is not None:
+
+        def compile_cuda() -> list[str]:
+            if toolkit is None:
+                return []
             cuda_object = Path(self.build_temp) / "csrc/step/cuda.o"
             toolkit.compile("csrc/step/cuda.cu", cuda_object, include)
-            objects += [str(cuda_object), str(toolkit.cudart)]
-            libraries += ["dl", "rt"]
+            return [str(cuda_object), str(toolkit.cudart)]
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            cuda_objects = pool.submit(compile_cuda)
+            objects = [name for names in pool.map(compile_cpu, cpu_sources()) for name in names]
+            objects += cuda_objects.result()
+        libraries = ["pthread", "dl", "rt"] if toolkit else ["pthread"]
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
@@ -132,7 +136,7 @@ class BuildExtension(build_ext):
         )
 
 
-toolkit = CudaToolkit.find() if Path("csrc/step/cuda.cu").exists() else None
+toolkit = CudaToolkit.find()
 extension = Pybind11Extension(
     "shardopt._C",
     [],

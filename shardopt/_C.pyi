@@ -41,6 +41,24 @@ max_moments: int
 max_hyper: int
 with_cuda: bool
 
+max_rule_bytes: int  # with CUDA only, as the next two
+
+def cuda_device_count() -> int: ...
+def step_cuda(
+    entries: int,
+    groups: int,
+    first_blocks: int,
+    steps: int,
+    tables: int,
+    rules: int,
+    grad_scale: int,
+    found_inf: int,
+    nonfinite: int,
+    step_count: int,
+    phase: Phase,
+    batches: list[tuple[int, int, int, int, int]],
+    stream: int,
+) -> None: ...
 def cpu_targets() -> list[str]: ...
 def step_cpu(
     entries: npt.NDArray[Any],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,65 +38,89 @@ def use_cpu_target(target: str) -> Iterator[None]:
         _target = saved
 
 
-class Call:
-    """The tables of one step on one device; :meth:`run` may be called for several phases.
+class LossScaling(NamedTuple):
+    """What torch.amp.GradScaler hands over: float32 scalars, or None."""
 
-    Args:
-        device: where all tensors of the entries live.
-        entries: rows of ``_C.tensor_entry``.
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+
+class Tables(NamedTuple):
+    """What a step is given.
+
+    Attributes:
+        entries: rows of ``_C.tensor_entry``; all that they point to lives on one device.
         groups: rows of ``_C.group_entry``.
-        steps: float32 0-d tensors; the first phase counts each up by one.
-        tables: what each codec looks up (``Codec.table``), by the codec's index.
+        steps: float32 scalars, one per parameter; the first phase counts each up by one.
+        codec_tables: what each codec looks up (``Codec.table``), by the codec's index.
+        scaling: the loss scale.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        entries: Sequence[tuple[object, ...]],
-        groups: Sequence[tuple[object, ...]],
-        steps: Sequence[Tensor],
-        tables: Sequence[Tensor | None],
-    ) -> None:
-        if device.type != "cpu" and not (device.type == "cuda" and _C.with_cuda):
-            raise RuntimeError(
-                f"got parameters on {device}, but this build of shardopt has kernels for "
-                f"{'cpu and cuda' if _C.with_cuda else 'cpu'} only; for CUDA, reinstall with nvcc on PATH "
-                "and SHARDOPT_CUDA=1"
-            )
-        self._device = device
-        self._entries = np.array(entries, dtype=_C.tensor_entry)
-        self._groups = np.array(groups, dtype=_C.group_entry)
-        self._steps = _addresses(steps)
-        self._tables = _addresses([None if t is None else _on(t, device) for t in tables])
+    entries: npt.NDArray[np.void]
+    groups: npt.NDArray[np.void]
+    steps: Sequence[Tensor]
+    codec_tables: Sequence[Tensor | None]
+    scaling: LossScaling
 
-    def run(self, phase: _C.Phase = _C.Phase.step) -> int:
+
+class Call(Protocol):
+    """One step on one device, run in one or more phases."""
+
+    def run(self, phase: _C.Phase) -> int | Tensor:
         """Runs one phase.
 
         Returns:
-            How many gradient elements were not finite (and skipped).
+            How many gradient elements were not finite and were skipped in it: on a GPU, a tensor there.
         """
-        return int(
-            _C.step_cpu(
-                self._entries,
-                self._groups,
-                self._steps,
-                self._tables,
-                phase=phase,
-                threads=torch.get_num_threads(),
-                target=_target,
-            )
+
+
+def make_call(device: torch.device, tables: Tables) -> Call:
+    """The call of the device's kernels.
+
+    Raises:
+        RuntimeError: this build has none for it.
+    """
+    if device.type == "cpu":
+        return CpuCall(tables)
+    if device.type == "cuda" and _C.with_cuda:
+        from shardopt.kernels.dispatch_cuda import CudaCall
+
+        return CudaCall(device, tables)
+    built = "cpu and cuda" if _C.with_cuda else "cpu"
+    raise RuntimeError(
+        f"got parameters on {device}, but this build of shardopt has kernels for {built} only; "
+        "for CUDA, install it again with nvcc on PATH and SHARDOPT_CUDA=1"
+    )
+
+
+class CpuCall:
+    """A step on the CPU."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._entries = tables.entries
+        self._groups = tables.groups
+        self._steps = addresses(tables.steps)
+        self._codec_tables = addresses(tables.codec_tables)
+        scale, found_inf = tables.scaling
+        self._off = found_inf is not None and bool(found_inf.item())
+        if scale is not None:
+            self._groups["gradient_scale"] *= 1.0 / float(scale)
+
+    def run(self, phase: _C.Phase) -> int:
+        """Runs one phase; see :class:`Call`."""
+        if self._off:
+            return 0
+        return _C.step_cpu(
+            self._entries,
+            self._groups,
+            self._steps,
+            self._codec_tables,
+            phase=phase,
+            threads=torch.get_num_threads(),
+            target=_target,
         )
 
 
-_table_copies: dict[tuple[int, torch.device], Tensor] = {}
-
-
-def _on(table: Tensor, device: torch.device) -> Tensor:
-    """The codec's table on that device; codecs and their tables live as long as the process."""
-    if device.type == "cpu":
-        return table
-    return _table_copies.setdefault((table.data_ptr(), device), table.to(device))
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:
+def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:
+    """Where the tensors' data lie; 0 for None."""
     return np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.uint64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardopt.kernels.dispatch import DTYPES
+from shardopt.kernels.dispatch import DTYPES, LossScaling
 from shardopt.optim.options import STATE_FORMAT, check_options, with_defaults
 from shardopt.optim.plan import Group, Plan
 from shardopt.optim.rule import Rule
@@ -100,11 +100,9 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._warn_of_nonfinite()
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item():
-            return loss
-        for plan in self._plans():
-            self._nonfinite_count += plan.run()
+        scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        for plan in self._plans(scaling):
+            self._nonfinite_count = self._nonfinite_count + plan.run(scaling)
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -145,7 +143,7 @@ class ShardedOptimizer(Optimizer):
         self._nonfinite_count = getattr(self, "_nonfinite_count", 0)
         self._nonfinite_reported = getattr(self, "_nonfinite_reported", 0)
 
-    _nonfinite_count = 0
+    _nonfinite_count: int | Tensor = 0
     _nonfinite_reported = 0
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -153,15 +151,13 @@ class ShardedOptimizer(Optimizer):
             for param in group["params"]:
                 yield group, param
 
-    def _plans(self) -> list[Plan]:
+    def _plans(self, scaling: LossScaling) -> list[Plan]:
         """The step as one plan per device. Raises before anything is changed."""
-        grad_scale = getattr(self, "grad_scale", None)
-        unscale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         groups = [
             Group(
                 self.rule(group),
                 self.hyper(group),
-                -unscale if group["maximize"] else unscale,
+                -1.0 if group["maximize"] else 1.0,
                 group["nonfinite"],
             )
             for group in self.param_groups
@@ -180,7 +176,7 @@ class ShardedOptimizer(Optimizer):
                     )
                 local, gradient = spec.shard.local(param), spec.shard.local_gradient(param.grad)
                 _check_tensors(name, local, gradient)
-                if group["nonfinite"] == "raise" and gradient.numel():
+                if group["nonfinite"] == "raise" and gradient.numel() and scaling.found_inf is None:
                     low, high = torch.aminmax(gradient)
                     if not torch.isfinite(low + high * 0):
                         raise FloatingPointError(f"{name}: got a gradient with NaN or Inf; nothing was changed")
@@ -193,9 +189,9 @@ class ShardedOptimizer(Optimizer):
         return list(plans.values())
 
     def _warn_of_nonfinite(self) -> None:
-        new = self._nonfinite_count - self._nonfinite_reported
+        new = self.nonfinite_count - self._nonfinite_reported
         if new:
-            self._nonfinite_reported = self._nonfinite_count
+            self._nonfinite_reported = self.nonfinite_count
             warnings.warn(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import DTYPES, Call
+from shardopt.kernels.dispatch import DTYPES, LossScaling, Tables, make_call
 from shardopt.layout import Exchange, LocalBlocks, Rectangle, rectangles
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import ParameterState, StateDict
@@ -25,13 +26,13 @@ class Group(NamedTuple):
 
     rule: Rule
     hyper: dict[str, float]
-    gradient_scale: float
+    gradient_sign: float
     nonfinite: str
 
     def row(self) -> tuple[object, ...]:
         """The group as a row of ``_C.group_entry``."""
         policy = _C.NonFinite.propagate if self.nonfinite == "propagate" else _C.NonFinite.skip
-        return (self.rule.hyper_row(self.hyper), self.gradient_scale, self.rule.index, int(policy))
+        return (self.rule.hyper_row(self.hyper), self.gradient_sign, self.rule.index, int(policy))
 
 
 class _CutParameter(NamedTuple):
@@ -101,21 +102,22 @@ class Plan:
                 )
             )
 
-    def run(self) -> int:
+    def run(self, scaling: LossScaling) -> int | Tensor:
         """Carries out the step.
 
         Returns:
-            How many gradient elements were not finite and were skipped.
+            How many gradient elements were not finite and were skipped: on a GPU, a tensor there.
         """
-        rows = [group.row() for group in self._groups]
-        call = Call(self._device, self._entries, rows, self._steps, _TABLES)
+        entries = np.array(self._entries, dtype=_C.tensor_entry)
+        groups = np.array([group.row() for group in self._groups], dtype=_C.group_entry)
+        call = make_call(self._device, Tables(entries, groups, self._steps, _TABLES, scaling))
         nonfinite = call.run(_C.Phase.step)
         if self._cut:
             self._exchange_extremes()
             if any(cut.spec.relative for cuts in self._cut.values() for cut in cuts):
                 call.run(_C.Phase.relative)
                 self._exchange_extremes()
-            call.run(_C.Phase.finish)
+            nonfinite = nonfinite + call.run(_C.Phase.finish)
             self._share_scales()
         return nonfinite
 
