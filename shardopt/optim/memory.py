@@ -84,5 +84,5 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     kind = "scales" if key.endswith("_scales") else "state"
-                    add(kind, shard.local(value))
+                    add(kind, shard_of(value).local(value))
     return report

@@ -1,0 +1,173 @@
+"""Time of one optimizer step on the CPU, side by side with other optimizers in one interleaved run.
+
+The contenders take turns (A B C A B C ...), so that a machine's changes of pace hit all alike; medians are reported.
+Each contender has its own copy of the parameters; all share one set of gradients. A contender whose package is not
+installed is left out, and standard error says so.
+
+    python benchmarks/step_cpu.py --numel 67108864 --threads 1 2 --json step_cpu.json
+    pip install bitsandbytes torchao deepspeed     # the peers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import shardopt
+from shardopt.kernels.dispatch import cpu_target
+
+Params = list[torch.nn.Parameter]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def one_tensor(numel: int) -> list[tuple[int, ...]]:
+    return [(numel // 1024, 1024)]
+
+
+def transformer(numel: int) -> list[tuple[int, ...]]:
+    """The parameter shapes of a decoder of about that many parameters in 33 layers: some 300 tensors."""
+    layers = 33
+    width = max(64, int((numel / layers / 12) ** 0.5) // 64 * 64)
+    layer = [(width, width)] * 4 + [(4 * width, width)] * 2 + [(width,)] * 2 + [(width, 1)]
+    return [(1024, width), *layer * layers]
+
+
+SHAPES = {"one": one_tensor, "transformer": transformer}
+
+
+def bitsandbytes_adamw(params: Params) -> torch.optim.Optimizer:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, lr=1e-4)
+
+
+def torchao_adamw(params: Params) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, lr=1e-4)
+
+
+def deepspeed_adamw(params: Params) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(params, lr=1e-4, adamw_mode=True)
+
+
+def ours(codec: str) -> Callable[[Params], torch.optim.Optimizer]:
+    return lambda params: shardopt.AdamW(params, lr=1e-4, codec=codec)
+
+
+CONTENDERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
+    "shardopt log8": ours("log8"),
+    "shardopt companded8": ours("companded8"),
+    "shardopt dynamic8": ours("dynamic8"),
+    "shardopt bf16": ours("bf16"),
+    "shardopt fp32": ours("fp32"),
+    "torch fused": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
+    "torch foreach": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
+    "DeepSpeedCPUAdam": deepspeed_adamw,
+    "bitsandbytes AdamW8bit": bitsandbytes_adamw,
+    "torchao AdamW8bit": torchao_adamw,
+}
+
+
+@dataclass
+class Result:
+    contender: str
+    threads: int
+    shapes: str
+    numel: int
+    ms: float  # median of the rounds
+    fastest_ms: float
+
+    @property
+    def ns_per_parameter(self) -> float:
+        return self.ms * 1e6 / self.numel
+
+
+def measure(names: list[str], shapes: str, numel: int, threads: int, rounds: int, dtype: torch.dtype) -> list[Result]:
+    """Medians over interleaved rounds, after two unmeasured ones."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    sizes = SHAPES[shapes](numel)
+    gradients = [torch.randn(size).mul_(1e-3).to(dtype) for size in sizes]
+    initial = [torch.randn(size).to(dtype) for size in sizes]
+    steps: dict[str, Callable[[], object]] = {}
+    for name in names:
+        params = [torch.nn.Parameter(tensor.clone()) for tensor in initial]
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        try:
+            steps[name] = CONTENDERS[name](params).step
+        except ImportError as error:
+            print(f"left out {name}: {error}", file=sys.stderr)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for current in range(rounds + 2):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if current >= 2:
+                seconds[name].append(time.perf_counter() - start)
+    total = sum(gradient.numel() for gradient in gradients)
+    return [
+        Result(name, threads, shapes, total, statistics.median(times) * 1e3, min(times) * 1e3)
+        for name, times in seconds.items()
+    ]
+
+
+def machine() -> str:
+    """The processor, as far as the system tells."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = f"{len(names)} x {names[0]}" if names else model
+    return f"{model}, kernels {cpu_target()}, torch {torch.__version__}"
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=64 * 2**20)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["one"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    args = parser.parse_args()
+
+    print(f"{machine()}, commit {commit()}, {args.dtype}, medians of {args.rounds} rounds")
+    results: list[Result] = []
+    for shapes in args.shapes:
+        for threads in args.threads:
+            dtype = getattr(torch, args.dtype)
+            found = measure(args.contenders, shapes, args.numel, threads, args.rounds, dtype)
+            base = found[0]
+            print(f"\n{shapes}: {base.numel:,} parameters, {threads} threads")
+            print(f"{'':26}{'ms':>10}{'ns/param':>10}{'time / ' + base.contender:>24}")
+            for result in found:
+                ratio = result.ms / base.ms
+                print(f"{result.contender:26}{result.ms:10.2f}{result.ns_per_parameter:10.3f}{ratio:24.2f}")
+            results += found
+    if args.json:
+        header = {"machine": machine(), "commit": commit(), "dtype": args.dtype, "command": sys.argv}
+        args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Every Python snippet of the README runs, as its text says: those of torch.distributed under torchrun."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_there_are_snippets() -> None:
+    assert len(SNIPPETS) == README.read_text().count("```python") >= 3
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippet(snippet: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    command = [sys.executable]
+    if "init_process_group" in snippet:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_first_screen_says_what_it_is() -> None:
+    first = "\n".join(README.read_text().splitlines()[:42])
+    for needed in ("bytes per parameter", "pip install", "fully_shard", "**Works:**", "**Not yet:**"):
+        assert needed in first
