@@ -1,0 +1,1 @@
+"""The training job behind ``launch/train.py``: a byte-level language model."""

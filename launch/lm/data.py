@@ -1,0 +1,164 @@
+"""Real text as bytes: what is read, what is held out, and which windows a step sees."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lm.errors import UserError
+
+Bytes = NDArray[np.uint8]
+
+# Ends every file, so that the model can tell where the next one begins.
+_SEPARATOR = b"\0"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text for training and text held out.
+
+    Attributes:
+        train: uint8.
+        heldout: uint8, of other files than `train` (of the end of the file, where there is one).
+        description: one line for people.
+    """
+
+    train: Bytes
+    heldout: Bytes
+    description: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells one corpus from another."""
+        digest = hashlib.sha256(self.train.tobytes())
+        digest.update(self.heldout.tobytes())
+        return digest.hexdigest()
+
+
+def load(source: str | None, heldout: float) -> Corpus:
+    """Reads a corpus.
+
+    Args:
+        source: a file, a folder (all its files but hidden ones), or None for the ``*.py`` files of
+            Python's standard library.
+        heldout: share of the text to hold out. A file is held out or not by its own path alone; a
+            single file is cut in two at a byte.
+
+    Raises:
+        UserError: nothing there, or not to be read.
+    """
+    if source is None:
+        return _from_folder(Path(sysconfig.get_path("stdlib")), heldout, _is_library_source)
+    path = Path(source)
+    if path.is_file():
+        return _from_file(path, heldout)
+    if path.is_dir():
+        return _from_folder(path, heldout, lambda _: True)
+    raise UserError(f"data {source} not found: give a file or a folder of text")
+
+
+def _from_file(path: Path, heldout: float) -> Corpus:
+    text = _read(path)
+    cut = len(text) - int(len(text) * heldout)
+    return Corpus(
+        _array(text[:cut]),
+        _array(text[cut:]),
+        f"{path}: the bytes from {cut} on are held out of {len(text)}",
+    )
+
+
+def _from_folder(folder: Path, heldout: float, wanted: Callable[[Path], bool]) -> Corpus:
+    names = sorted(name for name in _walk(folder) if wanted(Path(name)))
+    texts = {name: _read(folder / name) for name in names}
+    names = [name for name in names if texts[name]]
+    if len(names) < 2:
+        raise UserError(f"data {folder} has {len(names)} files with text: at least 2 are needed")
+    out = {name for name in names if _draw(name) < heldout} or {min(names, key=_draw)}
+    if len(out) == len(names):
+        out.remove(max(names, key=_draw))
+    parts = [b"".join(texts[n] + _SEPARATOR for n in names if (n in out) == held) for held in (0, 1)]
+    return Corpus(
+        _array(parts[0]),
+        _array(parts[1]),
+        f"{folder}: {len(names) - len(out)} files ({len(parts[0]):,} bytes) to train on, "
+        f"{len(out)} ({len(parts[1]):,} bytes) held out",
+    )
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """Paths of the files below `folder`, relative to it, with forward slashes."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path.relative_to(folder).as_posix()
+
+
+def _is_library_source(path: Path) -> bool:
+    foreign = {"site-packages", "dist-packages", "__pycache__"}
+    return path.suffix == ".py" and not foreign.intersection(path.parts)
+
+
+def _draw(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2.0**48
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _array(text: bytes) -> Bytes:
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def check(corpus: Corpus, context: int) -> None:
+    """Raises UserError where the text is shorter than one window (context + 1 bytes)."""
+    for name, text in (("training", corpus.train), ("held-out", corpus.heldout)):
+        if len(text) < context + 1:
+            raise UserError(
+                f"the {name} text has {len(text)} bytes, too few for a context of {context}: "
+                f"at least {context + 1} are needed"
+            )
+
+
+def train_offsets(corpus: Corpus, context: int, batch: int, seed: int, step: int) -> list[int]:
+    """Where the windows of a step begin: a function of seed and step, not of the ranks.
+
+    Args:
+        corpus: the text.
+        context: bytes per window, one more with the target of the last.
+        batch: windows of the step, over all ranks.
+        seed: the run's.
+        step: counted from 1.
+    """
+    draw = np.random.default_rng((seed, step))
+    return [int(offset) for offset in draw.integers(0, len(corpus.train) - context, size=batch)]
+
+
+def heldout_offsets(corpus: Corpus, context: int, count: int) -> list[int]:
+    """Where the held-out windows begin: evenly spread, without overlap, at most `count`."""
+    count = min(count, (len(corpus.heldout) - 1) // context)
+    last = len(corpus.heldout) - context - 1
+    return [index * last // max(1, count - 1) for index in range(count)]
+
+
+def windows(text: Bytes, offsets: list[int], context: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64, each (len(offsets), context)."""
+    rows = np.stack([text[offset : offset + context + 1] for offset in offsets]).astype(np.int64)
+    tokens = torch.from_numpy(rows)
+    return tokens[:, :-1], tokens[:, 1:]

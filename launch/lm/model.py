@@ -1,0 +1,202 @@
+"""A byte-level decoder-only transformer: RMSNorm, rotary positions, SwiGLU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.errors import UserError
+
+VOCABULARY = 256
+
+# name -> (dim, layers, heads)
+SIZES = {
+    "tiny": (128, 3, 4),
+    "small": (256, 4, 4),
+    "medium": (512, 8, 8),
+    "100m": (768, 14, 12),
+    "350m": (1024, 28, 16),
+}
+
+_ROPE_BASE = 10000.0
+_HIDDEN_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What fixes the parameters' names and shapes."""
+
+    dim: int
+    layers: int
+    heads: int
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.heads):
+            raise UserError(
+                f"a model of dim {self.dim} cannot have {self.heads} heads: dim must be a multiple of twice the heads"
+            )
+
+    @classmethod
+    def of(cls, size: str, dim: int | None, layers: int | None, heads: int | None, tied: bool) -> ModelConfig:
+        """The named size, with what is not None put in its place."""
+        named = SIZES[size]
+        return cls(dim or named[0], layers or named[1], heads or named[2], tied)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layer: 8/3 dim, rounded up."""
+        return math.ceil(8 * self.dim / 3 / _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` in float32 (Zhang & Sennrich 2019, eq. 4)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., dim)."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
+
+
+def rope_table(positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, float32, each (positions, head_dim / 2)."""
+    frequencies = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turns each pair (x[i], x[i + head_dim/2]) by its position's angle (Su et al. 2021, eq. 34).
+
+    Args:
+        x: (batch, heads, positions, head_dim).
+        cosines: (positions, head_dim / 2), float32.
+        sines: the same shape.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    turned = (first * cosines - second * sines, second * cosines + first * sines)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, config.dim, bias=False)
+        self.value = nn.Linear(config.dim, config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """x: (batch, positions, dim)."""
+        batch, positions, dim = x.shape
+        query, key, value = (
+            projection(x).view(batch, positions, self.heads, -1).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, dim))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, eq. 6)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., dim)."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """x: (batch, positions, dim)."""
+        x = x + self.attention(self.attention_norm(x), cosines, sines)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class Transformer(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    With ``tied`` there is no output matrix: the embedding stands in for it.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, config: ModelConfig, context: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim)
+        self.head = None if config.tied else nn.Linear(config.dim, VOCABULARY, bias=False)
+        cosines, sines = rope_table(context, config.dim // config.heads)
+        self.register_buffer("cosines", cosines, persistent=False)
+        self.register_buffer("sines", sines, persistent=False)
+        self._init_weights(config)
+
+    def _init_weights(self, config: ModelConfig) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            std = 0.02 if name == "embedding.weight" else parameter.shape[1] ** -0.5 / 2
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                std /= math.sqrt(2 * config.layers)
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits.
+
+        Args:
+            tokens: int64, (batch, positions), positions at most the context.
+
+        Returns:
+            (batch, positions, 256), in the compute dtype.
+        """
+        positions = tokens.shape[1]
+        cosines, sines = self.cosines[:positions], self.sines[:positions]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cosines, sines)
+        x = self.norm(x)
+        matrix = self.embedding if self.head is None else self.head
+        return F.linear(x, matrix.weight)
+
+
+def build(config: ModelConfig, context: int, seed: int, dtype: torch.dtype) -> Transformer:
+    """The model on the CPU, the same on every rank; its tables stay float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(config, context)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

@@ -1,0 +1,102 @@
+"""What a run is to do, checked before the ranks meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm import checkpoint, data, optimizers, runtime
+from lm.backends import BACKENDS
+from lm.config import Config
+from lm.data import Corpus
+from lm.errors import UserError
+from lm.model import ModelConfig
+from lm.runtime import Ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose input has been checked.
+
+    Attributes:
+        config: the options.
+        ranks: this process.
+        model_config: what fixes the parameters.
+        corpus: the text.
+        resume: the checkpoint to go on from.
+        header: its header.
+    """
+
+    config: Config
+    ranks: Ranks
+    model_config: ModelConfig
+    corpus: Corpus
+    resume: Path | None
+    header: checkpoint.Header
+
+    @property
+    def start(self) -> int:
+        """Steps that are already done."""
+        step: int = self.header.get("step", 0)
+        return step
+
+    @property
+    def micro_batch(self) -> int:
+        """Windows per rank and accumulation step."""
+        return self.config.batch // (self.ranks.world_size * self.config.accumulate)
+
+
+def prepare(config: Config) -> Plan:
+    """Checks all that can be checked before the ranks meet.
+
+    Raises:
+        UserError: the input cannot be worked with.
+    """
+    ranks = runtime.discover(config.device)
+    if not BACKENDS[config.backend].needs_group and ranks.world_size > 1:
+        raise UserError(f"backend {config.backend} runs one process, not {ranks.world_size}")
+    parts = ranks.world_size * config.accumulate
+    if config.batch % parts:
+        raise UserError(
+            f"batch {config.batch} cannot be split evenly over {ranks.world_size} ranks and "
+            f"{config.accumulate} accumulation steps: it must be a multiple of {parts}"
+        )
+    model_config = ModelConfig.of(config.size, config.dim, config.layers, config.heads, config.tied)
+    state_layout = optimizers.check(config)
+    corpus = data.load(config.data, config.heldout)
+    data.check(corpus, config.context)
+    resume = checkpoint.find(config.resume, config.checkpoint_folder)
+    header = checkpoint.read_header(resume) if resume else {}
+    if resume:
+        checkpoint.demand_same(resume, "model", header["model"], dataclasses.asdict(model_config))
+        checkpoint.demand_same(resume, "optimizer", header["optimizer"], state_layout)
+    plan = Plan(config, ranks, model_config, corpus, resume, header)
+    _check_steps(plan)
+    _make_folders(plan)
+    return plan
+
+
+def _check_steps(plan: Plan) -> None:
+    config = plan.config
+    if plan.start > config.last_step:
+        raise UserError(f"checkpoint {plan.resume} is at step {plan.start}, beyond the last step {config.last_step}")
+    if config.verify and plan.resume and "digests" not in plan.header:
+        raise UserError(f"checkpoint {plan.resume} has no digests: it was saved without --verify")
+    existing = checkpoint.complete(config.checkpoint_folder) if config.checkpoint_interval else []
+    if existing and checkpoint.step_of(existing[-1]) > plan.start:
+        raise UserError(
+            f"{config.checkpoint_folder} holds {existing[-1].name}, later than this run's start at "
+            f"step {plan.start}: --resume it, or choose another --checkpoint-dir"
+        )
+
+
+def _make_folders(plan: Plan) -> None:
+    folders = [Path(plan.config.output)]
+    if plan.config.checkpoint_interval:
+        folders.append(plan.config.checkpoint_folder)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error

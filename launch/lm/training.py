@@ -1,0 +1,253 @@
+"""The job itself: resume, train, evaluate, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
+from lm.backends import BACKENDS
+from lm.config import Config
+from lm.errors import UserError
+from lm.plan import Plan
+
+# Optimizer steps at the start of a run that its timing leaves out.
+_UNTIMED_STEPS = 3
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Trains, and returns the summary that rank 0 wrote to ``summary.json``."""
+    if not BACKENDS[plan.config.backend].needs_group:
+        return Trainer(plan).run()
+    with runtime.process_group(plan.ranks):
+        return Trainer(plan).run()
+
+
+class Trainer:
+    """One rank's part of a run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.config = config = plan.config
+        self.ranks = plan.ranks
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        network = model.build(plan.model_config, config.context, config.seed, dtype)
+        self.parallel = BACKENDS[config.backend].wrap(
+            network.to(self.ranks.device), self.ranks, config.precision == "bf16-mixed"
+        )
+        self.module = self.parallel.module
+        self.optimizer = optimizers.build(config, self.module)
+        self.peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer_seconds: list[float] = []
+        self.saved: Path | None = plan.resume
+        self.verified: dict[str, int] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Resumes, trains, evaluates and saves."""
+        plan, config = self.plan, self.config
+        self._say(f"data: {plan.corpus.description}")
+        self._resume()
+        output = Path(config.output)
+        rows = metrics.MetricsFile(output / "metrics.jsonl", plan.start) if self.ranks.first else None
+        progress = tqdm(
+            range(plan.start + 1, config.last_step + 1),
+            initial=plan.start,
+            total=config.last_step,
+            disable=not self.ranks.first,
+            mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        )
+        began = time.perf_counter()
+        for step in progress:
+            row = self._train_step(step)
+            last = step == config.last_step
+            if row and (last or step % config.log_interval == 0):
+                (row["train_loss"],) = runtime.all_sum([row["train_loss"]])
+                progress.set_postfix(loss=f"{row['train_loss']:.3f}", refresh=False)
+                if rows:
+                    rows.write(row)
+            if not last and config.eval_interval and step % config.eval_interval == 0:
+                self._record_heldout(step, rows)
+            if config.checkpoint_interval and (last or step % config.checkpoint_interval == 0):
+                self._save(step)
+        seconds = time.perf_counter() - began
+        heldout = self._record_heldout(config.last_step, rows)
+        summary = self._summary(heldout, seconds)
+        if rows:
+            rows.close()
+            metrics.plot_losses({"": output / "metrics.jsonl"}, output / "loss.png")
+            metrics.write_json(output / "summary.json", summary)
+        self._say(f"held-out loss {heldout:.4f} nats per byte; see {output / 'summary.json'}")
+        runtime.barrier()
+        return summary
+
+    def _say(self, line: str) -> None:
+        if self.ranks.first:
+            tqdm.write(line)
+
+    def _resume(self) -> None:
+        plan = self.plan
+        if self.config.checkpoint_interval and self.ranks.first:
+            checkpoint.clear_unfinished(self.config.checkpoint_folder)
+        if plan.resume is None:
+            return
+        checkpoint.load(plan.resume, self.module, self.optimizer)
+        note = ""
+        if self.config.verify:
+            self.verified = self._verify(plan.resume, plan.header["digests"])
+            note = (
+                f"; all {self.verified['tensors']} tensors, {self.verified['codes']} of codes and "
+                f"{self.verified['scales']} of scales among them, are bit for bit as saved"
+            )
+        self._say(
+            f"resumed {plan.resume} at step {plan.start}: "
+            f"saved by a world of {plan.header['world_size']}, now {self.ranks.world_size}{note}"
+        )
+        if plan.header["data"] != plan.corpus.fingerprint:
+            self._say("note: the text is not the one that the checkpoint was trained on")
+
+    def _verify(self, path: Path, saved: dict[str, str]) -> dict[str, int]:
+        found = digests.of_run(self.module, self.optimizer)
+        wrong = [name for name in sorted(saved.keys() | found.keys()) if saved.get(name) != found.get(name)]
+        if wrong:
+            raise UserError(
+                f"checkpoint {path}: {len(wrong)} of {len(saved)} tensors did not come back as "
+                f"saved, {wrong[0]} the first of them"
+            )
+        return {
+            "world_size": self.plan.header["world_size"],
+            "tensors": len(found),
+            "codes": sum(name.endswith("_codes") for name in found),
+            "scales": sum(name.endswith("_scales") for name in found),
+        }
+
+    def _train_step(self, step: int) -> dict[str, Any]:
+        """One optimizer step; the row's loss is this rank's share of the mean."""
+        config = self.config
+        factor = lr_factor(step, config)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
+            group["lr"] = peak * factor
+        offsets = data.train_offsets(self.plan.corpus, config.context, config.batch, config.seed, step)
+        loss = torch.zeros((), device=self.ranks.device)
+        for index in range(config.accumulate):
+            sync = index == config.accumulate - 1
+            with nullcontext() if sync else self.parallel.no_sync():
+                part = self._losses(*self._part(offsets, index)).mean() / config.accumulate
+                part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        norm = self._clip()
+        runtime.synchronize(self.ranks.device)
+        began = time.perf_counter()
+        self.optimizer.step()
+        runtime.synchronize(self.ranks.device)
+        self.optimizer_seconds.append(time.perf_counter() - began)
+        self.optimizer.zero_grad(set_to_none=True)
+        return {
+            "step": step,
+            "train_loss": loss.item() / self.ranks.world_size,
+            "lr": config.lr * factor,
+            "grad_norm": norm,
+            "optimizer_ms": 1e3 * self.optimizer_seconds[-1],
+        }
+
+    def _part(self, offsets: list[int], index: int) -> tuple[Tensor, Tensor]:
+        """This rank's windows of one accumulation step."""
+        size = self.plan.micro_batch
+        first = (index * self.ranks.world_size + self.ranks.rank) * size
+        return data.windows(self.plan.corpus.train, offsets[first : first + size], self.config.context)
+
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of each window, in nats per byte: float32, (windows,)."""
+        inputs, targets = inputs.to(self.ranks.device), targets.to(self.ranks.device)
+        with self.parallel.autocast():
+            logits = self.module(inputs)
+        each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        return each.view_as(targets).mean(1)
+
+    def _clip(self) -> float | None:
+        if self.config.clip == 0:
+            return None
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    @torch.no_grad()
+    def _heldout_loss(self) -> float:
+        """Mean loss over the held-out windows, the same windows for every number of ranks."""
+        config, corpus, ranks = self.config, self.plan.corpus, self.ranks
+        offsets = data.heldout_offsets(corpus, config.context, config.eval_windows)
+        mine = offsets[ranks.rank :: ranks.world_size]
+        size = self.plan.micro_batch
+        total = 0.0
+        # Every rank makes as many forward passes as rank 0: they are collective.
+        for first in range(0, math.ceil(len(offsets) / ranks.world_size), size):
+            part = mine[first : first + size]
+            losses = self._losses(*data.windows(corpus.heldout, part or offsets[:1], config.context))
+            total += losses[: len(part)].double().sum().item()
+        return runtime.all_sum([total])[0] / len(offsets)
+
+    def _record_heldout(self, step: int, rows: metrics.MetricsFile | None) -> float:
+        loss = self._heldout_loss()
+        if rows:
+            rows.write({"step": step, "heldout_loss": loss})
+        return loss
+
+    def _save(self, step: int) -> None:
+        config = self.config
+        header = {
+            "step": step,
+            "model": dataclasses.asdict(self.plan.model_config),
+            "optimizer": optimizers.describe(config, self.optimizer),
+            "options": dataclasses.asdict(config),
+            "data": self.plan.corpus.fingerprint,
+            "world_size": self.ranks.world_size,
+        }
+        if config.verify:
+            header["digests"] = digests.of_run(self.module, self.optimizer)
+        folder = config.checkpoint_folder
+        self.saved = checkpoint.save(folder, header, self.module, self.optimizer, self.ranks)
+        if self.ranks.first:
+            checkpoint.prune(folder, config.keep_checkpoints)
+
+    def _summary(self, heldout: float, seconds: float) -> dict[str, Any]:
+        local = optimizers.state_memory(self.optimizer)
+        kinds = list(local)
+        memory = dict(zip(kinds, runtime.all_sum([local[kind] for kind in kinds]), strict=True))
+        numel = memory.pop("numel")
+        steps = self.config.last_step - self.plan.start
+        timed = self.optimizer_seconds[_UNTIMED_STEPS:] or self.optimizer_seconds
+        return {
+            "heldout_loss": heldout,
+            "codec": optimizers.describe(self.config, self.optimizer)["codec"],
+            "state_bytes_per_parameter": sum(memory.values()) / numel,
+            "state_bytes": {kind: int(size) for kind, size in memory.items()},
+            "optimizer_ms": 1e3 * statistics.median(timed) if timed else None,
+            "text_bytes_per_second": steps * self.config.batch * self.config.context / seconds,
+            "step": self.config.last_step,
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "world_size": self.ranks.world_size,
+            "device": str(self.ranks.device.type),
+            "verified": self.verified,
+            "metrics": str(Path(self.config.output, "metrics.jsonl")),
+            "plot": str(Path(self.config.output, "loss.png")),
+            "checkpoint": str(self.saved) if self.saved else None,
+            "options": dataclasses.asdict(self.config),
+        }
+
+
+def lr_factor(step: int, config: Config) -> float:
+    """The learning rate of `step` (from 1) as a share of the peak: linear up, then a cosine."""
+    if step <= config.warmup:
+        return step / config.warmup
+    done = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.min_lr + (1 - config.min_lr) * (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,147 @@
+"""The quickstart run: 8-bit AdamW against 32-bit AdamW, and checkpoints on other numbers of ranks.
+
+Trains the same model from the same seed twice under torchrun, resumes the 8-bit run from its middle
+on two other numbers of ranks, and ends with a table. Exits with 1 where a promise is not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lm import checkpoint, config, metrics
+
+HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parent / "configs" / "quickstart.yaml"
+
+MAX_HELDOUT_LOSS = 2.3  # nats per byte
+MAX_LOSS_GAP = 0.01  # of 8-bit against 32-bit, relative
+MAX_RESUMED_GAP = 1e-3  # of the first loss after resuming, relative: summation order differs
+
+Summary = dict[str, Any]
+
+
+class Quickstart:
+    """The runs, below one folder."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.options = config.load(["--config", str(CONFIG)])
+        self.gpus = torch.cuda.device_count()
+        self.ranks = self.gpus or 2
+        self.middle = self.options.checkpoint_interval
+
+    def run(self) -> list[str]:
+        """Trains, resumes, prints the table, and returns what went wrong."""
+        wide = self._train("32-bit", self.ranks, "--codec", "fp32", "--checkpoint-interval", "0")
+        narrow = self._train("8-bit", self.ranks, "--verify")
+        saved = checkpoint.complete(self.output / "8-bit" / "checkpoints")[0]
+        wrong = _losses_wrong(wide, narrow)
+        for ranks in [count for count in (1, 3, 2) if count != self.ranks][:2]:
+            wrong += self._resume(saved, ranks)
+        plot = self.output / "loss.png"
+        rows = {name: self.output / name / "metrics.jsonl" for name in ("32-bit", "8-bit")}
+        metrics.plot_losses(rows, plot)
+        self._print_table({"32-bit": wide, "8-bit": narrow})
+        print(f"plot: {plot}\ncheckpoint: {narrow['checkpoint']}")
+        return wrong
+
+    def _resume(self, saved: Path, ranks: int) -> list[str]:
+        """Resumes for one step on another number of ranks, and says what went wrong."""
+        name = f"resumed-on-{ranks}"
+        step = self.middle + 1
+        until = ("--stop-at-step", str(step), "--checkpoint-interval", "0")
+        summary = self._train(name, ranks, "--resume", str(saved), "--verify", *until)
+        verified = summary["verified"]
+        wrong = []
+        if not (verified["codes"] and verified["scales"]):
+            wrong.append(f"{saved} has no codes and scales to compare")
+        before, after = self._train_loss("8-bit", step), self._train_loss(name, step)
+        print(
+            f"resumed on {_ranks(ranks)}, saved on {verified['world_size']}: {verified['codes']} tensors of "
+            f"codes and {verified['scales']} of scales equal bit for bit; the next step's loss is "
+            f"{after:.6f}, it was {before:.6f}\n"
+        )
+        if abs(after - before) > MAX_RESUMED_GAP * before:
+            wrong.append(f"the loss after resuming on {_ranks(ranks)} is {after}, it was {before}")
+        return wrong
+
+    def _train(self, name: str, ranks: int, *options: str) -> Summary:
+        """Runs launch/train.py under torchrun and returns its summary."""
+        output = self.output / name
+        shutil.rmtree(output, ignore_errors=True)
+        # A machine with fewer GPUs than ranks resumes on its CPU: a checkpoint loads anywhere.
+        device = "cuda" if ranks <= self.gpus else "cpu"
+        batch = math.ceil(self.options.batch / ranks) * ranks
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+        job = [str(HERE / "train.py"), "--config", str(CONFIG), "--output", str(output)]
+        job += ["--batch", str(batch), "--device", device, *options]
+        print(f"{name}: {_ranks(ranks)} on {device}: {' '.join(options)}", flush=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        done = subprocess.run(launcher + job, env=environment)
+        if done.returncode:
+            sys.exit(f"quickstart: the run {name!r} failed with exit code {done.returncode}")
+        summary: Summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+        return summary
+
+    def _train_loss(self, name: str, step: int) -> float:
+        rows = metrics.read(self.output / name / "metrics.jsonl")
+        (loss,) = (row["train_loss"] for row in rows if row["step"] == step and "train_loss" in row)
+        return float(loss)
+
+    def _print_table(self, runs: dict[str, Summary]) -> None:
+        print(f"{'AdamW':8} {'codec':8} {'held-out loss':>16} {'state':>16} {'optimizer step':>16}")
+        print(f"{'':8} {'':8} {'nats per byte':>16} {'bytes/parameter':>16} {'ms':>16}")
+        for name, summary in runs.items():
+            print(
+                f"{name:8} {summary['codec']:8} {summary['heldout_loss']:16.4f} "
+                f"{summary['state_bytes_per_parameter']:16.3f} {summary['optimizer_ms']:16.3f}"
+            )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _losses_wrong(wide: Summary, narrow: Summary) -> list[str]:
+    wrong = []
+    for name, summary in (("32-bit", wide), ("8-bit", narrow)):
+        # "not <" rather than ">=": a NaN, which JSON holds as null, must not pass.
+        if summary["heldout_loss"] is None or not summary["heldout_loss"] < MAX_HELDOUT_LOSS:
+            wrong.append(
+                f"the held-out loss of {name} is {summary['heldout_loss']}, expected less than {MAX_HELDOUT_LOSS}"
+            )
+    if not wrong:
+        gap = narrow["heldout_loss"] / wide["heldout_loss"] - 1
+        if abs(gap) > MAX_LOSS_GAP:
+            wrong.append(f"8-bit is {gap:+.2%} off 32-bit, expected at most {MAX_LOSS_GAP:.0%}")
+    return wrong
+
+
+def main() -> int:
+    """Runs the quickstart and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, help="folder of the runs; earlier runs in it are replaced")
+    given = parser.parse_args()
+    output = given.output or Path(config.load(["--config", str(CONFIG)]).output)
+    began = time.monotonic()
+    wrong = Quickstart(output).run()
+    print(f"took {time.monotonic() - began:.0f} s")
+    for line in wrong:
+        print(f"quickstart: failed: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

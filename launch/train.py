@@ -1,0 +1,36 @@
+#!/usr/bin/env python3
+"""Trains a byte-level language model with a shardopt optimizer.
+
+One process::
+
+    python launch/train.py --backend single --config configs/quickstart.yaml
+
+Several, one per GPU or on the CPU::
+
+    torchrun --nproc-per-node 2 launch/train.py --config configs/quickstart.yaml --codec fp32
+
+Bad input ends in one line on stderr and exit code 2. Under torchrun the ranks do the same;
+torchrun then adds its own report and exits with 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lm import config, plan, training
+from lm.errors import UserError, report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the job and returns the exit code."""
+    try:
+        options = config.load(sys.argv[1:] if argv is None else argv)
+        training.run(plan.prepare(options))
+    except UserError as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The pieces of the training job: the transformer, the text, the options."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lm import checkpoint, config, data, metrics, model, training
+from lm.errors import UserError
+from lm.model import ModelConfig
+from train_job import write_text
+
+CONTEXT = 16
+
+
+def make(tied: bool = False) -> model.Transformer:
+    return model.build(ModelConfig(dim=32, layers=2, heads=4, tied=tied), CONTEXT, 0, torch.float32)
+
+
+def test_rope_depends_on_the_distance_alone() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 1, 8)
+    cosines, sines = model.rope_table(40, 8)
+
+    def score(query_position: int, key_position: int) -> torch.Tensor:
+        turned = [
+            model.rotate(x, cosines[at : at + 1], sines[at : at + 1])
+            for x, at in ((query, query_position), (key, key_position))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    assert_close(score(7, 3), score(37, 33))
+    assert not torch.isclose(score(7, 3), score(7, 4))
+
+
+def test_rope_keeps_lengths_and_position_zero() -> None:
+    x = torch.randn(2, 3, 5, 8)
+    turned = model.rotate(x, *model.rope_table(5, 8))
+    assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert_close(turned[:, :, 0], x[:, :, 0])
+
+
+def test_rms_norm_is_its_formula() -> None:
+    norm = model.RMSNorm(6)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(3, 6)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+    assert_close(norm(x), exact.float())
+
+
+def test_a_later_byte_changes_no_earlier_logits() -> None:
+    network = make()
+    tokens = torch.randint(256, (2, CONTEXT))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = network(tokens), network(changed)
+    assert_close(before[:, :9], after[:, :9], rtol=0, atol=0)
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_the_first_loss_is_that_of_guessing() -> None:
+    tokens = torch.randint(256, (4, CONTEXT))
+    loss = torch.nn.functional.cross_entropy(make()(tokens).flatten(0, 1), tokens.flatten())
+    assert abs(loss.item() - np.log(256)) < 0.5
+
+
+def test_tied_embedding_is_the_output_matrix() -> None:
+    tied, untied = make(tied=True), make()
+    assert set(dict(untied.named_parameters())) - set(dict(tied.named_parameters())) == {"head.weight"}
+    seen = [network.embedding.weight.grad for network in (tied, untied)]
+    assert seen == [None, None]
+    for network in (tied, untied):
+        network(torch.zeros(1, CONTEXT, dtype=torch.long)).square().sum().backward()
+    rows = [network.embedding.weight.grad.abs().sum(1).count_nonzero().item() for network in (tied, untied)]
+    assert rows == [256, 1]
+
+
+def test_heads_must_fit_the_width() -> None:
+    with pytest.raises(UserError, match="heads"):
+        ModelConfig(dim=30, layers=1, heads=4)
+
+
+def test_named_sizes_are_what_they_say() -> None:
+    with torch.device("meta"):
+        network = model.Transformer(ModelConfig.of("100m", None, None, None, False), 8)
+    assert 0.9e8 < sum(parameter.numel() for parameter in network.parameters()) < 1.1e8
+
+
+def test_split_goes_by_file_and_by_its_path_alone(tmp_path: Path) -> None:
+    folder = write_text(tmp_path / "text", files=30)
+    corpus = data.load(str(folder), 0.3)
+    parts = [set(text.tobytes().split(b"\0")) - {b""} for text in (corpus.train, corpus.heldout)]
+    assert parts[0] | parts[1] == {path.read_bytes() for path in folder.rglob("*.txt")}
+    assert not parts[0] & parts[1]
+    assert 1 <= len(parts[1]) <= 20
+    (folder / "another.txt").write_text("more")
+    again = data.load(str(folder), 0.3)
+    assert parts[1] <= set(again.heldout.tobytes().split(b"\0"))
+
+
+def test_single_file_is_cut_at_a_byte(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(200)))
+    corpus = data.load(str(path), 0.25)
+    assert corpus.train.tobytes() + corpus.heldout.tobytes() == bytes(range(200))
+    assert len(corpus.heldout) == 50
+    assert "150" in corpus.description
+
+
+def test_standard_library_is_the_default_text() -> None:
+    corpus = data.load(None, 0.05)
+    assert len(corpus.train) > 5_000_000
+    assert len(corpus.heldout) > 100_000
+    assert b"def " in corpus.heldout.tobytes()
+
+
+def test_windows_are_a_function_of_seed_and_step() -> None:
+    corpus = data.Corpus(np.arange(250, dtype=np.uint8), np.arange(99, dtype=np.uint8), "")
+    first = data.train_offsets(corpus, 16, 64, seed=1, step=7)
+    assert first == data.train_offsets(corpus, 16, 64, seed=1, step=7)
+    assert first != data.train_offsets(corpus, 16, 64, seed=1, step=8)
+    assert first != data.train_offsets(corpus, 16, 64, seed=2, step=7)
+    inputs, targets = data.windows(corpus.train, [0, 233], 16)
+    assert targets[0].tolist() == list(range(1, 17))
+    assert inputs[1, -1] + 1 == targets[1, -1] == 249
+
+
+def test_heldout_windows_do_not_overlap_and_reach_the_end() -> None:
+    corpus = data.Corpus(np.zeros(99, np.uint8), np.arange(99, dtype=np.uint8), "")
+    offsets = data.heldout_offsets(corpus, 16, 100)
+    assert len(offsets) == 6
+    assert all(b - a >= 16 for a, b in itertools.pairwise(offsets))
+    assert offsets[-1] + 16 + 1 == 99
+
+
+def test_learning_rate_rises_then_follows_a_cosine() -> None:
+    options = dataclasses.replace(config.Config(), steps=100, warmup=10, min_lr=0.1)
+    factors = [training.lr_factor(step, options) for step in range(1, 101)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == 1
+    assert factors[54] == pytest.approx(0.55)
+    assert factors[-1] == pytest.approx(0.1)
+    assert factors[9:] == sorted(factors[9:], reverse=True)
+
+
+def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 300\nlr: 1e-4\nbetas: [0.9, 0.95]\ntied: true\ncodec: fp32\n")
+    options = config.load(["--config", str(path), "--steps", "200", "--no-tied", "--codec", "none"])
+    assert (options.steps, options.lr, options.betas) == (200, 1e-4, (0.9, 0.95))
+    assert options.tied is False
+    assert options.codec is None
+    assert options.batch == config.Config().batch
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("step: 3", "unknown option 'step'"),
+        ("steps: many", "expected a whole number"),
+        ("steps: 2.5", "expected a whole number"),
+        ("tied: 1", "expected true or false"),
+        ("lr: .nan", "expected a number"),
+        ("betas: 0.9", "expected 2 numbers"),
+        ("backend: mpi", "expected one of"),
+        ("[1, 2]", "lines"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_bad_yaml(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=complaint):
+        config.load(["--config", str(path)])
+
+
+def test_metrics_of_a_resumed_run_go_on_where_it_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    rows = metrics.MetricsFile(path, 2)
+    rows.write({"step": 3, "train_loss": float("nan")})
+    rows.close()
+    assert metrics.read(path) == [{"step": 1}, {"step": 2}, {"step": 3, "train_loss": None}]
+
+
+def test_index_of_a_checkpoint_makes_no_strangers(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    ran = tmp_path / "ran"
+    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR.")
+    network = make()
+    optimizer = torch.optim.AdamW(network.parameters())
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.load(folder, network, optimizer)
+    assert not ran.exists()

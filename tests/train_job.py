@@ -1,0 +1,52 @@
+"""The training job in a size for tests: its options, its text, and runs of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import train
+from ranks.pool import Pool
+
+ROOT = Path(__file__).parents[1]
+
+#: A model of 30 thousand parameters: some of its matrices are quantized, some are too small.
+TINY_MODEL = ("--dim", "32", "--layers", "1", "--heads", "2", "--context", "32", "--device", "cpu")
+TINY_RUN = ("--batch", "12", "--steps", "8", "--warmup", "2", "--eval-windows", "10", "--eval-interval", "0")
+TINY = (*TINY_MODEL, *TINY_RUN, "--log-interval", "1", "--checkpoint-interval", "4", "--verify")
+
+
+def write_text(folder: Path, files: int = 12) -> Path:
+    """A folder of small source files, nested and not all of the same length."""
+    source = Path(__file__).read_text()
+    for index in range(files):
+        path = folder / f"part{index % 3}" / f"file{index}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {index}\n" + source[: 1000 + 37 * index])
+    return folder
+
+
+def run(*options: object) -> int:
+    """Runs the job in this process and returns its exit code."""
+    return train.main([str(option) for option in options])
+
+
+def run_on(ranks: Pool, world_size: int, *options: object) -> dict[str, Any]:
+    """Runs the job on some ranks and returns its summary."""
+    codes = ranks.run(world_size, train.main, [str(option) for option in options])
+    assert codes == [0] * world_size
+    return summary(Path(str(options[options.index("--output") + 1])))
+
+
+def summary(output: Path) -> dict[str, Any]:
+    """The summary of a run."""
+    found: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return found
+
+
+def digests(output: Path, step: int) -> dict[str, str]:
+    """The digests that a checkpoint holds."""
+    header = output / "checkpoints" / f"step-{step:08d}" / "checkpoint.json"
+    found: dict[str, str] = json.loads(header.read_text())["digests"]
+    return found
