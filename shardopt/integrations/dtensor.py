@@ -9,97 +9,107 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
-from shardopt.layout import BlockGrid, LocalBlocks, Shard, register
+from shardopt.layout import BlockGrid, LocalBlocks, Shard
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
+_CACHED_SHARDS = 8192
 
 
+@dataclass(frozen=True)
 class MeshExchange:
-    """Agreement among the ranks along some dimensions of a mesh."""
+    """Agreement among the ranks along some dimensions of a mesh. Equal ones share one collective."""
 
-    def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
-        self._groups = [mesh.get_group(dim) for dim in dims]
+    groups: tuple[ProcessGroup, ...]
+    device_type: str
+
+    @classmethod
+    def along(cls, mesh: DeviceMesh, dims: Sequence[int]) -> MeshExchange:
+        """The exchange among the ranks that differ in these dimensions of their coordinates only."""
+        return cls(tuple(mesh.get_group(dim) for dim in dims), mesh.device_type)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
-        for group in self._groups:
-            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
-
-
-@lru_cache(maxsize=64)
-def _exchange(mesh: DeviceMesh, dims: tuple[int, ...]) -> MeshExchange:
-    return MeshExchange(mesh, dims)
+        on_mesh = tensor.to(self.device_type)  # of an offloaded parameter it lies on the host, out of NCCL's reach
+        for group in self.groups:
+            all_reduce(on_mesh, ReduceOp.MAX, group=group)
+        if on_mesh is not tensor:
+            tensor.copy_(on_mesh)
 
 
 class DTensorShard(Shard):
     """The part of a DTensor parameter on this rank."""
 
     def __init__(self, global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-        for placement in placements:
-            if placement.is_partial():
-                raise RuntimeError(
-                    f"got a parameter with placements {placements}, expected Shard or Replicate; reduce it first"
-                )
-        self._mesh = mesh
-        self._placements = placements
+        if any(placement.is_partial() for placement in placements):
+            raise RuntimeError(
+                f"got a parameter with placements {placements}, expected Shard or Replicate; reduce it first"
+            )
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise RuntimeError(f"got a parameter on {mesh}, which this rank is not part of")
+        self._mesh = mesh
+        self._placements = placements
         local_shape, offset = self._part_of(global_shape, tuple(coordinate))
         super().__init__(global_shape, local_shape)
-        self._first_index = offset[1] if len(offset) > 1 else 0
-        self.first_col = self._first_index * math.prod(global_shape[2:])
+        self.first_col = offset[1] * math.prod(global_shape[2:]) if len(offset) > 1 else 0
+        self._blocks: dict[int, LocalBlocks] = {}
 
     def _part_of(
         self, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Local shape and global offset of the part at a coordinate of the mesh."""
-        from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
         return _compute_local_shape_and_global_offset(
             global_shape, self._mesh.shape, list(coordinate), self._placements
         )
 
     def local(self, tensor: Tensor) -> Tensor:
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
         if not isinstance(gradient, DTensor):
             raise RuntimeError(
                 f"got a plain gradient for a DTensor parameter of shape {self.global_shape}, expected a DTensor; "
                 "wrap it with DTensor.from_local"
             )
-        if gradient.device_mesh == self._mesh and gradient.placements != self._placements:
-            gradient = gradient.redistribute(placements=self._placements)
-        return self.local(gradient)
+        if gradient.device_mesh != self._mesh:
+            raise RuntimeError(
+                f"got a gradient on {gradient.device_mesh} for a parameter of shape {self.global_shape} on "
+                f"{self._mesh}, expected the parameter's mesh; distribute it there"
+            )
+        if gradient.placements == self._placements:
+            return self.local(gradient)
+        return self.local(gradient.redistribute(placements=self._placements)).contiguous()
 
     def like_parameter(self, local: Tensor) -> Tensor:
         return self._wrap(local, self.global_shape, self._placements)
 
     def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
-        return self._local_blocks(grid.block_size)
+        blocks = self._blocks.get(grid.block_size)
+        if blocks is None:
+            blocks = self._blocks[grid.block_size] = self._find_blocks(grid)
+        return blocks
 
     def like_scales(self, local: Tensor, grid: BlockGrid) -> Tensor:
         shape = (self.global_shape[0], grid.blocks_per_row, *local.shape[2:])
         return self._wrap(local, shape, self._scales_placements(grid))
 
     def whole(self, tensor: Tensor) -> Tensor:
-        full: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+        on_mesh = self.like_parameter(self.local(tensor).to(self._mesh.device_type))
+        full: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
         return full
 
     def part(self, whole: Tensor) -> Tensor:
@@ -143,15 +153,14 @@ class DTensorShard(Shard):
             )
         return found
 
-    def _local_blocks(self, block_size: int) -> LocalBlocks:
-        grid = BlockGrid(self.global_shape, block_size)
+    def _find_blocks(self, grid: BlockGrid) -> LocalBlocks:
         if not self._column_dims:
             return LocalBlocks(0, grid.blocks_per_row, None)
         if self._is_aligned(grid):
-            first = self.first_col // block_size
-            end = -(-(self.first_col + self.cols) // block_size)
-            return LocalBlocks(first, max(end - first, 0) if self.cols else 0, None)
-        return LocalBlocks(0, grid.blocks_per_row, _exchange(self._mesh, self._column_dims))
+            first = self.first_col // grid.block_size
+            end = -(-(self.first_col + self.cols) // grid.block_size)
+            return LocalBlocks(first, end - first if self.cols else 0, None)
+        return LocalBlocks(0, grid.blocks_per_row, MeshExchange.along(self._mesh, self._column_dims))
 
     def _is_aligned(self, grid: BlockGrid) -> bool:
         """Whether no block is cut and sharding the scales like the parameter gives each rank its own blocks' scales."""
@@ -164,8 +173,6 @@ class DTensorShard(Shard):
         return [end for _, end in ranges._column_ranges] == blocks
 
     def _scales_placements(self, grid: BlockGrid) -> tuple[Placement, ...]:
-        from torch.distributed.tensor import Replicate
-
         if self.local_blocks(grid).exchange is None:
             return self._placements
         return tuple(
@@ -175,31 +182,38 @@ class DTensorShard(Shard):
 
     def _wrap(self, local: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> DTensor:
         # Not DTensor.from_local: it would move the state of an offloaded parameter to the mesh's device.
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
         stride = torch.empty(shape, device="meta").stride()
         meta = TensorMeta(torch.Size(shape), stride, local.dtype)
         spec: Any = DTensorSpec(self._mesh, placements, tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _cut_out(self, whole: Tensor, placements: tuple[Placement, ...]) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate
-
         replicated = DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
         return self.local(replicated.redistribute(placements=placements)).contiguous()
 
 
-@lru_cache(maxsize=4096)
-def _shard(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensorShard:
-    return DTensorShard(shape, mesh, placements)
+_shards: dict[tuple[Any, ...], DTensorShard] = {}
 
 
-def _resolve(param: Tensor) -> Shard | None:
-    module = sys.modules.get("torch.distributed.tensor")  # without it no tensor is a DTensor
-    if module is None or not isinstance(param, module.DTensor):
-        return None
-    return _shard(tuple(param.shape), param.device_mesh, tuple(param.placements))
+def shard_of_dtensor(param: DTensor) -> DTensorShard:
+    """The shard that a DTensor parameter is.
 
-
-register(_resolve)
+    Raises:
+        RuntimeError: its placements or its mesh are none that a parameter can have, or this rank's part is not the one
+            that they describe.
+    """
+    mesh = param.device_mesh
+    # By identity: an equal mesh may be of process groups that are gone. The shard keeps its mesh alive.
+    key = (id(mesh), param.shape, param.placements)
+    shard = _shards.get(key)
+    if shard is None:
+        if len(_shards) >= _CACHED_SHARDS:
+            _shards.clear()
+        shard = _shards[key] = DTensorShard(tuple(param.shape), mesh, tuple(param.placements))
+    if param._local_tensor.shape != shard.local_shape:
+        raise RuntimeError(
+            f"got a part of shape {tuple(param._local_tensor.shape)} of a parameter of shape {shard.global_shape}, "
+            f"expected {shard.local_shape} for placements {param.placements}; pass shape= and stride= to "
+            "DTensor.from_local where shards are uneven"
+        )
+    return shard

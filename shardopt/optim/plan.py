@@ -52,11 +52,13 @@ class Plan:
         self._groups = groups
         self._entries: list[tuple[object, ...]] = []
         self._steps: list[Tensor] = []
+        self._gradients: list[Tensor] = []  # kept alive: a redistributed one is nobody else's
         self._cut: dict[Exchange, list[_CutParameter]] = {}
 
     def add(self, group: int, spec: ParameterState, param: Tensor, gradient: Tensor, state: StateDict) -> None:
         """Adds a parameter: this rank's parts of parameter and gradient, and its state."""
         self._steps.append(state["step"])
+        self._gradients.append(gradient)
         coded = [spec.local_coded(state, moment) for moment in spec.moments]
         if not spec.codec.blockwise:
             whole = Rectangle(0, param.numel(), 0, cut=False)

@@ -1,0 +1,155 @@
+"""Sharded = unsharded, bit for bit, for DTensors sharded by hand in every way, given the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from helpers import CODEC_NAMES, RULES, Named
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, layouts, mesh_of, shard, values
+from ranks.pool import Pool
+from ranks.snapshot import assert_shards_of, entries
+
+STEPS = 3
+
+
+class Pair:
+    """The same parameters sharded and whole, each with an optimizer of its own: a param group per codec."""
+
+    def __init__(self, rule: str, codecs: Sequence[str], ways: Sequence[Layout], **options: Any) -> None:
+        self.layouts = {f"{codec} {layout}": layout for codec in codecs for layout in ways}
+        self.whole: Named = {}
+        self.sharded: Named = {}
+        for index, (name, layout) in enumerate(self.layouts.items()):
+            self.whole[name] = values(layout.shape, index, layout.dtype)
+            self.sharded[name] = shard(self.whole[name].clone(), layout)
+        options = {"min_quantized_numel": 256, **options}
+        self.whole_optimizer, self.sharded_optimizer = (
+            RULES[rule].make(_groups(params, codecs), **options) for params in (self.whole, self.sharded)
+        )
+
+    def gradients(self, seed: int) -> Named:
+        return {
+            name: values(layout.shape, seed + index, layout.dtype)
+            for index, (name, layout) in enumerate(self.layouts.items())
+        }
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, layout in self.layouts.items():
+            self.whole[name].grad = gradients[name]
+            self.sharded[name].grad = shard(gradients[name], layout)
+        self.whole_optimizer.step()
+        self.sharded_optimizer.step()
+
+    def compare(self) -> None:
+        assert_shards_of(entries(self.sharded, self.sharded_optimizer), entries(self.whole, self.whole_optimizer))
+
+
+def _groups(params: Mapping[str, Tensor], codecs: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {"params": [param for name, param in params.items() if name.startswith(f"{codec} ")], "codec": codec}
+        for codec in codecs
+    ]
+
+
+def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int) -> None:
+    pair = Pair(rule, codecs, layouts(dist.get_world_size()), block_size=block_size)
+    for step in range(STEPS):
+        pair.step(pair.gradients(seed=1000 * (step + 1)))
+    pair.compare()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "nesterov"])
+def test_sharded_as_whole(ranks: Pool, world_size: int, rule: str, codec: str) -> None:
+    ranks.run(world_size, _sharded_as_whole, rule, [codec], 128)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_small_blocks_and_all_codecs_in_one_optimizer(ranks: Pool, world_size: int, block_size: int) -> None:
+    ranks.run(world_size, _sharded_as_whole, "adamw", CODEC_NAMES, block_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("block_size", [16, 64, 4096])
+@pytest.mark.parametrize("rule", RULES)
+def test_sweep(ranks: Pool, world_size: int, rule: str, block_size: int) -> None:
+    ranks.run(world_size, _sharded_as_whole, rule, CODEC_NAMES, block_size)
+
+
+def _nonfinite_on_one_rank(way: Layout, policy: str, kind: float) -> tuple[int, int]:
+    pair = Pair("adamw", ["log8", "dynamic8"], [way], nonfinite=policy)
+    pair.step(pair.gradients(seed=1))
+    gradients = pair.gradients(seed=2)
+    for gradient in gradients.values():
+        gradient[5, 3] = kind
+    pair.step(gradients)
+    pair.compare()
+    return pair.sharded_optimizer.nonfinite_count, pair.whole_optimizer.nonfinite_count
+
+
+@pytest.mark.parametrize("kind", [torch.nan, torch.inf])
+@pytest.mark.parametrize("placement", [ROW, COLUMN])
+def test_nonfinite_gradient_on_one_rank(ranks: Pool, placement: Any, kind: float) -> None:
+    way = Layout((33, 130), (3,), (placement,), torch.float32)
+    counts = ranks.run(3, _nonfinite_on_one_rank, way, "skip", kind)
+    assert [count for count, _ in counts] == [2, 0, 0]
+    assert all(whole == 2 for _, whole in counts)
+
+
+def test_nonfinite_gradient_propagates_alike(ranks: Pool) -> None:
+    for placement in (ROW, COLUMN):
+        way = Layout((33, 130), (3,), (placement,), torch.float32)
+        ranks.run(3, _nonfinite_on_one_rank, way, "propagate", torch.nan)
+
+
+def _mesh_of_state() -> None:
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2))
+        param = distribute_tensor(values((33, 130), 0), mesh, (ROW, COLUMN), src_data_rank=None)
+        param.grad = torch.ones_like(param)
+        optimizer = RULES["adamw"].make([param])
+        optimizer.step()
+        for value in optimizer.state[param].values():
+            assert not isinstance(value, DTensor) or value.device_mesh is mesh
+
+
+def test_state_lies_on_the_parameters_own_mesh(ranks: Pool) -> None:
+    """Not on an equal one that was seen before: its process groups may be gone."""
+    ranks.run(4, _mesh_of_state)
+
+
+def _gradients_placed_otherwise(shape: tuple[int, ...]) -> None:
+    ways = [Layout(shape, (3,), (placement,), torch.float32) for placement in (ROW, COLUMN, WHOLE)]
+    pair = Pair("adamw", ["log8"], ways)
+    for placement in (ROW, COLUMN, WHOLE, Partial()):
+        gradients = pair.gradients(seed=1)
+        for name, way in pair.layouts.items():
+            pair.whole[name].grad = gradients[name]
+            pair.sharded[name].grad = _placed(gradients[name], way, placement)
+        pair.whole_optimizer.step()
+        pair.sharded_optimizer.step()
+        pair.compare()
+
+
+def _placed(gradient: Tensor, way: Layout, placement: Placement) -> DTensor:
+    if not placement.is_partial():
+        return shard(gradient, way._replace(placements=(placement,)))
+    local = torch.zeros_like(gradient) if dist.get_rank() else gradient
+    return DTensor.from_local(local, mesh_of(way.mesh), (placement,), run_check=False)
+
+
+@pytest.mark.parametrize("shape", [(33, 130), (40, 66), (3, 257)])
+def test_gradients_placed_otherwise_are_redistributed(ranks: Pool, shape: tuple[int, ...]) -> None:
+    ranks.run(3, _gradients_placed_otherwise, shape)

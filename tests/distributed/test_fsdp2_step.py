@@ -1,0 +1,50 @@
+"""Sharded = unsharded, bit for bit, for models that torch shards: FSDP2, HSDP, tensor parallel and both, DDP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers import CODEC_NAMES, RULES
+from ranks.models import WAYS, make_net, named_parameters, set_gradients
+from ranks.pool import Pool
+from ranks.snapshot import assert_same, assert_shards_of, entries, snapshot
+
+#: The ways to shard that a world of so many ranks has.
+WAYS_OF_WORLD = [
+    *((1, way) for way in ("fsdp", "tp")),
+    *((2, way) for way in ("fsdp", "fsdp columns", "tp", "hsdp of one", "ddp")),
+    *((3, way) for way in ("fsdp", "fsdp columns", "tp", "hsdp of one")),
+    *((4, way) for way in ("fsdp", "fsdp columns", "fsdp tp", "hsdp", "hsdp columns", "tp", "ddp")),
+]
+SMALL = {"min_quantized_numel": 64}
+
+
+def _same_gradients(way: str, rule: str, codec: str, dtype: torch.dtype) -> None:
+    whole, sharded = make_net(dtype), WAYS[way](make_net(dtype))
+    params, sharded_params = named_parameters(whole), named_parameters(sharded)
+    assert list(params) == list(sharded_params)
+    optimizer, sharded_optimizer = (
+        RULES[rule].make(model.parameters(), codec=codec, **SMALL) for model in (whole, sharded)
+    )
+    for step in range(3):
+        for model, stepped in ((whole, optimizer), (sharded, sharded_optimizer)):
+            set_gradients(model, step)
+            stepped.step()
+    expected = entries(params, optimizer)
+    assert_shards_of(entries(sharded_params, sharded_optimizer), expected)
+    assert_same(snapshot(sharded_params, sharded_optimizer), expected)
+
+
+@pytest.mark.parametrize(("world_size", "way"), WAYS_OF_WORLD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_gradients(ranks: Pool, world_size: int, way: str, dtype: torch.dtype) -> None:
+    ranks.run(world_size, _same_gradients, way, "adamw", "log8", dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "way"), WAYS_OF_WORLD)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_same_gradients_sweep(ranks: Pool, world_size: int, way: str, rule: str, codec: str) -> None:
+    ranks.run(world_size, _same_gradients, way, rule, codec, torch.float32)

@@ -1,0 +1,140 @@
+"""What several tests share: every rule under test, the reference step as an optimizer, odd storage, snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import shardopt
+import shardopt.codec as coding
+from ranks.snapshot import Snapshot, snapshot
+from shardopt.codec import CODECS
+from shardopt.kernels import reference
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.state import ParameterState
+
+Shape = tuple[int, ...]
+Named = dict[str, Tensor]
+
+CODEC_NAMES = tuple(CODECS)
+EIGHT_BIT = tuple(name for name, codec in CODECS.items() if codec.blockwise)
+
+
+class RuleCase(NamedTuple):
+    """An optimizer class with hyper-parameters that make every term of its rule count."""
+
+    optimizer: type[ShardedOptimizer]
+    hyper: Mapping[str, Any]
+
+    def make(self, params: Any, **options: Any) -> ShardedOptimizer:
+        return self.optimizer(params, **{**self.hyper, **options})
+
+
+RULES: dict[str, RuleCase] = {
+    "adamw": RuleCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+    "momentum": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    "nesterov": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "sgd": RuleCase(shardopt.SGD, {"lr": 1e-2, "weight_decay": 0.01}),
+}
+
+
+def with_gradient(param: Tensor, gradient: Tensor) -> None:
+    """Sets a parameter's gradient, of the parameter's dtype or of a wider one."""
+    param.grad = None
+    param.grad_dtype = gradient.dtype
+    param.grad = gradient
+
+
+def step(optimizer: ShardedOptimizer, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """One step with these gradients."""
+    for name, param in params.items():
+        with_gradient(param, gradients[name])
+    optimizer.step()
+
+
+def parameters(values: Mapping[str, Tensor]) -> Named:
+    """Parameters with copies of these values."""
+    return {name: Parameter(value.clone()) for name, value in values.items()}
+
+
+def at_odd_offset(tensor: Tensor, offset: int = 3) -> Tensor:
+    """A contiguous copy whose storage begins ``offset`` elements before it, and ends one after."""
+    buffer = torch.zeros(tensor.numel() + offset + 1, dtype=tensor.dtype)
+    view = buffer[offset : offset + tensor.numel()].view(tensor.shape)
+    return view.copy_(tensor)
+
+
+class ReferenceOptimizer:
+    """Steps copies of an optimizer's parameters and state with the reference step.
+
+    Args:
+        params: the parameters of ``optimizer``, by name.
+        optimizer: says which rule, hyper-parameters and options each of them has.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+        self._originals = dict(params)
+        self.params = {name: param.detach().clone() for name, param in params.items()}
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for name, param in params.items():
+            state = optimizer.state.get(param) or self._spec(name).new(torch.device("cpu"))
+            self.state[name] = {key: value.clone() for key, value in state.items()}
+        self.nonfinite = 0
+
+    def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
+        for name, gradient in gradients.items():
+            group, spec, state = self._groups[self._originals[name]], self._spec(name), self.state[name]
+            state["step"] += 1
+            stepped = reference.step(
+                self._optimizer.rule(group).name,
+                spec.moments,
+                spec.codec,
+                coding,
+                param=self.params[name],
+                gradient=gradient,
+                coded=[spec.local_coded(state, moment) for moment in spec.moments],
+                hyper=self._optimizer.hyper(group),
+                step=int(state["step"]),
+                block_size=group["block_size"],
+                gradient_scale=gradient_scale,
+                nonfinite=group["nonfinite"],
+            )
+            self.params[name] = stepped.param
+            for moment, coded in zip(spec.moments, stepped.coded, strict=True):
+                state[spec.codes_name(moment)] = coded.codes
+                if coded.scales is not None:
+                    state[spec.scales_name(moment)] = coded.scales
+            self.nonfinite += stepped.nonfinite
+
+    def snapshot(self) -> Snapshot:
+        """In the form of :func:`ranks.snapshot.snapshot`."""
+        found: Snapshot = {}
+        for name, param in self.params.items():
+            found[name] = param.clone()
+            found |= {f"{name}/{entry}": value.clone() for entry, value in sorted(self.state[name].items())}
+        return found
+
+    def _spec(self, name: str) -> ParameterState:
+        param = self._originals[name]
+        group = self._groups[param]
+        return ParameterState.of(param, group, self._optimizer.rule(group).moments)
+
+
+def single(optimizer: ShardedOptimizer) -> tuple[Tensor, dict[str, Any]]:
+    """The only parameter of an optimizer, and its state."""
+    ((param,),) = (group["params"] for group in optimizer.param_groups)
+    return param, optimizer.state[param]
+
+
+def everything(optimizer: torch.optim.Optimizer) -> Snapshot:
+    """All parameters and state entries of an optimizer, by their place in its groups."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return snapshot({str(index): param for index, param in enumerate(params)}, optimizer)

@@ -1,0 +1,79 @@
+"""Parameters to shard, and the ways in which DTensors shard them. Sizes are chosen to hurt."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+Shape = tuple[int, ...]
+Placements = tuple[Placement, ...]
+
+#: Dim 0 uneven, short and of one row; rows that end within a block, at one, just after one, and with no block cut.
+MATRICES: tuple[Shape, ...] = ((97, 130), (70, 96), (3, 257), (1, 4099), (40, 66), (9, 512))
+#: Convolution weights: a shard of dim 1 takes a multiple of 9, 15, 256 or 8 columns, or none.
+CONVOLUTIONS: tuple[Shape, ...] = ((20, 7, 3, 3), (12, 9, 15), (6, 5, 8, 32), (8, 5, 8))
+#: State in float32: a bias, a norm's weight, one element, rows too short for a scale.
+SMALL: tuple[Shape, ...] = ((97,), (3,), (1,), (33, 31))
+
+COLUMN, ROW, WHOLE = Shard(1), Shard(0), Replicate()
+
+
+class Layout(NamedTuple):
+    """A parameter and the placements that shard it over a mesh of the world."""
+
+    shape: Shape
+    mesh: Shape
+    placements: Placements
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        placements = "".join(str(placement) for placement in self.placements)
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} on {self.mesh} by {placements}"
+
+
+def layouts(world_size: int) -> list[Layout]:
+    """Every shape sharded in every way that a world allows, float32 and bfloat16 in turn."""
+    ways: list[tuple[Shape, Placements]] = [((world_size,), (p,)) for p in (ROW, COLUMN, WHOLE)]
+    mesh = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
+    pairs = [(WHOLE, ROW), (ROW, WHOLE), (WHOLE, COLUMN), (ROW, COLUMN), (COLUMN, ROW), (ROW, ROW)]
+    pairs += [(COLUMN, COLUMN), (_StridedShard(0, split_factor=mesh[1]), ROW)]
+    ways += [(mesh, pair) for pair in pairs]
+    found = []
+    for mesh, placements in ways:
+        for shape in (*MATRICES, *CONVOLUTIONS, *SMALL):
+            if len(shape) > max(getattr(p, "dim", 0) for p in placements):
+                dtype = torch.bfloat16 if len(found) % 2 else torch.float32
+                found.append(Layout(shape, mesh, placements, dtype))
+    return found
+
+
+def values(shape: Shape, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers over several orders of magnitude, with some exact zeros, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn((2, *shape), generator=generator)
+    zero = torch.rand(shape, generator=generator) < 0.02
+    return torch.where(zero, 0.0, normal[0] * torch.exp(2 * normal[1])).to(dtype)
+
+
+def shard(whole: Tensor, layout: Layout) -> DTensor:
+    """The DTensor of a whole tensor, which all ranks have."""
+    return distribute_tensor(whole, mesh_of(layout.mesh), layout.placements, src_data_rank=None)
+
+
+def mesh_of(shape: Shape) -> DeviceMesh:
+    """The mesh of this shape over the world; each is made once."""
+    world = dist.group.WORLD
+    assert world is not None
+    return _mesh(shape, world)
+
+
+@lru_cache(maxsize=16)
+def _mesh(shape: Shape, world: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)

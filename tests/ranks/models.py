@@ -1,0 +1,127 @@
+"""A small model, and the ways in which the tests shard it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, sigmoid, silu
+from torch.nn.parallel import DistributedDataParallel
+
+from ranks.layouts import values
+
+TOKENS = 97
+
+
+class Net(nn.Module):
+    """Guesses tokens. Dims of 97, 70 and 1; rows of 66, 70, 192 and 198 elements; biases and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, 66)
+        self.up = nn.Linear(66, 192)
+        self.down = nn.Linear(192, 66)
+        self.norm = nn.LayerNorm(66)
+        self.conv = nn.Conv1d(66, 70, 3, padding=1)
+        self.gate = nn.Linear(70, 1)
+        self.head = nn.Linear(70, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = self.norm(x + self.down(silu(self.up(x))))
+        x = silu(self.conv(x.transpose(1, 2)).transpose(1, 2))
+        return self.head(x * sigmoid(self.gate(x)))
+
+
+def make_net(dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
+    """The same model on every rank."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net().to(dtype)
+
+
+def make_batch(seed: int, rank: int = 0, size: int = 4) -> Tensor:
+    """Tokens ``(size, 12)``, which differ between seeds and between ranks."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(TOKENS, (size, 12), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean loss of guessing each token's follower."""
+    logits = model(tokens[:, :-1])
+    return cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by the names that they have in the unsharded model."""
+    return {name.removeprefix("module."): param for name, param in model.named_parameters()}
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    """Gives the parameters the same gradients in every way that the model may be sharded."""
+    for index, param in enumerate(model.parameters()):
+        whole = values(tuple(param.shape), 100 * seed + index, param.dtype)
+        if isinstance(param, DTensor):
+            param.grad = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+        else:
+            param.grad = whole
+
+
+def _fsdp(model: nn.Module, mesh: DeviceMesh | None = None, columns: int = 0, **options: object) -> nn.Module:
+    """FSDP2, every other layer a unit of its own. Shards dim 1 where ``columns`` ranks can share it evenly."""
+
+    def placement(param: Tensor) -> Shard | None:
+        return Shard(1) if columns and param.ndim > 1 and param.shape[1] % columns == 0 else None
+
+    for layer in (model.up, model.conv, model):
+        fully_shard(layer, mesh=mesh, shard_placement_fn=placement, **options)
+    return model
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cuts the columns of `embed` and `down` and the rows of `up`; the rest stays whole."""
+    plan = {
+        "embed": ColwiseParallel(output_layouts=Replicate()),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def _mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _fsdp_tensor_parallel(model: nn.Module) -> nn.Module:
+    mesh = _mesh((2, dist.get_world_size() // 2), "data", "tensor")
+    return _fsdp(_tensor_parallel(model, mesh["tensor"]), mesh["data"])
+
+
+def _hsdp(model: nn.Module, replicas: int, **options: object) -> nn.Module:
+    mesh = _mesh((replicas, dist.get_world_size() // replicas), "replicas", "shards")
+    return _fsdp(model, mesh, **options)
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+#: Ways to shard a model, in place.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "single": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "fsdp": _fsdp,
+    "fsdp columns": lambda model: _fsdp(model, columns=dist.get_world_size()),
+    "fsdp bf16": partial(_fsdp, mp_policy=BFLOAT16),
+    "fsdp offload": partial(_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "hsdp": lambda model: _hsdp(model, replicas=2),
+    "hsdp columns": lambda model: _hsdp(model, replicas=2, columns=dist.get_world_size() // 2),
+    "hsdp of one": lambda model: _hsdp(model, replicas=dist.get_world_size()),
+    "tp": lambda model: _tensor_parallel(model, _mesh((dist.get_world_size(),), "tensor")),
+    "fsdp tp": _fsdp_tensor_parallel,
+}

@@ -1,0 +1,180 @@
+"""Worker processes that live as long as the test session and run functions as the ranks of a world.
+
+A world is so many workers with a process group of their own, made when first asked for: torch keeps too much of a
+process group to make a second one in the same process. Workers are forked from a server that has imported torch, so
+that starting them is cheap. After a failure their world is replaced: nothing hangs on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+_GRACE = 3.0  # seconds that the other ranks have to fail, too, after the first one did
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
+
+
+class RankFailure(Exception):
+    """Functions on some ranks raised, died or hung."""
+
+
+class _Place(NamedTuple):
+    """Where a worker belongs."""
+
+    port: int  # of the pool's store
+    world: int  # counts the worlds
+    rank: int
+    world_size: int
+
+
+class _Task(NamedTuple):
+    """What a worker is sent."""
+
+    path: list[str]
+    work: bytes  # pickled (function, arguments): it can be read only once the path is set
+
+
+class _Worker(NamedTuple):
+    process: Any
+    connection: Connection
+
+
+class Pool:
+    """Runs functions on the ranks of gloo worlds on this machine's CPU."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._worlds: dict[int, list[_Worker]] = {}
+        self._started = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Calls ``function(*args)`` on every rank of a world.
+
+        Args:
+            world_size: the number of ranks.
+            function: a function that stands in a module.
+            *args: anything that can be pickled.
+            timeout: seconds after which ranks that have not answered are given up.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RankFailure: with the tracebacks of the ranks that failed.
+        """
+        workers = self._world(world_size)
+        task = pickle.dumps(_Task(sys.path, pickle.dumps((function, args))))
+        for worker in workers:
+            worker.connection.send_bytes(task)
+        answers = _collect(workers, timeout)
+        failures = [f"rank {rank} of {world_size} {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self._end(world_size)
+            raise RankFailure("\n" + "\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for world_size in list(self._worlds):
+            self._end(world_size)
+
+    def _world(self, world_size: int) -> list[_Worker]:
+        if not all(worker.process.is_alive() for worker in self._worlds.get(world_size, [])):
+            self._end(world_size)
+        if world_size not in self._worlds:
+            self._started += 1
+            places = [_Place(self._store.port, self._started, rank, world_size) for rank in range(world_size)]
+            self._worlds[world_size] = [self._start(place) for place in places]
+        return self._worlds[world_size]
+
+    def _start(self, place: _Place) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, place), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _end(self, world_size: int) -> None:
+        for worker in self._worlds.pop(world_size, []):
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+
+
+def _collect(workers: list[_Worker], timeout: float) -> list[tuple[bool, Any]]:
+    """The workers' answers: (True, result) or (False, what went wrong)."""
+    answers: list[tuple[bool, Any]] = [(False, f"gave no answer in {timeout:g} s: it hangs")] * len(workers)
+    pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while pending:
+        ready = wait(list(pending), max(deadline - time.monotonic(), 0))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            try:
+                answers[rank] = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                process = workers[rank].process
+                process.join(_GRACE)
+                answers[rank] = (False, f"died with exit code {process.exitcode}")
+            if not answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+                for other in pending.values():
+                    answers[other] = (False, f"gave no answer within {_GRACE:g} s of another rank's failure")
+    return answers
+
+
+def _serve(connection: Connection, place: _Place) -> None:
+    """A worker's life: tasks in, answers out, until the other end closes."""
+    joined = False
+    while True:
+        try:
+            task: _Task = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if not joined:
+                _join(place)
+                joined = True
+            sys.path[:] = task.path
+            function, args = pickle.loads(task.work)
+            answer = pickle.dumps((True, function(*args)))
+        except BaseException:
+            answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+        connection.send_bytes(answer)
+
+
+def _join(place: _Place) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"world{place.world}", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(minutes=5),
+    )

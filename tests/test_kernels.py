@@ -1,0 +1,307 @@
+"""The kernels equal the reference step bit for bit: every rule, codec, dtype, instruction set and thread count."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import (
+    CODEC_NAMES,
+    EIGHT_BIT,
+    RULES,
+    Named,
+    ReferenceOptimizer,
+    Shape,
+    at_odd_offset,
+    everything,
+    parameters,
+    single,
+    step,
+)
+from ranks.layouts import values
+from ranks.snapshot import Snapshot, assert_same, snapshot
+from shardopt import _C
+from shardopt.kernels import dispatch
+from shardopt.optim import ShardedOptimizer
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+#: Of parameter and gradient.
+DTYPES = {
+    "fp32": (FP32, FP32),
+    "bf16": (BF16, BF16),
+    "fp16": (FP16, FP16),
+    "bf16-fp32": (BF16, FP32),
+    "fp16-fp32": (FP16, FP32),
+}
+#: Nothing, single elements, and sizes on both sides of a block and of a vector; dim 0 is the row.
+SHAPES: tuple[Shape, ...] = (
+    *((), (0,), (0, 64), (1,), (31,), (127,), (128,), (129,), (257,)),
+    *((3, 31), (5, 32), (4, 33), (1, 127), (1, 128), (2, 129), (3, 130), (2, 257), (4, 5, 7, 3)),
+)
+VARIANTS = [(target, threads) for target in _C.cpu_targets() for threads in (1, 2)]
+PRIME = 1_000_003
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """PyTorch's own small operations are quickest on one."""
+    saved = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(saved)
+
+
+@contextmanager
+def using(target: str, threads: int) -> Iterator[None]:
+    """Steps with this instruction set and this many threads, and without the warnings about skipped elements."""
+    saved = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with dispatch.use_cpu_target(target), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        torch.set_num_threads(saved)
+
+
+@lru_cache(maxsize=8)
+def start(dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES) -> Named:
+    return {str(shape): values(shape, seed, dtype) for seed, shape in enumerate(shapes)}
+
+
+@lru_cache(maxsize=64)
+def gradients(t: int, dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES, scale: float = 1e-2) -> Named:
+    """Those of step ``t``; the third ones have NaN and Inf in them."""
+    found = {str(shape): (values(shape, 100 * t + i) * scale).to(dtype) for i, shape in enumerate(shapes)}
+    if t == 3:
+        for gradient in found.values():
+            for at, bad in zip((0, 1, 40, 129), (torch.nan, torch.inf, -torch.inf, torch.nan), strict=True):
+                if at < gradient.numel():
+                    gradient.view(-1)[at] = bad
+    return found
+
+
+def make(rule: str, codec: str, initial: Named, **options: object) -> tuple[Named, ShardedOptimizer]:
+    params = parameters(initial)
+    options = {"min_quantized_numel": 0, **options}
+    return params, RULES[rule].make(list(params.values()), codec=codec, **options)
+
+
+@lru_cache(maxsize=2)
+def expected(rule: str, codec: str, dtypes: str) -> tuple[list[Snapshot], int]:
+    """The reference's parameters and state after each step, and how many elements it skipped."""
+    param_dtype, gradient_dtype = DTYPES[dtypes]
+    oracle = ReferenceOptimizer(*make(rule, codec, start(param_dtype)))
+    found = []
+    for t in range(1, STEPS + 1):
+        oracle.step(gradients(t, gradient_dtype))
+        found.append(oracle.snapshot())
+    return found, oracle.nonfinite
+
+
+@pytest.mark.parametrize(("target", "threads"), VARIANTS)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_the_reference(rule: str, codec: str, dtypes: str, target: str, threads: int) -> None:
+    param_dtype, gradient_dtype = DTYPES[dtypes]
+    params, optimizer = make(rule, codec, start(param_dtype))
+    found, nonfinite = expected(rule, codec, dtypes)
+    with using(target, threads):
+        for t in range(1, STEPS + 1):
+            step(optimizer, params, gradients(t, gradient_dtype))
+            assert_same(snapshot(params, optimizer), found[t - 1])
+    assert optimizer.nonfinite_count == nonfinite > 0
+
+
+def compare(
+    rule: str,
+    codec: str,
+    initial: Named,
+    steps: list[Named],
+    variants: list[tuple[str, int]],
+    **options: object,
+) -> None:
+    """Demands the reference's bits after these steps of every variant."""
+    oracle = ReferenceOptimizer(*make(rule, codec, initial, **options))
+    for gradient in steps:
+        oracle.step(gradient)
+    wanted = oracle.snapshot()
+    for target, threads in variants:
+        params, optimizer = make(rule, codec, initial, **options)
+        with using(target, threads):
+            for gradient in steps:
+                step(optimizer, params, gradient)
+        assert_same(snapshot(params, optimizer), wanted)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 256, 1024, 4096])
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_block_sizes(rule: str, codec: str, block_size: int) -> None:
+    shapes = ((2, 5000), (3, 257), (2, 4096), (2, 4097))
+    steps = [gradients(t, FP32, shapes) for t in (1, 3, 4)]
+    compare(rule, codec, start(FP32, shapes), steps, [(t, 1) for t in _C.cpu_targets()], block_size=block_size)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_more_than_a_million_elements_on_one_and_two_threads(codec: str) -> None:
+    shapes: tuple[Shape, ...] = ((PRIME,),) if codec == "fp32" else ((1, PRIME),)
+    steps = [gradients(t, BF16, shapes) for t in (1, 3)]
+    compare("adamw", codec, start(BF16, shapes), steps, [(_C.cpu_targets()[0], threads) for threads in (1, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_more_than_a_million_elements_everywhere(rule: str, codec: str, dtypes: str) -> None:
+    param_dtype, gradient_dtype = DTYPES[dtypes]
+    shapes = ((1, PRIME), (7919, 130), (4001, 257))
+    steps = [gradients(t, gradient_dtype, shapes) for t in (1, 3)]
+    compare(rule, codec, start(param_dtype, shapes), steps, VARIANTS)
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16", "fp16-fp32"])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_unaligned_storage(codec: str, dtypes: str, target: str) -> None:
+    param_dtype, gradient_dtype = DTYPES[dtypes]
+    initial = start(param_dtype)
+    aligned, optimizer = make("adamw", codec, initial)
+    odd = {name: torch.nn.Parameter(at_odd_offset(value)) for name, value in initial.items()}
+    odd_optimizer = RULES["adamw"].make(list(odd.values()), codec=codec, min_quantized_numel=0)
+    with using(target, threads=2):
+        for t in range(1, STEPS + 1):
+            grads = gradients(t, gradient_dtype)
+            step(optimizer, aligned, grads)
+            step(odd_optimizer, odd, {name: at_odd_offset(g, 1) for name, g in grads.items()})
+            for state in odd_optimizer.state.values():
+                state.update({entry: at_odd_offset(value, 5) for entry, value in state.items()})
+    assert_same(snapshot(odd, odd_optimizer), snapshot(aligned, optimizer))
+
+
+def test_nothing_beyond_a_view_is_written() -> None:
+    buffers = {shape: torch.full((1000,), 7.0, dtype=BF16) for shape in ((1, 33), (5, 130), (3, 257))}
+    params = [torch.nn.Parameter(b[101 : 101 + s[0] * s[1]].view(s)) for s, b in buffers.items()]
+    optimizer = RULES["adamw"].make(params, min_quantized_numel=0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for (rows, cols), buffer in buffers.items():
+        assert (buffer[:101] == 7).all()
+        assert (buffer[101 : 101 + rows * cols] != 7).all()
+        assert (buffer[101 + rows * cols :] == 7).all()
+
+
+#: Gradients so small that Adam's second moment, or Lion's momentum, is subnormal.
+TINY = {"adamw": 1e-20, "lion": 1e-39, "momentum": 1e-40}
+TINY_SHAPES: tuple[Shape, ...] = ((257,), (3, 257), (4, 33))
+
+
+def make_tiny(rule: str, codec: str) -> tuple[Named, ShardedOptimizer]:
+    return make(rule, codec, start(FP32, TINY_SHAPES), weight_decay=0.0)
+
+
+@pytest.mark.parametrize("flush_denormal", [False, True])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", TINY)
+def test_subnormal_state(rule: str, codec: str, flush_denormal: bool) -> None:
+    steps = [gradients(t, FP32, TINY_SHAPES, TINY[rule]) for t in (1, 2)]
+    oracle = ReferenceOptimizer(*make_tiny(rule, codec))
+    for gradient in steps:
+        oracle.step(gradient)
+    for target, threads in VARIANTS:
+        params, optimizer = make_tiny(rule, codec)
+        if not torch.set_flush_denormal(flush_denormal):
+            pytest.skip("this CPU cannot flush denormals")
+        try:
+            with using(target, threads):
+                for gradient in steps:
+                    step(optimizer, params, gradient)
+        finally:
+            torch.set_flush_denormal(False)
+        assert_same(snapshot(params, optimizer), oracle.snapshot())
+
+
+def test_subnormal_state_is_one() -> None:
+    """The test above tests what it says: there are subnormal moments."""
+    for rule, scale in TINY.items():
+        params, optimizer = make_tiny(rule, "fp32")
+        step(optimizer, params, gradients(1, FP32, TINY_SHAPES, scale))
+        moment = "exp_avg_sq" if rule == "adamw" else "exp_avg" if rule == "lion" else "momentum_buffer"
+        smallest = torch.finfo(FP32).smallest_normal
+        for state in optimizer.state.values():
+            magnitude = state[moment].abs()
+            assert ((magnitude > 0) & (magnitude < smallest)).sum() > magnitude.numel() / 4
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_loss_scale_and_maximize(rule: str, codec: str) -> None:
+    initial = start(FP16)
+    params, optimizer = make(rule, codec, initial, maximize=True)
+    oracle = ReferenceOptimizer(params, optimizer)
+    optimizer.grad_scale = torch.tensor(3000.0)
+    optimizer.found_inf = torch.tensor(0.0)
+    with using(_C.cpu_targets()[0], threads=1):
+        for t in range(1, STEPS + 1):
+            step(optimizer, params, gradients(t, FP16))
+            oracle.step(gradients(t, FP16), gradient_scale=-1 / 3000.0)
+    assert_same(snapshot(params, optimizer), oracle.snapshot())
+
+
+def half_precision_values(dtype: torch.dtype) -> Tensor:
+    """All finite values."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return every[every.isfinite()]
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_rounding_to_half_precision(dtype: torch.dtype, target: str) -> None:
+    """Everything between neighbours: the values themselves, quarters, midpoints, and just beside midpoints."""
+    exact = half_precision_values(dtype).float()
+    exact = exact[exact.abs() < 0.99 * torch.finfo(dtype).max].sort().values
+    low, high = exact[:-1].double(), exact[1:].double()
+    for share in (0.0, 0.25, 0.4999, 0.5, 0.5001, 0.75):
+        wanted = (low + share * (high - low)).float()
+        param = torch.nn.Parameter(torch.zeros_like(wanted, dtype=dtype))
+        optimizer = RULES["sgd"].make([param], lr=1.0, weight_decay=0.0)
+        with using(target, threads=1):
+            step(optimizer, {"": param}, {"": -wanted})
+        assert torch.equal(param.detach().float(), wanted.to(dtype).float())
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_step_of_nothing_keeps_every_half_precision_value(dtype: torch.dtype, target: str) -> None:
+    param = torch.nn.Parameter(half_precision_values(dtype))
+    before = param.detach().clone()
+    optimizer = RULES["sgd"].make([param], lr=0.0, weight_decay=0.0)
+    with using(target, threads=1):
+        step(optimizer, {"": param}, {"": torch.ones_like(param)})
+    assert torch.equal(param.detach().view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_propagate_equals_the_reference_on_finite_gradients(codec: str) -> None:
+    steps = [gradients(t, FP32) for t in (1, 2, 4)]
+    compare("adamw", codec, start(FP32), steps, VARIANTS, nonfinite="propagate")
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    _, optimizer = make("adamw", "log8", start(FP32, ((4, 33),)))
+    param, _ = single(optimizer)
+    param.grad = torch.ones_like(param)
+    before = everything(optimizer)
+    with dispatch.use_cpu_target("abacus"), pytest.raises(ValueError, match="abacus"):
+        optimizer.step()
+    assert_same({"0": everything(optimizer)["0"]}, {"0": before["0"]})

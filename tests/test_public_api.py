@@ -1,0 +1,138 @@
+"""What users see: names, signatures, defaults, docstrings, and what importing costs."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import shardopt
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.options import DEFAULTS, Options
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False},
+    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False},
+    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+}
+PRESETS = {"AdamW8bit": "AdamW", "Adam8bit": "Adam", "Lion8bit": "Lion", "SGD8bit": "SGD"}
+OPTIONS: dict[str, Any] = {
+    "maximize": False,
+    "codec": "log8",
+    "block_size": 128,
+    "min_quantized_numel": 4096,
+    "nonfinite": "skip",
+    "master_weight_bits": None,
+    "stochastic_rounding": False,
+    "offload": None,
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+}
+
+
+def one() -> list[Parameter]:
+    return [Parameter(torch.zeros(2, 64))]
+
+
+def test_names() -> None:
+    assert sorted(shardopt.__all__) == sorted([*OPTIMIZERS, *PRESETS, "MemoryReport", "memory_report"])
+    assert all(hasattr(shardopt, name) for name in shardopt.__all__)
+    assert shardopt.__version__
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *PRESETS])
+def test_signatures(name: str) -> None:
+    """Positional parameters and defaults are torch.optim's; the options are keyword-only."""
+    _, params, *own, options = inspect.signature(getattr(shardopt, name).__init__).parameters.values()
+    assert params.name == "params"
+    assert {p.name: p.default for p in own} == OPTIMIZERS[PRESETS.get(name, name)]
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in own)
+    assert options.kind is inspect.Parameter.VAR_KEYWORD
+    assert "Options" in str(options.annotation)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_defaults_are_those_of_torch(name: str) -> None:
+    theirs = inspect.signature(getattr(torch.optim, name).__init__).parameters
+    order = [p for p in theirs if p in OPTIMIZERS[name]]
+    assert list(OPTIMIZERS[name]) == order
+    assert OPTIMIZERS[name] == {p: theirs[p].default for p in order}
+    elsewhere = {"self", "params", "decoupled_weight_decay"}  # the last one: Adam's way to be AdamW
+    unknown = set(theirs) - elsewhere - set(OPTIMIZERS[name]) - set(OPTIONS)
+    assert not unknown, f"torch.optim.{name} takes {unknown}, shardopt.{name} does not"
+
+
+def test_options() -> None:
+    assert DEFAULTS == OPTIONS
+    assert set(Options.__annotations__) == set(OPTIONS)
+    assert Options.__doc__ is not None
+    for option in OPTIONS:
+        assert f"        {option}: " in Options.__doc__, f"{option} is not documented"
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *PRESETS])
+def test_groups_have_every_default(name: str) -> None:
+    optimizer = getattr(shardopt, name)(one())
+    expected = {**OPTIMIZERS[PRESETS.get(name, name)], **OPTIONS}
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
+    assert optimizer.defaults == expected
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize(("name", "rule"), PRESETS.items())
+def test_presets_are_their_rule(name: str, rule: str) -> None:
+    assert issubclass(getattr(shardopt, name), getattr(shardopt, rule))
+    with_other = getattr(shardopt, name)(one(), codec="companded8")
+    assert with_other.param_groups[0]["codec"] == "companded8"
+
+
+def public_things() -> list[tuple[str, Any]]:
+    """Classes and functions in shardopt.__all__, and the public methods that they define themselves."""
+    found = [(name, getattr(shardopt, name)) for name in shardopt.__all__]
+    classes = [thing for _, thing in found if inspect.isclass(thing)] + [ShardedOptimizer]
+    for cls in classes:
+        for name, member in vars(cls).items():
+            inherited = any(hasattr(base, name) for base in cls.__mro__[1:])
+            if not name.startswith("_") and not inherited and (callable(member) or isinstance(member, property)):
+                found.append((f"{cls.__name__}.{name}", member))
+    return found
+
+
+@pytest.mark.parametrize(("name", "thing"), public_things(), ids=lambda x: x if isinstance(x, str) else "")
+def test_docstrings(name: str, thing: Any) -> None:
+    assert thing.__doc__
+    assert thing.__doc__.strip()
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_is_light_and_silent() -> None:
+    """No deepspeed, no FSDP, no network, no warning, no output."""
+    code = """
+import sys, socket, warnings
+warnings.simplefilter("error")
+import torch
+before = set(sys.modules)
+def refuse(*args, **kwargs):
+    raise AssertionError("a socket was opened")
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
+import shardopt
+heavy = ("deepspeed", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+loaded = [name for name in set(sys.modules) - before if name.startswith(heavy)]
+assert not loaded, loaded
+assert not torch.distributed.is_initialized()
+"""
+    assert run(code) == ""

@@ -1,0 +1,282 @@
+"""``codec="fp32"`` is torch.optim to rounding, whatever a training loop does with its optimizer.
+
+Every scenario runs three times: with torch in float64, with torch in float32, and with shardopt. shardopt's error may be
+twice torch's float32 error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer, lr_scheduler
+
+import shardopt
+
+STEPS = 100
+
+
+class Lion64(Optimizer):
+    """Lion as its paper has it (arXiv 2302.06675, algorithm 2), in the parameters' dtype."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = (beta1 * m + (1 - beta1) * p.grad).sign()
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+                m.copy_(beta2 * m + (1 - beta2) * p.grad)
+
+
+class Pair(NamedTuple):
+    """A torch optimizer, the one of shardopt that is to equal it, and their hyper-parameters."""
+
+    theirs: type[Optimizer]
+    ours: type[Optimizer]
+    hyper: dict[str, Any]
+
+
+PAIRS: dict[str, Pair] = {
+    "adam": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2}),
+    "adam-l2": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99)}),
+    "adam-maximize": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
+    "adamw": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adamw-eps": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "eps": 0.1}),
+    "adamw-maximize": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "maximize": True}),
+    "sgd": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2}),
+    "sgd-decay": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
+    "momentum": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "dampening": Pair(
+        torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}
+    ),
+    "nesterov": Pair(
+        torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    ),
+    "momentum-maximize": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "maximize": True}),
+    "lion": Pair(Lion64, shardopt.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+}
+STATEFUL = ["adamw", "momentum"]
+
+
+class Run:
+    """One run of a scenario."""
+
+    def __init__(self, optimizer: type[Optimizer], hyper: dict[str, Any], dtype: torch.dtype) -> None:
+        self._class = optimizer
+        self._hyper = hyper
+        self.dtype = dtype
+
+    def optimizer(self, params: Iterable[Any], **hyper: Any) -> Optimizer:
+        return self._class(params, **{**self._hyper, **hyper})
+
+    def param(self, *shape: int, seed: int = 0) -> Parameter:
+        return Parameter(normal(shape, seed).to(self.dtype))
+
+    def give_gradients(self, params: Iterable[Tensor], t: int) -> None:
+        for index, param in enumerate(params):
+            param.grad = normal(param.shape, 1000 * (t + 1) + index).to(self.dtype)
+
+
+Scenario = Callable[[Run], list[Tensor]]
+
+
+def normal(shape: Iterable[int], seed: int) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_as_near_as_torch(scenario: Scenario, pair: Pair) -> None:
+    """Compares what a scenario returns, in the mean and at worst."""
+    exact = scenario(Run(pair.theirs, pair.hyper, torch.float64))
+    theirs = scenario(Run(pair.theirs, pair.hyper, torch.float32))
+    ours = scenario(Run(pair.ours, {**pair.hyper, "codec": "fp32"}, torch.float32))
+    errors = []
+    for found in (ours, theirs):
+        assert all(x.dtype == torch.float32 and x.shape == e.shape for x, e in zip(found, exact, strict=True))
+        differences = [(x.detach().double() - e.detach()).abs().flatten() for x, e in zip(found, exact, strict=True)]
+        errors.append(torch.cat(differences))
+    assert errors[1].max() < 1e-3, "torch's own float32 run has gone astray: the scenario is no yardstick"
+    assert errors[0].mean() <= 2 * errors[1].mean()
+    assert errors[0].max() <= 2 * errors[1].max()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_hundred_steps(name: str) -> None:
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(64, 64, seed=1), run.param(257, seed=2)]
+        optimizer = run.optimizer(params)
+        for t in range(STEPS):
+            run.give_gradients(params, t)
+            optimizer.step()
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_param_groups_added_later(name: str) -> None:
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64, seed=seed) for seed in range(3)]
+        optimizer = run.optimizer([{"params": params[:1], "lr": 3e-2}, {"params": params[1:2]}])
+        for t in range(20):
+            if t == 10:
+                optimizer.add_param_group({"params": params[2:], "weight_decay": 0.5})
+            run.give_gradients(params, t)
+            optimizer.step()
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_parameters_without_gradient_stay(name: str) -> None:
+    """Some never have a gradient, some only sometimes; ``step`` counts for each apart."""
+
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64, seed=seed) for seed in range(3)]
+        optimizer = run.optimizer(params)
+        for t in range(20):
+            optimizer.zero_grad()
+            run.give_gradients(params[:1] if t % 3 else params[:2], t)
+            optimizer.step()
+        assert params[2] not in optimizer.state
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 5, 0.5),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=40),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-2, 5),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [10],
+    ),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_schedulers(name: str, scheduler: str) -> None:
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64)]
+        optimizer = run.optimizer(params)
+        schedule = SCHEDULERS[scheduler](optimizer)
+        for t in range(30):
+            run.give_gradients(params, t)
+            optimizer.step()
+            schedule.step()
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+def test_reduce_on_plateau() -> None:
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64)]
+        optimizer = run.optimizer(params)
+        schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+        for t in range(20):
+            run.give_gradients(params, t)
+            optimizer.step()
+            schedule.step(1.0)
+        assert optimizer.param_groups[0]["lr"] < 1e-4
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS["adamw"])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_lr_may_be_a_tensor(name: str) -> None:
+    """Changed in place, as schedulers and compiled training steps do."""
+
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64)]
+        lr = torch.tensor(1e-2)
+        optimizer = run.optimizer(params, lr=lr)
+        schedule = lr_scheduler.StepLR(optimizer, 5, 0.5)
+        for t in range(20):
+            run.give_gradients(params, t)
+            optimizer.step()
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] is lr
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_closures(name: str) -> None:
+    def scenario(run: Run) -> list[Tensor]:
+        param, target = run.param(70, 64), normal((70, 64), seed=9).to(run.dtype)
+        optimizer = run.optimizer([param])
+        losses = []
+
+        def closure() -> Tensor:
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = ((param - target) ** 2).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(20):
+            losses.append(optimizer.step(closure).detach())
+        return [param, *losses]
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_grad_scaler(name: str) -> None:
+    """Steps with an overflow are left out, and the scale falls; a gradient unscaled by hand for clipping is as good."""
+
+    def scenario(run: Run) -> list[Tensor]:
+        param, target = run.param(70, 64), normal((70, 64), seed=9).to(run.dtype)
+        optimizer = run.optimizer([param])
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
+        scales = []
+        for t in range(20):
+            optimizer.zero_grad()
+            factor = math.inf if t % 7 == 3 else 1.0
+            scaler.scale(((param - target) ** 2).sum() * factor).backward()
+            if t % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_([param], 1.0)
+            before = param.detach().clone()
+            scaler.step(optimizer)
+            assert torch.equal(param.detach(), before) == (t % 7 == 3)
+            scaler.update()
+            scales.append(torch.tensor(scaler.get_scale(), dtype=run.dtype))
+        assert not hasattr(optimizer, "grad_scale")
+        return [param, *scales]
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad(set_to_none: bool) -> None:
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64)]
+        optimizer = run.optimizer(params)
+        for t in range(10):
+            run.give_gradients(params, t)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+            assert (params[0].grad is None) == set_to_none
+            optimizer.step()  # without gradient, or with zeros
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS["adamw"])
