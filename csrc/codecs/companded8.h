@@ -15,12 +15,16 @@ struct Companded8 {
   struct Unsigned : ScaledByMaximum {
     SHARDOPT_HD Unsigned(const float* scales, const float*) : ScaledByMaximum(scales) {}
 
-    SHARDOPT_HD Code encode(float u) const {
-      const int32_t q = round_to_int(255.0f * u / divisor);
-      return static_cast<Code>(max_int(q, u > 0.0f ? 1 : 0));
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F u) const {
+      const IntOf<F> q = round_to_int(255.0f * u / divisor);
+      return max_int(q, select(u > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));
     }
 
-    SHARDOPT_HD float decode(Code c) const { return static_cast<float>(c) / 255.0f * scale; }
+    template <class I>
+    SHARDOPT_HD auto decode(I c) const {
+      return to_float(c) / 255.0f * scale;
+    }
   };
 
   // z = 2 y / (1 + y) of the magnitude y in units of the block's maximum; the table holds the inverse.
@@ -29,15 +33,17 @@ struct Companded8 {
 
     SHARDOPT_HD Signed(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
 
-    SHARDOPT_HD Code encode(float x) const {
-      const float y = magnitude(x) / divisor;
-      const float z = 2.0f * y / (1.0f + y);
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F x) const {
+      const F y = magnitude(x) / divisor;
+      const F z = 2.0f * y / (1.0f + y);
       return code_with_sign_of(round_to_int(127.0f * z), x);
     }
 
-    SHARDOPT_HD float decode(Code c) const {
-      const int32_t q = signed_code(c);
-      return with_sign_of(table[absolute(q)] * scale, q);
+    template <class I>
+    SHARDOPT_HD auto decode(I c) const {
+      const I q = signed_code(c);
+      return with_sign_of(lookup<128>(table, code_magnitude(q)) * scale, q);
     }
   };
 };

@@ -6,19 +6,29 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// A map's nearest code without a search: the top 16 bits of a magnitude in [2^-23, 1] choose a bucket, and a bucket
-// holds at most one boundary between two codes. Code = bucket's lowest code + (x > boundary).
-struct DynamicBuckets {
-  static constexpr int32_t kFirst = (127 - 23) << 7;
-  static constexpr int32_t kCount = (127 << 7) - kFirst + 1;
+// A map of 256 rising values and its codes. The table: the values; the boundaries, of which `boundary[q]` is the
+// largest float that is still nearest to value q (the last one infinite); and for each bucket of magnitudes the lowest
+// code there. The top 16 bits of a magnitude in [2^-23, 1] choose its bucket, and no bucket holds two boundaries.
+struct DynamicMap {
+  static constexpr int32_t kValues = 256;
+  static constexpr int32_t kFirstBucket = (127 - 23) << 7;
+  static constexpr int32_t kBuckets = (127 << 7) - kFirstBucket + 1;
+  static constexpr int kSignedSize = 2 * kValues + 2 * kBuckets;  // the buckets of positive, then of negative numbers
 
-  const float* boundary;
-  const float* lowest;  // whole numbers
+  const float* values;
 
-  // `side` 1 is the negative half of a signed map.
-  SHARDOPT_HD int32_t nearest(float x, int32_t side) const {
-    const int32_t bucket = min_int(max_int((magnitude_bits(x) >> 16) - kFirst, 0), kCount - 1) + side * kCount;
-    return static_cast<int32_t>(lowest[bucket]) + (x > boundary[bucket] ? 1 : 0);
+  template <class F>
+  SHARDOPT_HD IntOf<F> nearest(F x, IntOf<F> first_bucket) const {
+    using I = IntOf<F>;
+    const I magnitude = (magnitude_bits(x) >> 16) - kFirstBucket;
+    const I bucket = first_bucket + min_int(max_int(magnitude, I{}), spread<I>(kBuckets - 1));
+    const I lowest = round_to_int(lookup<kBuckets>(values + 2 * kValues, bucket));
+    return lowest + select(x > lookup<kValues>(values + kValues, lowest), spread<I>(1), I{});
+  }
+
+  template <class I>
+  SHARDOPT_HD auto value(I code) const {
+    return lookup<kValues>(values, code);
   }
 };
 
@@ -28,34 +38,41 @@ struct Dynamic8 {
   static constexpr bool kRoot = false;
   static constexpr bool kRelative = false;
 
-  // The table: signed map, its boundaries and lowest codes (positive half first), then the unsigned ones.
-  static constexpr int kMap = 256;
-  static constexpr int kSignedSize = kMap + 4 * DynamicBuckets::kCount;
-
   struct Unsigned : ScaledByMaximum {
-    const float* map;
+    DynamicMap map;
 
-    SHARDOPT_HD Unsigned(const float* scales, const float* table) : ScaledByMaximum(scales), map(table + kSignedSize) {}
+    SHARDOPT_HD Unsigned(const float* scales, const float* table)
+        : ScaledByMaximum(scales), map{table + DynamicMap::kSignedSize} {}
 
-    SHARDOPT_HD Code encode(float v) const {
-      const DynamicBuckets buckets{map + kMap, map + kMap + DynamicBuckets::kCount};
-      return static_cast<Code>(max_int(buckets.nearest(v / divisor, 0), v > 0.0f ? 1 : 0));
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F v) const {
+      using I = IntOf<F>;
+      return max_int(map.nearest(v / divisor, I{}), select(v > 0.0f, spread<I>(1), I{}));
     }
 
-    SHARDOPT_HD float decode(Code c) const { return map[c] * scale; }
+    template <class I>
+    SHARDOPT_HD auto decode(I c) const {
+      return map.value(c) * scale;
+    }
   };
 
   struct Signed : ScaledByMaximum {
-    const float* map;
+    static constexpr int kZero = 127;
 
-    SHARDOPT_HD Signed(const float* scales, const float* table) : ScaledByMaximum(scales), map(table) {}
+    DynamicMap map;
 
-    SHARDOPT_HD Code encode(float x) const {
-      const DynamicBuckets buckets{map + kMap, map + kMap + 2 * DynamicBuckets::kCount};
-      return static_cast<Code>(buckets.nearest(x / divisor, x < 0.0f ? 1 : 0));
+    SHARDOPT_HD Signed(const float* scales, const float* table) : ScaledByMaximum(scales), map{table} {}
+
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F x) const {
+      using I = IntOf<F>;
+      return map.nearest(x / divisor, select(x < 0.0f, spread<I>(DynamicMap::kBuckets), I{}));
     }
 
-    SHARDOPT_HD float decode(Code c) const { return map[c] * scale; }
+    template <class I>
+    SHARDOPT_HD auto decode(I c) const {
+      return map.value(c) * scale;
+    }
   };
 };
 

@@ -30,16 +30,17 @@ struct Log8 {
     SHARDOPT_HD Unsigned(const float* scales, const float*)
         : top(bits(scales[0])), step(static_cast<int32_t>(scales[1])), inverse_step(1.0f / scales[1]) {}
 
-    SHARDOPT_HD Code encode(float u) const {
-      const float distance = static_cast<float>(top - bits(u)) * inverse_step;
-      const int32_t q = 255 - round_to_int(distance < 254.0f ? distance : 254.0f);
-      return static_cast<Code>(u > 0.0f ? q : 0);
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F u) const {
+      const F distance = to_float(top - bits(u)) * inverse_step;
+      const IntOf<F> q = 255 - round_to_int(select(distance < 254.0f, distance, spread<F>(254.0f)));
+      return select(u > 0.0f, q, IntOf<F>{});
     }
 
-    SHARDOPT_HD float decode(Code c) const {
-      const int32_t q = c;
-      const int32_t b = max_int(1, top - (255 - q) * step);  // 1: the smallest subnormal, never zero
-      return float_from_bits(q > 0 ? b : 0);
+    template <class I>
+    SHARDOPT_HD auto decode(I c) const {
+      const I b = max_int(top - (255 - c) * step, spread<I>(1));  // 1: the smallest subnormal, never zero
+      return float_from_bits(select(c > 0, b, I{}));
     }
   };
 
@@ -49,15 +50,17 @@ struct Log8 {
 
     SHARDOPT_HD Signed(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
 
-    SHARDOPT_HD Code encode(float r) const {
-      const float y = magnitude(r) / divisor;
-      const float z = y * fma(-0.7f, y, 1.7f);
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F r) const {
+      const F y = magnitude(r) / divisor;
+      const F z = y * fma(-0.7f, y, 1.7f);
       return code_with_sign_of(round_to_int(127.0f * z), r);
     }
 
-    SHARDOPT_HD float decode(Code c) const {
-      const int32_t q = signed_code(c);
-      return with_sign_of(table[absolute(q)] * scale, q);
+    template <class I>
+    SHARDOPT_HD auto decode(I c) const {
+      const I q = signed_code(c);
+      return with_sign_of(lookup<128>(table, code_magnitude(q)) * scale, q);
     }
   };
 };

@@ -13,10 +13,17 @@ struct Float32 {
 
   struct Signed {
     static constexpr int kScales = 0;
+    static constexpr int kZero = 0;
     SHARDOPT_HD static void measure(const Extremes&, float*) {}
     SHARDOPT_HD Signed(const float*, const float*) {}
-    SHARDOPT_HD Code encode(float x) const { return x; }
-    SHARDOPT_HD float decode(Code c) const { return c; }
+    template <class F>
+    SHARDOPT_HD F encode(F x) const {
+      return x;
+    }
+    template <class F>
+    SHARDOPT_HD F decode(F c) const {
+      return c;
+    }
   };
   using Unsigned = Signed;
 };
@@ -29,17 +36,25 @@ struct BFloat16 {
 
   struct Signed {
     static constexpr int kScales = 0;
+    static constexpr int kZero = 0;
     SHARDOPT_HD static void measure(const Extremes&, float*) {}
     SHARDOPT_HD Signed(const float*, const float*) {}
-    SHARDOPT_HD Code encode(float x) const { return bf16_from_float(x); }
-    SHARDOPT_HD float decode(Code c) const { return float_from_bf16(c); }
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F x) const {
+      return bf16_from_float(x);
+    }
+    template <class I>
+    SHARDOPT_HD auto decode(I c) const {
+      return float_from_bf16(c);
+    }
   };
 
   struct Unsigned : Signed {
     using Signed::Signed;
-    SHARDOPT_HD Code encode(float v) const {
-      const Code c = Signed::encode(v);
-      return static_cast<Code>(c == 0 && v > 0.0f ? 1 : c);  // never rounded down to zero
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F v) const {
+      const IntOf<F> c = bf16_from_float(v);
+      return max_int(c, select(v > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));  // never rounded down to zero
     }
   };
 };

@@ -5,10 +5,12 @@
 //   kRoot              whether unsigned moments are coded by their square root
 //   kRelative          whether a signed moment with an unsigned one beside it is coded in units of the latter's coded
 //   root Signed, Unsigned   a coder for each kind of moment:
+//     kZero              the code of zero, in a signed moment (in an unsigned one it is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     measure(e, s)      the block's scales from its extremes
 //     Coder(s, table)    the coder of a block with these scales
 //     encode(x), decode(c)
+//                        a code as an integer (a Code that is float: as the value itself)
 // and knows nothing of rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
 
@@ -18,15 +20,27 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 // A signed code is a two's complement int8 in a uint8.
-SHARDOPT_HD int32_t signed_code(uint8_t c) { return static_cast<int8_t>(c); }
+template <class I>
+SHARDOPT_HD I signed_code(I c) {
+  return (c ^ 0x80) - 0x80;
+}
 
-SHARDOPT_HD int32_t absolute(int32_t q) { return q < 0 ? -q : q; }
+// |q|, at most 127: an index into a table of 128.
+template <class I>
+SHARDOPT_HD I code_magnitude(I q) {
+  return min_int(select(q < 0, -q, q), spread<I>(127));
+}
 
-SHARDOPT_HD uint8_t code_with_sign_of(int32_t q, float x) { return static_cast<uint8_t>(x < 0.0f ? -q : q); }
+// The whole number q >= 0 with the sign of x, as a uint8.
+template <class F>
+SHARDOPT_HD IntOf<F> code_with_sign_of(IntOf<F> q, F x) {
+  return select(x < 0.0f, -q, q) & 0xff;
+}
 
 // The base of a coder that divides by the block's largest magnitude.
 struct ScaledByMaximum {
   static constexpr int kScales = 1;
+  static constexpr int kZero = 0;
 
   float scale;
   float divisor;  // the scale, but 1 in a block of zeros

@@ -1,19 +1,17 @@
 // IEEE float32 building blocks whose results are the same bits on every device and instruction set.
 //
-// Compiled without contraction (-ffp-contract=off, --fmad=false): a fused multiply-add happens only where `fma` is
-// written. The rounding mode is to nearest even and subnormals are kept.
+// Rules and codecs are templates over F: `float` (CUDA, and one element at a time), or the CPU's vector `Floats` of
+// core/lanes.h, which overloads the same functions. Compiled without contraction (-ffp-contract=off, --fmad=false): a
+// fused multiply-add happens only where `fma` is written. Rounding is to nearest even and subnormals are kept.
 #pragma once
 
 #include "core/target.h"
-
-#if !defined(__CUDACC__)
-#include <cstring>
-#endif
 
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int32_t kMagnitudeMask = 0x7fffffff;
+constexpr int32_t kSignMask = static_cast<int32_t>(0x80000000);
 
 SHARDOPT_HD int32_t bits(float x) {
 #if defined(__CUDA_ARCH__)
@@ -35,11 +33,7 @@ SHARDOPT_HD float float_from_bits(int32_t b) {
 #endif
 }
 
-SHARDOPT_HD int32_t magnitude_bits(float x) { return bits(x) & kMagnitudeMask; }
-
-SHARDOPT_HD float magnitude(float x) { return float_from_bits(magnitude_bits(x)); }
-
-SHARDOPT_HD bool is_finite(float x) { return magnitude_bits(x) < kInfinityBits; }
+SHARDOPT_HD float to_float(int32_t i) { return static_cast<float>(i); }
 
 SHARDOPT_HD float fma(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
@@ -57,47 +51,105 @@ SHARDOPT_HD float square_root(float x) {
 #endif
 }
 
-SHARDOPT_HD int32_t max_int(int32_t a, int32_t b) { return a > b ? a : b; }
-SHARDOPT_HD int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
+SHARDOPT_HD float select(bool condition, float yes, float no) { return condition ? yes : no; }
+SHARDOPT_HD int32_t select(bool condition, int32_t yes, int32_t no) { return condition ? yes : no; }
+
+// table[index] of a table of kSize.
+template <int kSize>
+SHARDOPT_HD float lookup(const float* table, int32_t index) {
+  return table[index];
+}
+
+// The vector with all elements equal to x.
+template <class F>
+SHARDOPT_HD F spread(float x) {
+  return F{} + x;
+}
+template <class I>
+SHARDOPT_HD I spread(int32_t x) {
+  return I{} + x;
+}
+
+SHARDOPT_END_NAMESPACE
+
+#if defined(SHARDOPT_LANES)
+#include "core/lanes.h"
+#endif
+
+SHARDOPT_BEGIN_NAMESPACE
+
+template <class F>
+using IntOf = decltype(bits(F{}));
+
+template <class F>
+SHARDOPT_HD IntOf<F> magnitude_bits(F x) {
+  return bits(x) & kMagnitudeMask;
+}
+
+template <class F>
+SHARDOPT_HD F magnitude(F x) {
+  return float_from_bits(magnitude_bits(x));
+}
+
+template <class I>
+SHARDOPT_HD I max_int(I a, I b) {
+  return select(a > b, a, b);
+}
+
+template <class I>
+SHARDOPT_HD I min_int(I a, I b) {
+  return select(a < b, a, b);
+}
 
 // Nearest integer, ties to even, for |x| < 2^22: at 1.5 * 2^23 the float grid is the integers.
-SHARDOPT_HD int32_t round_to_int(float x) {
-  constexpr float kShift = 12582912.0f;
-  return bits(x + kShift) - 0x4b400000;
+template <class F>
+SHARDOPT_HD IntOf<F> round_to_int(F x) {
+  return bits(x + 12582912.0f) - 0x4b400000;
 }
 
-// x with the sign of the code q.
-SHARDOPT_HD float with_sign_of(float x, int32_t q) {
-  return float_from_bits(bits(x) | (q & static_cast<int32_t>(0x80000000)));
+// x >= 0 with the sign of the code q.
+template <class F>
+SHARDOPT_HD F with_sign_of(F x, IntOf<F> q) {
+  return float_from_bits(bits(x) | (q & kSignMask));
 }
 
-SHARDOPT_HD float float_from_bf16(uint16_t h) { return float_from_bits(static_cast<int32_t>(h) << 16); }
+// 16-bit floats stand in the low half of an integer.
 
-SHARDOPT_HD uint16_t bf16_from_float(float x) {
-  const uint32_t b = static_cast<uint32_t>(bits(x));
-  const uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>(magnitude_bits(x) > kInfinityBits ? 0x7fc0u : rounded);
+template <class I>
+SHARDOPT_HD auto float_from_bf16(I h) {
+  return float_from_bits(h << 16);
 }
 
-SHARDOPT_HD float float_from_fp16(uint16_t h) {
-  const int32_t sign = static_cast<int32_t>(static_cast<uint32_t>(h & 0x8000u) << 16);
-  const int32_t rest = h & 0x7fff;
-  const int32_t normal = (rest << 13) + (112 << 23);
-  const int32_t special = (rest << 13) | kInfinityBits;
-  const int32_t subnormal = bits(static_cast<float>(rest) * 5.9604644775390625e-8f);  // 2^-24
-  const int32_t magnitude = rest >= 0x7c00 ? special : (rest < 0x0400 ? subnormal : normal);
-  return float_from_bits(sign | magnitude);
+template <class F>
+SHARDOPT_HD IntOf<F> bf16_from_float(F x) {
+  using I = IntOf<F>;
+  const I b = bits(x);
+  const I rounded = ((b & kMagnitudeMask) + 0x7fff + ((b >> 16) & 1)) >> 16;
+  const I sign = (b >> 16) & 0x8000;
+  return select(magnitude_bits(x) > kInfinityBits, spread<I>(0x7fc0), rounded | sign);
 }
 
-SHARDOPT_HD uint16_t fp16_from_float(float x) {
-  const int32_t b = magnitude_bits(x);
-  const uint32_t sign = (static_cast<uint32_t>(bits(x)) >> 16) & 0x8000u;
-  const int32_t normal = (b + 0xfff + ((b >> 13) & 1) - (112 << 23)) >> 13;
+template <class I>
+SHARDOPT_HD auto float_from_fp16(I h) {
+  const I sign = (h & 0x8000) << 16;
+  const I rest = h & 0x7fff;
+  const I normal = (rest << 13) + (112 << 23);
+  const I special = (rest << 13) | kInfinityBits;
+  const I subnormal = bits(to_float(rest) * 5.9604644775390625e-8f);  // 2^-24
+  return float_from_bits(sign | select(rest >= 0x7c00, special, select(rest < 0x0400, subnormal, normal)));
+}
+
+template <class F>
+SHARDOPT_HD IntOf<F> fp16_from_float(F x) {
+  using I = IntOf<F>;
+  const I b = magnitude_bits(x);
+  const I sign = (bits(x) >> 16) & 0x8000;
+  const I normal = (b + 0xfff + ((b >> 13) & 1) - (112 << 23)) >> 13;
   // Below 2^-14 the grid of binary16 is that of binary32 in [0.5, 1).
-  const int32_t subnormal = bits(float_from_bits(b) + 0.5f) - 0x3f000000;
-  const int32_t finite = b < 0x38800000 ? subnormal : normal;
-  const int32_t large = b > kInfinityBits ? 0x7e00 : 0x7c00;
-  return static_cast<uint16_t>(sign | static_cast<uint32_t>(b >= 0x477ff000 ? large : finite));
+  const I subnormal = bits(float_from_bits(b) + 0.5f) - 0x3f000000;
+  const I finite = select(b < 0x38800000, subnormal, normal);
+  const I large = select(b > kInfinityBits, spread<I>(0x7e00), spread<I>(0x7c00));
+  return sign | select(b >= 0x477ff000, large, finite);
 }
 
 SHARDOPT_END_NAMESPACE

@@ -31,12 +31,13 @@ struct Adam {
     return rule;
   }
 
-  SHARDOPT_HD void update(float& param, float gradient, float* moment, float& root) const {
-    const float g = fma(coupled_decay, param, gradient);
-    const float m = fma(one_minus_beta1, g - moment[0], moment[0]);
-    const float v = fma(beta2, moment[1], (one_minus_beta2 * g) * g);
+  template <class F>
+  SHARDOPT_HD void update(F& param, F gradient, F* moment, F& root) const {
+    const F g = fma(coupled_decay, param, gradient);
+    const F m = fma(one_minus_beta1, g - moment[0], moment[0]);
+    const F v = fma(beta2, moment[1], (one_minus_beta2 * g) * g);
     root = square_root(v);
-    const float denominator = fma(root, inverse_root_correction2, eps);
+    const F denominator = fma(root, inverse_root_correction2, eps);
     param = fma(-step_size, m / denominator, param * decay_factor);
     moment[0] = m;
     moment[1] = v;

@@ -22,10 +22,12 @@ struct Lion {
     return rule;
   }
 
-  SHARDOPT_HD void update(float& param, float gradient, float* moment, float&) const {
-    const float difference = gradient - moment[0];
-    const float direction = fma(one_minus_beta1, difference, moment[0]);
-    const float step = direction > 0.0f ? lr : (direction < 0.0f ? -lr : 0.0f * direction);
+  template <class F>
+  SHARDOPT_HD void update(F& param, F gradient, F* moment, F&) const {
+    const F difference = gradient - moment[0];
+    const F direction = fma(one_minus_beta1, difference, moment[0]);
+    const F down = select(direction < 0.0f, spread<F>(-lr), 0.0f * direction);
+    const F step = select(direction > 0.0f, spread<F>(lr), down);
     param = param * decay_factor - step;
     moment[0] = fma(one_minus_beta2, difference, moment[0]);
   }

@@ -17,7 +17,8 @@ struct Sgd {
     return {static_cast<float>(hyper[0]), static_cast<float>(hyper[1])};
   }
 
-  SHARDOPT_HD void update(float& param, float gradient, float*, float&) const {
+  template <class F>
+  SHARDOPT_HD void update(F& param, F gradient, F*, F&) const {
     param = fma(-lr, fma(coupled_decay, param, gradient), param);
   }
 };
@@ -44,9 +45,10 @@ struct Momentum {
     return rule;
   }
 
-  SHARDOPT_HD void update(float& param, float gradient, float* moment, float&) const {
-    const float g = fma(coupled_decay, param, gradient);
-    const float buffer = fma(momentum, moment[0], gradient_weight * g);
+  template <class F>
+  SHARDOPT_HD void update(F& param, F gradient, F* moment, F&) const {
+    const F g = fma(coupled_decay, param, gradient);
+    const F buffer = fma(momentum, moment[0], gradient_weight * g);
     param = fma(-lr, fma(buffer_weight, buffer, direct_weight * g), param);
     moment[0] = buffer;
   }

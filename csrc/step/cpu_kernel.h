@@ -1,5 +1,8 @@
-// The step of a run of blocks on the CPU: one source, compiled once per instruction set (step/cpu_<target>.cpp) and
-// left to the compiler to vectorize. Each block goes through its stages in arrays that stay in the first-level cache.
+// The step of a run of blocks on the CPU: one source over the vectors of core/lanes.h, compiled once per instruction
+// set (step/cpu_<target>.cpp).
+//
+// A block is read, updated and its parameters written in one pass; its new moments wait in registers or the first-level
+// cache for the scales, and are encoded from there.
 #pragma once
 
 #include "step/cpu_call.h"
@@ -7,246 +10,272 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-#define SHARDOPT_INLINE inline __attribute__((always_inline))
-#define SHARDOPT_LAMBDA_INLINE __attribute__((always_inline))
-// No iteration of the loop depends on another.
-#if defined(__clang__)
-#define SHARDOPT_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define SHARDOPT_INDEPENDENT _Pragma("GCC ivdep")
-#endif
-
-SHARDOPT_INLINE void load_floats(float* __restrict to, const char* from, int32_t dtype, int64_t offset, int n) {
-  switch (static_cast<DType>(dtype)) {
+SHARDOPT_HD Floats load_floats(const char* from, DType dtype, int i) {
+  switch (dtype) {
     case DType::kFloat32:
-      __builtin_memcpy(to, from + 4 * offset, 4 * static_cast<size_t>(n));
-      break;
-    case DType::kBFloat16: {
-      const uint16_t* source = reinterpret_cast<const uint16_t*>(from) + offset;
-      for (int i = 0; i < n; ++i) to[i] = float_from_bf16(source[i]);
-      break;
-    }
-    case DType::kFloat16: {
-      const uint16_t* source = reinterpret_cast<const uint16_t*>(from) + offset;
-      for (int i = 0; i < n; ++i) to[i] = float_from_fp16(source[i]);
-      break;
-    }
+      return load_lanes(reinterpret_cast<const float*>(from) + i);
+    case DType::kBFloat16:
+      return float_from_bf16(load_lanes(reinterpret_cast<const uint16_t*>(from) + i));
+    default:
+      return float_from_fp16(load_lanes(reinterpret_cast<const uint16_t*>(from) + i));
   }
 }
 
-SHARDOPT_INLINE void store_floats(char* to, const float* __restrict from, int32_t dtype, int64_t offset, int n) {
-  switch (static_cast<DType>(dtype)) {
+SHARDOPT_HD void store_floats(char* to, Floats x, DType dtype, int i) {
+  switch (dtype) {
     case DType::kFloat32:
-      __builtin_memcpy(to + 4 * offset, from, 4 * static_cast<size_t>(n));
-      break;
-    case DType::kBFloat16: {
-      uint16_t* target = reinterpret_cast<uint16_t*>(to) + offset;
-      for (int i = 0; i < n; ++i) target[i] = bf16_from_float(from[i]);
-      break;
-    }
-    case DType::kFloat16: {
-      uint16_t* target = reinterpret_cast<uint16_t*>(to) + offset;
-      for (int i = 0; i < n; ++i) target[i] = fp16_from_float(from[i]);
-      break;
-    }
+      return store_lanes(reinterpret_cast<float*>(to) + i, x);
+    case DType::kBFloat16:
+      return store_lanes(reinterpret_cast<uint16_t*>(to) + i, bf16_from_float(x));
+    default:
+      return store_lanes(reinterpret_cast<uint16_t*>(to) + i, fp16_from_float(x));
   }
 }
 
-template <bool kWithLow>
-SHARDOPT_INLINE Extremes extremes_of(const float* x, int n) {
-  int32_t high = 0, low = 0;
-  for (int i = 0; i < n; ++i) {
-    const int32_t b = magnitude_bits(x[i]);
+constexpr int bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// The extremes of some vectors, lane by lane.
+struct LaneExtremes {
+  Ints high{}, low{};
+
+  SHARDOPT_HD void add_high(Floats x) { high = max_int(high, magnitude_bits(x)); }
+
+  SHARDOPT_HD void add(Floats x) {
+    const Ints b = magnitude_bits(x);
     high = max_int(high, b);
-    if (kWithLow) low = max_int(low, b == 0 ? 0 : kInfinityBits - b);
+    low = max_int(low, select(b == 0, Ints{}, kInfinityBits - b));
   }
-  return {high, low};
-}
 
-template <class Rule, class Codec>
+  SHARDOPT_HD Extremes over_lanes() const { return {largest(high), largest(low)}; }
+};
+
+// Steps blocks of one entry. kVectors: vectors in a whole block, or 0 for any number.
+template <class Rule, class Codec, int kVectors>
 class BlockStepper {
   static constexpr int kMoments = Rule::Kept::kCount;
   static constexpr int kUnsigned = Rule::Kept::kUnsigned;
   static constexpr bool kRelative = Codec::kRelative && kUnsigned >= 0;
+  static constexpr int kCapacity = (kVectors ? kVectors : kMaxBlock / kLanes);
   using Code = typename Codec::Code;
   using Unsigned = typename Codec::Unsigned;
   using Signed = typename Codec::Signed;
+  static constexpr bool kBlockwise = Signed::kScales > 0;
+
+  // Where a block's elements are: in the tensors, or for a short block in a copy that is filled up to whole vectors.
+  struct Place {
+    char* param;
+    const char* gradient;
+    Code* codes[kMoments + 1];
+    int vectors;
+  };
 
  public:
   BlockStepper(const CpuCall& call, const TensorEntry& entry)
-      : call_(call),
-        entry_(entry),
+      : entry_(entry),
+        phase_(call.phase),
         rule_(Rule::make(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
         gradient_scale_(call.groups[entry.group].gradient_scale),
         propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
         table_(call.tables[entry.codec]),
-        stores_(!entry.cut || call.phase == Phase::kFinish),
-        param_(buffer_),
-        gradient_(buffer_ + entry.block_size),
-        root_(buffer_ + 2 * entry.block_size),
-        moments_(buffer_ + 3 * entry.block_size) {}
+        param_dtype_(static_cast<DType>(entry.param_dtype)),
+        gradient_dtype_(static_cast<DType>(entry.gradient_dtype)),
+        stores_(!entry.cut || call.phase == Phase::kFinish) {}
 
+  // Steps `n` elements of a row from column `col` on: a block. Returns how many gradients were not finite.
   int64_t step(int64_t row, int64_t block, int64_t col, int n) {
     const int64_t offset = row * entry_.row_stride + col;
-    const int64_t scale_index = row * entry_.scales_row_stride + block;
-    load_floats(param_, reinterpret_cast<const char*>(entry_.param), entry_.param_dtype, offset, n);
-    load_floats(gradient_, reinterpret_cast<const char*>(entry_.gradient), entry_.gradient_dtype, offset, n);
-    decode(offset, scale_index, n);
-    const int64_t nonfinite = update(n);
-    if (stores_) store_floats(reinterpret_cast<char*>(entry_.param), param_, entry_.param_dtype, offset, n);
-    encode(offset, scale_index, n);
-    return nonfinite;
+    scale_index_ = row * entry_.scales_row_stride + block;
+    Place place{};
+    place.param = reinterpret_cast<char*>(entry_.param) + bytes_of(param_dtype_) * offset;
+    place.gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(gradient_dtype_) * offset;
+    for (int k = 0; k < kMoments; ++k) place.codes[k] = reinterpret_cast<Code*>(entry_.codes[k]) + offset;
+    place.vectors = n / kLanes;
+    if (n % kLanes == 0 && (kVectors == 0 || place.vectors == kVectors)) return step_at<kVectors>(place);
+    return step_in_copy(place, n);
   }
 
  private:
-  Code* codes(int moment, int64_t offset) const { return reinterpret_cast<Code*>(entry_.codes[moment]) + offset; }
-
-  float* moment(int k) const { return moments_ + k * entry_.block_size; }
-
   template <class Coder>
-  float* scales(int moment, int64_t scale_index) const {
-    return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * scale_index;
+  float* scales(int moment) const {
+    return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * scale_index_;
   }
 
-  void decode(int64_t offset, int64_t scale_index, int n) {
-    float* __restrict root = root_;
-    if constexpr (kUnsigned >= 0) {
-      const Unsigned coder(scales<Unsigned>(kUnsigned, scale_index), table_);
-      const Code* __restrict source = codes(kUnsigned, offset);
-      float* __restrict moment = this->moment(kUnsigned);
-      SHARDOPT_INDEPENDENT
-      for (int i = 0; i < n; ++i) {
-        const float x = coder.decode(source[i]);
-        root[i] = x;
-        moment[i] = Codec::kRoot ? x * x : x;
-      }
-    }
+  int64_t step_in_copy(const Place& place, int n) {
+    alignas(64) char param[4 * kMaxBlock], gradient[4 * kMaxBlock];
+    alignas(64) Code codes[kMoments + 1][kMaxBlock];
+    Place copy{param, gradient, {}, (n + kLanes - 1) / kLanes};
+    const uint64_t padded = static_cast<uint64_t>(copy.vectors) * kLanes, count = static_cast<uint64_t>(n);
+    const uint64_t param_bytes = bytes_of(param_dtype_), gradient_bytes = bytes_of(gradient_dtype_);
+    __builtin_memset(param + param_bytes * count, 0, param_bytes * (padded - count));
+    __builtin_memset(gradient + gradient_bytes * count, 0, gradient_bytes * (padded - count));
+    __builtin_memcpy(param, place.param, param_bytes * count);
+    __builtin_memcpy(gradient, place.gradient, gradient_bytes * count);
     for (int k = 0; k < kMoments; ++k) {
-      if (k == kUnsigned) continue;
-      const Signed coder(scales<Signed>(k, scale_index), table_);
-      const Code* __restrict source = codes(k, offset);
-      float* __restrict moment = this->moment(k);
-      SHARDOPT_INDEPENDENT
-      for (int i = 0; i < n; ++i) {
-        const float x = coder.decode(source[i]);
-        moment[i] = kRelative ? x * root[i] : x;
-      }
+      copy.codes[k] = codes[k];
+      const Code zero = k == kUnsigned ? Code{} : static_cast<Code>(Signed::kZero);
+      __builtin_memcpy(codes[k], place.codes[k], sizeof(Code) * count);
+      for (uint64_t i = count; i < padded; ++i) codes[k][i] = zero;
     }
+    const int64_t nonfinite = step_at<0>(copy);
+    if (stores_) {
+      __builtin_memcpy(place.param, param, param_bytes * count);
+      for (int k = 0; k < kMoments; ++k) __builtin_memcpy(place.codes[k], codes[k], sizeof(Code) * count);
+    }
+    return nonfinite;
   }
 
-  // Applies the rule; elements whose gradient is not finite keep parameter and moments. Returns how many there were.
-  int64_t update(int n) {
-    const Rule rule = rule_;
-    const float scale = gradient_scale_;
-    float* __restrict param = param_;
-    float* __restrict gradient = gradient_;
-    float* __restrict root = root_;
-    float* __restrict moment0 = moment(0);
-    float* __restrict moment1 = moment(kMoments > 1 ? 1 : 0);
-    const auto apply = [=](int i) SHARDOPT_LAMBDA_INLINE {
-      float moment[kMaxMoments] = {};
-      if (kMoments > 0) moment[0] = moment0[i];
-      if (kMoments > 1) moment[1] = moment1[i];
-      rule.update(param[i], gradient[i], moment, root[i]);
-      if (kMoments > 0) moment0[i] = moment[0];
-      if (kMoments > 1) moment1[i] = moment[1];
-    };
-    int32_t largest = 0;
-    SHARDOPT_INDEPENDENT
-    for (int i = 0; i < n; ++i) {
-      const float g = gradient[i] * scale;
-      gradient[i] = g;
-      largest = max_int(largest, magnitude_bits(g));
+  template <int kStatic>
+  SHARDOPT_HD int64_t step_at(const Place& place) {
+    const int vectors = kStatic ? kStatic : place.vectors;
+    Ints largest_gradient{};
+    if (!propagates_) {
+      for (int i = 0; i < vectors; ++i)
+        largest_gradient = max_int(largest_gradient, magnitude_bits(gradient_at(place, i)));
     }
-    if (largest < kInfinityBits || propagates_) {
-      SHARDOPT_INDEPENDENT
-      for (int i = 0; i < n; ++i) apply(i);
+    if (largest(largest_gradient) < kInfinityBits) {
+      update<false>(place, vectors);
+      if constexpr (kBlockwise) encode(place, vectors);
       return 0;
     }
-    int64_t count = 0;
-    for (int i = 0; i < n; ++i) {
-      if (is_finite(gradient[i])) {
-        apply(i);
-      } else {
-        ++count;
+    const int64_t nonfinite = update<true>(place, vectors);
+    if constexpr (kBlockwise) encode(place, vectors);
+    return nonfinite;
+  }
+
+  SHARDOPT_HD Floats gradient_at(const Place& place, int i) const {
+    return load_floats(place.gradient, gradient_dtype_, i * kLanes) * gradient_scale_;
+  }
+
+  // Reads the block, applies the rule and writes the parameters; the new moments are kept and, without blocks, encoded.
+  // kSkips: elements whose gradient is not finite keep parameter and moments; returns how many they are.
+  template <bool kSkips>
+  SHARDOPT_HD int64_t update(const Place& place, int vectors) {
+    const Rule rule = rule_;
+    const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned) : kNoScales, table_);
+    LaneExtremes extremes[kMoments + 1];
+    Ints skipped{};
+    for (int i = 0; i < vectors; ++i) {
+      const int at = i * kLanes;
+      Floats param = load_floats(place.param, param_dtype_, at);
+      const Floats gradient = gradient_at(place, i);
+      Floats moment[kMoments + 1], root{};
+      if constexpr (kUnsigned >= 0) {
+        root = unsigned_coder.decode(load_lanes(place.codes[kUnsigned] + at));
+        moment[kUnsigned] = Codec::kRoot ? root * root : root;
       }
+      for (int k = 0; k < kMoments; ++k) {
+        if (k == kUnsigned) continue;
+        const Floats x = Signed(scales<Signed>(k), table_).decode(load_lanes(place.codes[k] + at));
+        moment[k] = kRelative ? x * root : x;
+      }
+      if constexpr (kSkips) {
+        const Ints finite = magnitude_bits(gradient) < kInfinityBits;
+        skipped -= ~finite;
+        const Floats old_param = param, old_root = root;
+        Floats old_moment[kMoments + 1];
+        for (int k = 0; k < kMoments; ++k) old_moment[k] = moment[k];
+        rule.update(param, gradient, moment, root);
+        param = select(finite, param, old_param);
+        root = select(finite, root, old_root);
+        for (int k = 0; k < kMoments; ++k) moment[k] = select(finite, moment[k], old_moment[k]);
+      } else {
+        rule.update(param, gradient, moment, root);
+      }
+      if (stores_) store_floats(place.param, param, param_dtype_, at);
+      for (int k = 0; k < kMoments; ++k) {
+        const Floats x = Codec::kRoot && k == kUnsigned ? root : moment[k];
+        if constexpr (!kBlockwise) {
+          store_lanes(place.codes[k] + at, encoder(k == kUnsigned, x));
+        } else {
+          kept_[k][i] = x;
+          if (k == kUnsigned) {
+            extremes[k].add(x);
+          } else if (!kRelative) {
+            extremes[k].add_high(x);
+          }
+        }
+      }
+    }
+    for (int k = 0; k < kMoments; ++k) extremes_[k] = extremes[k].over_lanes();
+    int64_t count = 0;
+    if (kSkips) {
+      for (int i = 0; i < kLanes; ++i) count += skipped[i];
     }
     return count;
   }
 
-  // The block's extremes: measured, or after the exchange those that all owners of a cut block agreed on.
-  template <class Coder, bool kWithLow>
-  Extremes extremes(int moment, int64_t scale_index, const float* x, int n, Phase measured_in) const {
-    if (Coder::kScales == 0) return {};
-    if (!entry_.cut) return extremes_of<kWithLow>(x, n);
-    Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[moment]) + scale_index;
-    if (call_.phase == measured_in) *shared = extremes_of<kWithLow>(x, n);
+  // Without blocks there are no scales.
+  SHARDOPT_HD auto encoder(bool is_unsigned, Floats x) const {
+    return is_unsigned ? Unsigned(kNoScales, table_).encode(x) : Signed(kNoScales, table_).encode(x);
+  }
+
+  // The extremes that the block's scales come from: after the exchange those that all owners of a cut block agreed on.
+  SHARDOPT_HD Extremes agreed(int moment, Phase measured_in) const {
+    if (!entry_.cut) return extremes_[moment];
+    Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[moment]) + scale_index_;
+    if (phase_ == measured_in) *shared = extremes_[moment];
     return *shared;
   }
 
-  template <class Coder>
-  static void encode_with(const Coder coder, const float* __restrict x, Code* __restrict target, int n) {
-    SHARDOPT_INDEPENDENT
-    for (int i = 0; i < n; ++i) target[i] = coder.encode(x[i]);
-  }
-
-  void encode(int64_t offset, int64_t scale_index, int n) {
+  SHARDOPT_HD void encode(const Place& place, int vectors) {
     if constexpr (kUnsigned >= 0) {
-      const float* x = Codec::kRoot ? root_ : moment(kUnsigned);
-      const Extremes e = extremes<Unsigned, true>(kUnsigned, scale_index, x, n, Phase::kStep);
-      float scale[Unsigned::kScales + 1] = {};
-      Unsigned::measure(e, scale);
+      float scale[Unsigned::kScales + 1];
+      Unsigned::measure(agreed(kUnsigned, Phase::kStep), scale);
       const Unsigned coder(scale, table_);
-      Code* target = stores_ ? codes(kUnsigned, offset) : scratch_;
-      encode_with(coder, x, target, n);
-      if (stores_) __builtin_memcpy(scales<Unsigned>(kUnsigned, scale_index), scale, 4 * Unsigned::kScales);
+      LaneExtremes extremes[kMoments + 1];
+      for (int i = 0; i < vectors; ++i) {
+        const Ints code = coder.encode(kept_[kUnsigned][i]);
+        if (stores_) store_lanes(place.codes[kUnsigned] + i * kLanes, code);
+        if (!kRelative) continue;
+        const Floats unit = coder.decode(code);
+        for (int k = 0; k < kMoments; ++k) {
+          if (k == kUnsigned) continue;
+          kept_[k][i] = select(unit > 0.0f, kept_[k][i] / unit, Floats{});
+          extremes[k].add_high(kept_[k][i]);
+        }
+      }
+      if (stores_) store_scales<Unsigned>(kUnsigned, scale);
       if (kRelative) {
-        const Code* __restrict coded = target;
-        float* __restrict root = root_;
-        SHARDOPT_INDEPENDENT
-        for (int i = 0; i < n; ++i) root[i] = coder.decode(coded[i]);
+        if (entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
+        for (int k = 0; k < kMoments; ++k) {
+          if (k != kUnsigned) extremes_[k] = extremes[k].over_lanes();
+        }
       }
     }
-    if (kRelative && entry_.cut && call_.phase == Phase::kStep) return;  // the root's code is not known yet
     for (int k = 0; k < kMoments; ++k) {
       if (k == kUnsigned) continue;
-      float* __restrict moment = this->moment(k);
-      if (kRelative) {
-        const float* __restrict root = root_;
-        SHARDOPT_INDEPENDENT
-        for (int i = 0; i < n; ++i) moment[i] = root[i] > 0.0f ? moment[i] / root[i] : 0.0f;
-      }
-      const Extremes e =
-          extremes<Signed, false>(k, scale_index, moment, n, kRelative ? Phase::kRelative : Phase::kStep);
+      float scale[Signed::kScales + 1];
+      Signed::measure(agreed(k, kRelative ? Phase::kRelative : Phase::kStep), scale);
       if (!stores_) continue;
-      float scale[Signed::kScales + 1] = {};
-      Signed::measure(e, scale);
-      encode_with(Signed(scale, table_), moment, codes(k, offset), n);
-      __builtin_memcpy(scales<Signed>(k, scale_index), scale, 4 * Signed::kScales);
+      const Signed coder(scale, table_);
+      for (int i = 0; i < vectors; ++i) store_lanes(place.codes[k] + i * kLanes, coder.encode(kept_[k][i]));
+      store_scales<Signed>(k, scale);
     }
   }
 
-  const CpuCall& call_;
+  template <class Coder>
+  SHARDOPT_HD void store_scales(int moment, const float* scale) const {
+    for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment)[i] = scale[i];
+  }
+
+  static constexpr const float* kNoScales = nullptr;
+
   const TensorEntry& entry_;
+  const Phase phase_;
   const Rule rule_;
   const float gradient_scale_;
   const bool propagates_;
   const float* const table_;
+  const DType param_dtype_, gradient_dtype_;
   const bool stores_;
-
-  // One block's values, each array as long as the block: neighbours in the cache rather than pages apart.
-  alignas(64) float buffer_[(kMoments + 3) * kMaxBlock];
-  float* const param_;
-  float* const gradient_;
-  float* const root_;
-  float* const moments_;
-  alignas(64) Code scratch_[kMaxBlock];
+  int64_t scale_index_ = 0;
+  Extremes extremes_[kMoments + 1];
+  Floats kept_[kMoments + 1][kMaxBlock / kLanes];  // signed moments, the unsigned one or its root
 };
 
-template <class Rule, class Codec>
-int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
-  if (call.phase != Phase::kStep && !entry.cut) return 0;
-  BlockStepper<Rule, Codec> stepper(call, entry);
+template <class Rule, class Codec, int kVectors>
+int64_t step_range(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+  BlockStepper<Rule, Codec, kVectors> stepper(call, entry);
   const int64_t blocks_per_row = (entry.cols + entry.block_size - 1) / entry.block_size;
   int64_t nonfinite = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -257,6 +286,15 @@ int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin
     nonfinite += stepper.step(row, block, col, static_cast<int>(left < entry.block_size ? left : entry.block_size));
   }
   return call.phase == Phase::kStep ? nonfinite : 0;
+}
+
+template <class Rule, class Codec>
+int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+  if (call.phase != Phase::kStep && !entry.cut) return 0;
+  if (Codec::Signed::kScales > 0 && entry.block_size == 128) {
+    return step_range<Rule, Codec, 128 / kLanes>(call, entry, begin, end);
+  }
+  return step_range<Rule, Codec, 0>(call, entry, begin, end);
 }
 
 template <class Codec, class... Rule>

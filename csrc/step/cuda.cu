@@ -18,6 +18,11 @@ constexpr int kChunk = kWarp * kLane;  // elements per warp and chunk
 constexpr int kThreads = 256;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// A code as what codecs decode.
+__device__ inline int32_t as_number(uint8_t code) { return code; }
+__device__ inline int32_t as_number(uint16_t code) { return code; }
+__device__ inline float as_number(float code) { return code; }
+
 template <class T>
 struct alignas(sizeof(T) * kLane) Vector {
   T x[kLane];
@@ -59,7 +64,8 @@ __device__ void load_floats(float (&to)[kLane], uint64_t address, int32_t dtype,
   const Vector<uint16_t> v = load_lane(reinterpret_cast<const uint16_t*>(address) + offset, n);
   const bool is_bf16 = static_cast<DType>(dtype) == DType::kBFloat16;
 #pragma unroll
-  for (int i = 0; i < kLane; ++i) to[i] = is_bf16 ? float_from_bf16(v.x[i]) : float_from_fp16(v.x[i]);
+  for (int i = 0; i < kLane; ++i)
+    to[i] = is_bf16 ? float_from_bf16(as_number(v.x[i])) : float_from_fp16(as_number(v.x[i]));
 }
 
 __device__ void store_floats(uint64_t address, const float (&from)[kLane], int32_t dtype, int64_t offset, int n) {
@@ -73,7 +79,8 @@ __device__ void store_floats(uint64_t address, const float (&from)[kLane], int32
   Vector<uint16_t> v;
   const bool is_bf16 = static_cast<DType>(dtype) == DType::kBFloat16;
 #pragma unroll
-  for (int i = 0; i < kLane; ++i) v.x[i] = is_bf16 ? bf16_from_float(from[i]) : fp16_from_float(from[i]);
+  for (int i = 0; i < kLane; ++i)
+    v.x[i] = static_cast<uint16_t>(is_bf16 ? bf16_from_float(from[i]) : fp16_from_float(from[i]));
   store_lane(reinterpret_cast<uint16_t*>(address) + offset, v, n);
 }
 
@@ -140,7 +147,7 @@ class WarpStepper {
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const float g = gradient[i] * gradient_scale_;
-      if (skips && !is_finite(g)) {
+      if (skips && magnitude_bits(g) >= kInfinityBits) {
         ++nonfinite_;
         continue;
       }
@@ -159,7 +166,7 @@ class WarpStepper {
       const Vector<Code> codes = load_lane(reinterpret_cast<const Code*>(entry_.codes[kUnsigned]) + at_, lane_n_);
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
-        root_[i] = i < lane_n_ ? coder.decode(codes.x[i]) : 0.0f;
+        root_[i] = i < lane_n_ ? coder.decode(as_number(codes.x[i])) : 0.0f;
         moment_[kUnsigned][i] = Codec::kRoot ? root_[i] * root_[i] : root_[i];
       }
     }
@@ -170,7 +177,7 @@ class WarpStepper {
       const Vector<Code> codes = load_lane(reinterpret_cast<const Code*>(entry_.codes[k]) + at_, lane_n_);
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
-        const float x = i < lane_n_ ? coder.decode(codes.x[i]) : 0.0f;
+        const float x = i < lane_n_ ? coder.decode(as_number(codes.x[i])) : 0.0f;
         moment_[k][i] = kRelative ? x * root_[i] : x;
       }
     }
@@ -260,14 +267,14 @@ class WarpStepper {
         Vector<Code> codes;
         if (k == kUnsigned) {
 #pragma unroll
-          for (int i = 0; i < kLane; ++i) codes.x[i] = unsigned_coder.encode(unsigned_value(i));
+          for (int i = 0; i < kLane; ++i) codes.x[i] = static_cast<Code>(unsigned_coder.encode(unsigned_value(i)));
         } else {
           float scale[Signed::kScales + 1] = {};
           Signed::measure(extremes[k], scale);
           const Signed coder(scale, table_);
 #pragma unroll
           for (int i = 0; i < kLane; ++i) {
-            codes.x[i] = coder.encode(kRelative ? relative(unsigned_coder, k, i) : moment_[k][i]);
+            codes.x[i] = static_cast<Code>(coder.encode(kRelative ? relative(unsigned_coder, k, i) : moment_[k][i]));
           }
         }
         store_lane(reinterpret_cast<Code*>(entry_.codes[k]) + at_, codes, lane_n_);

@@ -41,8 +41,8 @@ def boundaries(values: Tensor) -> Tensor:
     return torch.where(rounded.double() > midpoints, below, rounded)
 
 
-def _buckets(values: Tensor, *, negative: bool) -> tuple[Tensor, Tensor]:
-    """Boundary and lowest code of the magnitudes that share their upper 16 bits (csrc/codecs/dynamic8.h)."""
+def _lowest_codes(values: Tensor, *, negative: bool) -> Tensor:
+    """The lowest code of the magnitudes that share their upper 16 bits (csrc/codecs/dynamic8.h)."""
     edges = boundaries(values)
     start = (torch.arange(_BUCKETS, dtype=torch.int32) + _FIRST_BUCKET) << 16
     smallest, largest = start.view(torch.float32), (start + 0xFFFF).view(torch.float32)
@@ -50,8 +50,7 @@ def _buckets(values: Tensor, *, negative: bool) -> tuple[Tensor, Tensor]:
     low, high = (-largest, -smallest) if negative else (smallest, largest)
     lowest, highest = torch.bucketize(low, edges), torch.bucketize(high, edges)
     assert bool((highest - lowest <= 1).all()), "a bucket holds two boundaries"
-    boundary = torch.where(highest > lowest, edges[lowest.clamp(max=254)], torch.inf)
-    return boundary, lowest.float()
+    return lowest.float()
 
 
 class Dynamic8(Codec):
@@ -66,11 +65,15 @@ class Dynamic8(Codec):
 
     @cached_property
     def table(self) -> Tensor:
-        """Per map: 256 values, boundaries and lowest codes of the buckets; the signed map, then the unsigned one."""
-        (signed, _), (unsigned, _) = self._maps[True], self._maps[False]
-        positive, negative = _buckets(signed, negative=False), _buckets(signed, negative=True)
+        """Per map its values, its boundaries and the lowest codes of its buckets; the signed map, then the unsigned."""
+        (signed, signed_edges), (unsigned, unsigned_edges) = self._maps[True], self._maps[False]
+        infinity = torch.tensor([torch.inf])
         return torch.cat(
-            [signed, positive[0], negative[0], positive[1], negative[1], unsigned, *_buckets(unsigned, negative=False)]
+            [
+                *(signed, signed_edges, infinity),
+                *(_lowest_codes(signed, negative=side) for side in (False, True)),
+                *(unsigned, unsigned_edges, infinity, _lowest_codes(unsigned, negative=False)),
+            ]
         )
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
