@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent
 DEFAULT_CUDA_ARCHS = "80;90;100"
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 TARGET_FLAGS = {
-    "cpu_avx2.cpp": ["-mavx2", "-mfma", "-mbmi2"],
+    "cpu_avx2.cpp": ["-mavx2", "-mfma"],
     "cpu_avx512.cpp": [
         "-mavx512f",
         "-mavx512bw",

@@ -137,7 +137,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_targets", &cpu_targets, "The instruction sets that this machine runs, best first.");
   m.def("step_cpu", &step_on_cpu, py::arg("entries"), py::arg("groups"), py::arg("steps"), py::arg("tables"),
         py::arg("phase"), py::arg("threads"), py::arg("target"),
-        "Steps the entries; returns the number of elements whose gradient was not finite.");
+        "Steps the entries; returns the number of elements that were skipped.");
 #if defined(SHARDOPT_WITH_CUDA)
   m.attr("with_cuda") = true;
   bind_cuda(m);

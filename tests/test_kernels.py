@@ -46,6 +46,10 @@ SHAPES: tuple[Shape, ...] = (
 )
 VARIANTS = [(target, threads) for target in _C.cpu_targets() for threads in (1, 2)]
 PRIME = 1_000_003
+#: By their places in a gradient.
+BAD = {0: torch.nan, 1: torch.inf, 40: -torch.inf, 129: torch.nan}
+#: Overflowing a second moment, a sum, or nothing yet.
+HUGE = {0: 1e19, 2: 3e38, 40: -1e21, 129: -3e38, 130: 9.2e18}
 STEPS = 4
 
 
@@ -78,11 +82,11 @@ def start(dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES) -> Named:
 
 @lru_cache(maxsize=64)
 def gradients(t: int, dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES, scale: float = 1e-2) -> Named:
-    """Those of step ``t``; the third ones have NaN and Inf in them."""
+    """Those of step ``t``; in the third ones some are NaN or Inf."""
     found = {str(shape): (values(shape, 100 * t + i) * scale).to(dtype) for i, shape in enumerate(shapes)}
     if t == 3:
         for gradient in found.values():
-            for at, bad in zip((0, 1, 40, 129), (torch.nan, torch.inf, -torch.inf, torch.nan), strict=True):
+            for at, bad in BAD.items():
                 if at < gradient.numel():
                     gradient.view(-1)[at] = bad
     return found
@@ -256,6 +260,19 @@ def test_loss_scale_and_maximize(rule: str, codec: str) -> None:
             step(optimizer, params, gradients(t, FP16))
             oracle.step(gradients(t, FP16), gradient_scale=-1 / 3000.0)
     assert_same(snapshot(params, optimizer), oracle.snapshot())
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_that_overflow(rule: str, codec: str) -> None:
+    for dtype in (FP32, BF16):
+        huge = {name: gradient.clone() for name, gradient in gradients(2, dtype).items()}
+        for gradient in huge.values():
+            for at, value in HUGE.items():
+                if at < gradient.numel():
+                    gradient.view(-1)[at] = value
+        steps = [gradients(1, dtype), huge, gradients(4, dtype)]
+        compare(rule, codec, start(dtype), steps, [(target, 1) for target in _C.cpu_targets()])
 
 
 def half_precision_values(dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ constexpr int kMaxBlock = 4096;
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// What to do with an element whose gradient is NaN or Inf.
+// What to do with an element whose gradient is NaN or Inf, or overflows its moments.
 enum class NonFinite : int32_t { kSkip = 0, kPropagate = 1 };
 
 // A cut block is shared by several ranks: its extremes are exchanged between the phases.

@@ -25,7 +25,7 @@ SHARDOPT_HD Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes 
 SHARDOPT_HD Ints select(Ints mask, Ints yes, Ints no) { return mask ? yes : no; }
 
 SHARDOPT_HD Floats as_lanes(Floats x) { return x; }
-SHARDOPT_HD Floats as_lanes(float x) { return Floats{} + x; }
+SHARDOPT_HD Floats as_lanes(float x) { return x - Floats{}; }  // not 0 + x: -0 would lose its sign
 
 #if defined(__AVX512F__)
 

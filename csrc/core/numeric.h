@@ -60,10 +60,10 @@ SHARDOPT_HD float lookup(const float* table, int32_t index) {
   return table[index];
 }
 
-// The vector with all elements equal to x.
+// The vector with all elements equal to x. Not 0 + x: -0 would lose its sign.
 template <class F>
 SHARDOPT_HD F spread(float x) {
-  return F{} + x;
+  return x - F{};
 }
 template <class I>
 SHARDOPT_HD I spread(int32_t x) {

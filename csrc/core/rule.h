@@ -8,7 +8,7 @@
 // and knows nothing of codecs, devices or shards.
 #pragma once
 
-#include "core/target.h"
+#include "core/numeric.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
@@ -31,6 +31,18 @@ SHARDOPT_HD double square_root(double x) {
 #else
   return __builtin_sqrt(x);
 #endif
+}
+
+// Below this magnitude, 2^63, no gradient overflows the moments: its square is finite, and moments are averages.
+constexpr int32_t kLargeGradientBits = (127 + 63) << 23;
+
+// Whether an update is to be undone because its gradient is NaN or Inf, or so large that the update overflows: bool, or
+// a mask of lanes.
+template <int kMoments, class F>
+SHARDOPT_HD auto is_lost(F gradient, F new_param, const F* new_moments) {
+  auto worst = max_int(magnitude_bits(gradient), magnitude_bits(new_param));
+  for (int k = 0; k < kMoments; ++k) worst = max_int(worst, magnitude_bits(new_moments[k]));
+  return select(magnitude_bits(gradient) >= kLargeGradientBits, worst, worst & 0) >= kInfinityBits;
 }
 
 // The kinds of a rule's moments, in the order of `moment`.

@@ -30,18 +30,15 @@ struct Momentum {
 
   float lr, momentum, coupled_decay;
   float gradient_weight;  // 1 - dampening, but 1 in the first step, as in torch
-  float buffer_weight;    // of the momentum buffer in the direction: 1, or momentum with nesterov
-  float direct_weight;    // of the gradient in the direction: 0, or 1 with nesterov
+  bool nesterov;
 
   SHARDOPT_HD static Momentum make(const double* hyper, double step) {
-    const bool nesterov = hyper[4] != 0.0;
     Momentum rule;
     rule.lr = static_cast<float>(hyper[0]);
     rule.momentum = static_cast<float>(hyper[1]);
     rule.coupled_decay = static_cast<float>(hyper[3]);
     rule.gradient_weight = step <= 1.0 ? 1.0f : static_cast<float>(1.0 - hyper[2]);
-    rule.buffer_weight = nesterov ? rule.momentum : 1.0f;
-    rule.direct_weight = nesterov ? 1.0f : 0.0f;
+    rule.nesterov = hyper[4] != 0.0;
     return rule;
   }
 
@@ -49,7 +46,8 @@ struct Momentum {
   SHARDOPT_HD void update(F& param, F gradient, F* moment, F&) const {
     const F g = fma(coupled_decay, param, gradient);
     const F buffer = fma(momentum, moment[0], gradient_weight * g);
-    param = fma(-lr, fma(buffer_weight, buffer, direct_weight * g), param);
+    const F direction = nesterov ? fma(momentum, buffer, g) : buffer;
+    param = fma(-lr, direction, param);
     moment[0] = buffer;
   }
 };

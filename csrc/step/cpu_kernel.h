@@ -81,7 +81,7 @@ class BlockStepper {
         gradient_dtype_(static_cast<DType>(entry.gradient_dtype)),
         stores_(!entry.cut || call.phase == Phase::kFinish) {}
 
-  // Steps `n` elements of a row from column `col` on: a block. Returns how many gradients were not finite.
+  // Steps `n` elements of a row from column `col` on: a block. Returns how many elements were skipped.
   int64_t step(int64_t row, int64_t block, int64_t col, int n) {
     const int64_t offset = row * entry_.row_stride + col;
     scale_index_ = row * entry_.scales_row_stride + block;
@@ -132,7 +132,7 @@ class BlockStepper {
       for (int i = 0; i < vectors; ++i)
         largest_gradient = max_int(largest_gradient, magnitude_bits(gradient_at(place, i)));
     }
-    if (largest(largest_gradient) < kInfinityBits) {
+    if (largest(largest_gradient) < kLargeGradientBits) {
       update<false>(place, vectors);
       if constexpr (kBlockwise) encode(place, vectors);
       return 0;
@@ -147,7 +147,7 @@ class BlockStepper {
   }
 
   // Reads the block, applies the rule and writes the parameters; the new moments are kept and, without blocks, encoded.
-  // kSkips: elements whose gradient is not finite keep parameter and moments; returns how many they are.
+  // kSkips: elements whose update is lost keep parameter and moments; returns how many they are.
   template <bool kSkips>
   SHARDOPT_HD int64_t update(const Place& place, int vectors) {
     const Rule rule = rule_;
@@ -169,15 +169,15 @@ class BlockStepper {
         moment[k] = kRelative ? x * root : x;
       }
       if constexpr (kSkips) {
-        const Ints finite = magnitude_bits(gradient) < kInfinityBits;
-        skipped -= ~finite;
         const Floats old_param = param, old_root = root;
         Floats old_moment[kMoments + 1];
         for (int k = 0; k < kMoments; ++k) old_moment[k] = moment[k];
         rule.update(param, gradient, moment, root);
-        param = select(finite, param, old_param);
-        root = select(finite, root, old_root);
-        for (int k = 0; k < kMoments; ++k) moment[k] = select(finite, moment[k], old_moment[k]);
+        const Ints lost = is_lost<kMoments>(gradient, param, moment);
+        skipped -= lost;
+        param = select(lost, old_param, param);
+        root = select(lost, old_root, root);
+        for (int k = 0; k < kMoments; ++k) moment[k] = select(lost, old_moment[k], moment[k]);
       } else {
         rule.update(param, gradient, moment, root);
       }
@@ -258,7 +258,8 @@ class BlockStepper {
     for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment)[i] = scale[i];
   }
 
-  static constexpr const float* kNoScales = nullptr;
+  // For the coder of a moment that the rule does not keep, or of a codec without blocks.
+  static constexpr float kNoScales[2] = {};
 
   const TensorEntry& entry_;
   const Phase phase_;

@@ -147,14 +147,16 @@ class WarpStepper {
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const float g = gradient[i] * gradient_scale_;
-      if (skips && magnitude_bits(g) >= kInfinityBits) {
+      float param = param_[i], root = root_[i], moment[kMoments + 1] = {};
+#pragma unroll
+      for (int k = 0; k < kMoments; ++k) moment[k] = moment_[k][i];
+      rule_.update(param, g, moment, root);
+      if (skips && is_lost<kMoments>(g, param, moment)) {
         ++nonfinite_;
         continue;
       }
-      float moment[kMoments + 1] = {};
-#pragma unroll
-      for (int k = 0; k < kMoments; ++k) moment[k] = moment_[k][i];
-      rule_.update(param_[i], g, moment, root_[i]);
+      param_[i] = param;
+      root_[i] = root;
 #pragma unroll
       for (int k = 0; k < kMoments; ++k) moment_[k][i] = moment[k];
     }

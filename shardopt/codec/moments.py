@@ -47,7 +47,7 @@ def encode_moments(
             x = x if not codec.root else square_root(x) if root is None else root
         elif unit is not None:
             x = torch.where(unit > 0, x / unit, 0.0)
-        scales = codec.measure(x, signed=moment.signed)
+        scales = codec.measure(x, signed=moment.signed) if codec.blockwise else x
         codes = codec.encode(x, scales, signed=moment.signed)
         if codec.relative and not moment.signed:
             unit = codec.decode(codes, scales, signed=False)

@@ -70,27 +70,32 @@ class Call(Protocol):
         """Runs one phase.
 
         Returns:
-            How many gradient elements were not finite and were skipped in it: on a GPU, a tensor there.
+            How many gradient elements were skipped in it: on a GPU, a tensor there.
         """
 
 
-def make_call(device: torch.device, tables: Tables) -> Call:
-    """The call of the device's kernels.
+def check_device(name: str, device: torch.device) -> None:
+    """Checks that this build has kernels for a device.
 
     Raises:
-        RuntimeError: this build has none for it.
+        RuntimeError: it has none.
     """
-    if device.type == "cpu":
-        return CpuCall(tables)
-    if device.type == "cuda" and _C.with_cuda:
-        from shardopt.kernels.dispatch_cuda import CudaCall
-
-        return CudaCall(device, tables)
+    if device.type == "cpu" or (device.type == "cuda" and _C.with_cuda):
+        return
     built = "cpu and cuda" if _C.with_cuda else "cpu"
     raise RuntimeError(
-        f"got parameters on {device}, but this build of shardopt has kernels for {built} only; "
+        f"{name}: got a parameter on {device}, but this build of shardopt has kernels for {built} only; "
         "for CUDA, install it again with nvcc on PATH and SHARDOPT_CUDA=1"
     )
+
+
+def make_call(device: torch.device, tables: Tables) -> Call:
+    """The call of the kernels of a device that :func:`check_device` lets pass."""
+    if device.type == "cpu":
+        return CpuCall(tables)
+    from shardopt.kernels.dispatch_cuda import CudaCall
+
+    return CudaCall(device, tables)
 
 
 class CpuCall:

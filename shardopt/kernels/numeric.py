@@ -81,4 +81,4 @@ def to_blocks(x: Tensor, block_size: int, fill: int = 0) -> Tensor:
 
 def from_blocks(blocks: Tensor, cols: int) -> Tensor:
     """The inverse of :func:`to_blocks`: shape ``(rows, cols)``."""
-    return blocks.reshape(blocks.shape[0], -1)[:, :cols]
+    return blocks.flatten(1)[:, :cols]

@@ -87,6 +87,18 @@ def sgd(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: i
     return Updated(fma(-float32(hyper["lr"]), g, p), [], None)
 
 
+#: Below this magnitude no gradient overflows the moments (csrc/core/rule.h).
+LARGE_GRADIENT = 2.0**63
+
+
+def lost(g: Tensor, new: Updated) -> Tensor:
+    """Where an update is to be undone: the gradient is NaN or Inf, or so large that the update overflows."""
+    finite = torch.isfinite(g) & torch.isfinite(new.param)
+    for moment in new.moments:
+        finite &= torch.isfinite(moment)
+    return ~(g.abs() < LARGE_GRADIENT) & ~finite
+
+
 RULES: dict[str, Callable[..., Updated]] = {
     "adam": adam,
     "lion": lion,
@@ -128,7 +140,7 @@ def step(
         nonfinite: ``"skip"`` or ``"propagate"``.
 
     Returns:
-        The new parameter in its dtype, the new moments, and the number of non-finite gradient elements skipped.
+        The new parameter in its dtype, the new moments, and the number of gradient elements skipped.
     """
     rows = param.shape[0] if codec.blockwise else 1
     cols = param.numel() // max(rows, 1)
@@ -148,7 +160,7 @@ def step(
     p, g = blocks_of(param.float()), blocks_of(gradient.float()) * float32(gradient_scale)
     old = coding.decode_moments(codec, moments, [as_blocks(s, m) for s, m in zip(coded, moments, strict=True)])
     new = RULES[rule](p, g, old.values, hyper, step)
-    skip = ~torch.isfinite(g) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
+    skip = lost(g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
     kept = [torch.where(skip, o, n) for o, n in zip(old.values, new.moments, strict=True)]
     root = None if new.root is None else torch.where(skip, old.root, new.root)
     stored = coding.encode_moments(codec, moments, kept, root)

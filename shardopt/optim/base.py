@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardopt.kernels.dispatch import DTYPES, LossScaling
+from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
 from shardopt.optim.options import STATE_FORMAT, check_options, with_defaults
 from shardopt.optim.plan import Group, Plan
 from shardopt.optim.rule import Rule
@@ -32,8 +32,9 @@ class ShardedOptimizer(Optimizer):
 
     A rule says in :meth:`rule` which moments it keeps and in :meth:`hyper` what its scalars are.
 
-    State is created in the first step. An element whose gradient is NaN or Inf is skipped unless ``nonfinite`` says
-    otherwise. torch.amp.GradScaler works unchanged: its scale is divided out inside the step.
+    State is created in the first step. An element whose gradient is NaN or Inf, or so large that its moments overflow,
+    is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided out
+    inside the step.
     """
 
     #: torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
@@ -60,7 +61,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def nonfinite_count(self) -> int:
-        """Gradient elements that were NaN or Inf and were skipped by this rank so far."""
+        """Gradient elements that were NaN or Inf, or overflowed, and were skipped by this rank so far."""
         return int(self._nonfinite_count)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -110,10 +111,13 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             dequantize: give float32 moments in the form of torch.optim, which the optimizer of the same name there
-                loads. Costs 4 bytes per parameter and moment.
+                loads, and so does one of this class with any codec. Costs 4 bytes per parameter and moment.
         """
         state_dict = super().state_dict()
         if dequantize:
+            for group in state_dict["param_groups"]:
+                for option in STATE_FORMAT:
+                    group.pop(option, None)
             state = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
                 if index in state:
@@ -162,7 +166,7 @@ class ShardedOptimizer(Optimizer):
             )
             for group in self.param_groups
         ]
-        plans: dict[torch.device, Plan] = {}
+        ready: list[tuple[int, ParameterState, Tensor, Tensor, Tensor]] = []
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]):
                 if param.grad is None:
@@ -180,12 +184,15 @@ class ShardedOptimizer(Optimizer):
                     low, high = torch.aminmax(gradient)
                     if not torch.isfinite(low + high * 0):
                         raise FloatingPointError(f"{name}: got a gradient with NaN or Inf; nothing was changed")
-                state = self.state[param]
-                if not state:
-                    state.update(spec.new(local.device))
-                if local.device not in plans:
-                    plans[local.device] = Plan(local.device, groups)
-                plans[local.device].add(index, spec, local, gradient, state)
+                ready.append((index, spec, param, local, gradient))
+        plans: dict[torch.device, Plan] = {}
+        for index, spec, param, local, gradient in ready:
+            state = self.state[param]
+            if not state:
+                state.update(spec.new(local.device))
+            if local.device not in plans:
+                plans[local.device] = Plan(local.device, groups)
+            plans[local.device].add(index, spec, local, gradient, state)
         return list(plans.values())
 
     def _warn_of_nonfinite(self) -> None:
@@ -196,7 +203,7 @@ class ShardedOptimizer(Optimizer):
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,  # past torch's wrappers of step()
             )
 
 
@@ -246,6 +253,7 @@ def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
     Raises:
         RuntimeError: they cannot.
     """
+    check_device(name, param.device)
     supported = ", ".join(str(dtype) for dtype in DTYPES)
     for what, tensor in (("parameter", param), ("gradient", gradient)):
         if tensor.dtype not in DTYPES:

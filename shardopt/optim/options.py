@@ -26,9 +26,9 @@ class Options(TypedDict, total=False):
         block_size: elements that share a scale; a power of two from 16 to 4096. A log8 block costs 12 bytes of scales
             for Adam (0.094 bytes per parameter at 128).
         min_quantized_numel: parameters with fewer elements (globally) keep float32 state.
-        nonfinite: what a NaN or Inf in a gradient does. "skip": its element is left as it is, and the next step
-            warns with the count. "raise": FloatingPointError before anything changes; costs one more read of the
-            gradients. "propagate": as in torch.
+        nonfinite: what a NaN or Inf in a gradient does. "skip": its element is left as it is (so is one whose moments
+            would overflow), and the next step warns with the count. "raise": FloatingPointError before anything
+            changes; costs one more read of the gradients. "propagate": as in torch.
         master_weight_bits: None; extra bits for low-precision parameters are not in this version.
         stochastic_rounding: False; not in this version.
         offload: None; not in this version.

@@ -108,7 +108,7 @@ class Plan:
         """Carries out the step.
 
         Returns:
-            How many gradient elements were not finite and were skipped: on a GPU, a tensor there.
+            How many gradient elements were skipped: on a GPU, a tensor there.
         """
         entries = np.array(self._entries, dtype=_C.tensor_entry)
         groups = np.array([group.row() for group in self._groups], dtype=_C.group_entry)

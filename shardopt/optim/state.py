@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +83,12 @@ class ParameterState:
         gathered = self._exchanges
         take = self.shard.whole if gathered else self.shard.local
         parts = [take(values[m.name]).float() for m in self.moments]
-        rows = parts[0].shape[0] if parts else 0
-        blocks = [to_blocks(x.reshape(rows, -1), self.grid.block_size) for x in parts]
+        blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in parts]
         for moment, part, coded in zip(
             self.moments, parts, encode_moments(self.codec, self.moments, blocks), strict=True
         ):
             assert coded.scales is not None
-            codes = from_blocks(coded.codes, part[0].numel() if rows else 0).reshape(part.shape)
+            codes = from_blocks(coded.codes, math.prod(part.shape[1:])).reshape(part.shape)
             scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
             if gathered:
                 codes = self.shard.part(codes)
@@ -165,6 +165,8 @@ class ParameterState:
 
     def _decode_blocks(self, local: list[Coded]) -> list[Tensor]:
         size, shard = self.grid.block_size, self.shard
+        if shard.rows * shard.cols == 0:
+            return [torch.zeros_like(codes, dtype=torch.float32) for codes, _ in local]
         covered = shard.local_blocks(self.grid)
         lead = shard.first_col % size
         first = shard.first_col // size - covered.first

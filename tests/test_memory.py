@@ -1,0 +1,132 @@
+"""The memory report adds up what is allocated, and the bytes in the optimizers' docstrings are true."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import shardopt
+from helpers import CODEC_NAMES, RULES
+
+ROWS, COLS = 64, 1024
+
+
+def stepped(rule: str, shape: tuple[int, ...] = (ROWS, COLS), dtype: torch.dtype = torch.float32, **options: Any):
+    param = Parameter(torch.zeros(shape, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    optimizer = RULES[rule].make([param], **options)
+    optimizer.step()
+    return optimizer
+
+
+#: Bytes per parameter in blocks of 128: codes or moments, and scales; by codec, for a signed and an unsigned moment.
+BYTES = {
+    "log8": ((1, 4 / 128), (1, 8 / 128)),
+    "companded8": ((1, 4 / 128), (1, 4 / 128)),
+    "dynamic8": ((1, 4 / 128), (1, 4 / 128)),
+    "bf16": ((2, 0), (2, 0)),
+    "fp32": ((4, 0), (4, 0)),
+}
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum", "sgd"])
+def test_bytes_of_state(rule: str, codec: str) -> None:
+    report = shardopt.memory_report(stepped(rule, codec=codec))
+    signed, unsigned = BYTES[codec]
+    moments = {"adamw": [signed, unsigned], "sgd": []}.get(rule, [signed])
+    numel, step_count = ROWS * COLS, 4
+    assert report.numel == numel
+    assert report.host.state == sum(codes for codes, _ in moments) * numel + step_count
+    assert report.host.scales == sum(scales for _, scales in moments) * numel
+    assert report.host.parameters == report.host.gradients == 4 * numel
+    assert report.host.master_weights == report.device.total == 0
+    use = report.host
+    assert use.total == use.parameters + use.gradients + use.state + use.scales
+
+
+def test_short_blocks_and_small_parameters() -> None:
+    params = [Parameter(torch.zeros(33, 130, dtype=torch.bfloat16)), Parameter(torch.zeros(33, dtype=torch.bfloat16))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = shardopt.AdamW8bit(params)
+    optimizer.step()
+    report = shardopt.memory_report(optimizer)
+    matrix, bias = 33 * 130, 33
+    assert report.host.state == 2 * matrix + 2 * 4 * bias + 2 * 4
+    assert report.host.scales == 33 * 2 * (4 + 8)  # two blocks per row
+    assert report.host.parameters == report.host.gradients == 2 * (matrix + bias)
+
+
+def per_parameter(rule: str, codec: str) -> float:
+    found = shardopt.memory_report(stepped(rule, codec=codec)).bytes_per_parameter()
+    return found["state"] + found["scales"] - 4 / (ROWS * COLS)  # without the step count
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec", "statement"),
+    [
+        ("adamw", "fp32", r"parameter: 8 with ``codec=\"fp32\"``"),
+        ("adamw", "bf16", r"4 with \"bf16\""),
+        ("adamw", "log8", r"that is 2\.094 with \"log8\""),
+        ("lion", "fp32", r"parameter: 4 with ``codec=\"fp32\"``"),
+        ("lion", "log8", r"1\.031 with an 8-bit codec"),
+        ("momentum", "fp32", r"momentum: 4 with ``codec=\"fp32\"``"),
+        ("momentum", "log8", r"1\.031 with an 8-bit codec"),
+        ("momentum", "dynamic8", r"1\.031 with an 8-bit codec"),
+        ("sgd", "log8", r"none\s+without momentum"),
+    ],
+)
+def test_docstrings_tell_the_bytes(rule: str, codec: str, statement: str) -> None:
+    doc = RULES[rule].optimizer.__doc__
+    assert doc is not None
+    said = re.search(statement, doc)
+    assert said, f"{statement} is not in the docstring"
+    number = re.search(r"\d+(\.\d+)?", said[0])
+    assert round(per_parameter(rule, codec), 3) == (float(number[0]) if number else 0)
+
+
+def test_the_ledger_of_adamw_adds_up() -> None:
+    """The docstring's table: codes and scales of each moment."""
+    doc = shardopt.AdamW.__doc__
+    assert doc is not None
+    entries = dict(re.findall(r"(exp_avg(?:_sq)?_(?:codes|scales))\s+(\d+(?: / \d+)?)", doc))
+    for codec in ("log8", "companded8", "dynamic8"):
+        optimizer = stepped("adamw", codec=codec)
+        (state,) = optimizer.state.values()
+        for name, value in entries.items():
+            others = re.search(rf"{name}\s+[\d /]*\(log8\), (\d+ / \d+) \(others\)", doc)
+            value = others[1] if others and codec != "log8" else value
+            parts = [float(part) for part in value.split("/")]
+            assert state[name].nbytes / (ROWS * COLS) == parts[0] / (parts[1] if len(parts) > 1 else 1)
+    assert len(entries) == 4
+
+
+def test_before_the_first_step_and_for_other_optimizers() -> None:
+    param = Parameter(torch.zeros(ROWS, COLS))
+    report = shardopt.memory_report(shardopt.AdamW8bit([param]))
+    assert report.host.state == report.host.scales == report.host.gradients == 0
+    param.grad = torch.ones_like(param)
+    theirs = torch.optim.AdamW([param])
+    theirs.step()
+    assert shardopt.memory_report(theirs).host.state == 8 * param.numel() + 4
+
+
+def test_shared_storage_counts_once() -> None:
+    buffer = torch.zeros(2 * ROWS * COLS)
+    params = [Parameter(half.view(ROWS, COLS)) for half in buffer.chunk(2)]
+    report = shardopt.memory_report(shardopt.AdamW8bit(params))
+    assert report.host.parameters == 4 * buffer.numel()
+    assert report.numel == buffer.numel()
+
+
+def test_printed() -> None:
+    text = str(shardopt.memory_report(stepped("adamw")))
+    assert text.splitlines()[0] == f"{ROWS * COLS:,} parameters on this rank"
+    for kind in ("parameters", "gradients", "state", "scales", "master_weights", "total"):
+        assert re.search(rf"^{kind} ", text, re.MULTILINE)
+    assert "10.094" in text  # parameters, gradients, codes and scales

@@ -1,0 +1,340 @@
+"""What users lean on: copies, hooks, groups with options of their own, non-finite gradients, and clear errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import shardopt
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, with_gradient
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
+
+SHAPES = ((64, 130), (300,))
+
+
+def make(rule: str = "adamw", dtype: torch.dtype = torch.float32, **options: Any) -> ShardedOptimizer:
+    return RULES[rule].make([Parameter(values(shape, i, dtype)) for i, shape in enumerate(SHAPES)], **options)
+
+
+def advance(optimizer: ShardedOptimizer, steps: range) -> None:
+    for t in steps:
+        give_gradients(optimizer, t)
+        optimizer.step()
+
+
+def give_gradients(optimizer: ShardedOptimizer, t: int) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        with_gradient(param, values(tuple(param.shape), 100 * (t + 1) + index, param.dtype))
+
+
+COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_copies_go_on_alike(rule: str, codec: str, how: str) -> None:
+    optimizer = make(rule, codec=codec)
+    advance(optimizer, range(3))
+    other = COPIES[how](optimizer)
+    assert type(other) is type(optimizer)
+    assert_same(everything(other), everything(optimizer))
+    before = everything(optimizer)
+    advance(other, range(3, 5))
+    assert_same(everything(optimizer), before)
+    advance(optimizer, range(3, 5))
+    assert_same(everything(other), everything(optimizer))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_before_the_first_step(how: str) -> None:
+    optimizer = make()
+    other = COPIES[how](optimizer)
+    for each in (optimizer, other):
+        advance(each, range(2))
+    assert_same(everything(other), everything(optimizer))
+
+
+def test_step_hooks() -> None:
+    optimizer, called = make(), []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: called.append(("pre", o.state == {})))
+    optimizer.register_step_post_hook(lambda o, args, kwargs: called.append(("post", o.state == {})))
+    advance(optimizer, range(1))
+    assert called == [("pre", True), ("post", False)]
+
+
+def test_groups_override_every_option() -> None:
+    params = [Parameter(torch.zeros(64, 256)) for _ in range(5)]
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "codec": "companded8", "block_size": 64},
+        {"params": params[2:3], "min_quantized_numel": 10**6},
+        {"params": params[3:4], "codec": "bf16", "nonfinite": "raise"},
+    ]
+    optimizer = shardopt.AdamW8bit(groups)
+    optimizer.add_param_group({"params": params[4:], "codec": "dynamic8", "block_size": 256})
+    advance(optimizer, range(2))
+    found = [
+        {name: (value.dtype, tuple(value.shape)) for name, value in optimizer.state[param].items() if name != "step"}
+        for param in params
+    ]
+    codes = dict.fromkeys(("exp_avg_codes", "exp_avg_sq_codes"), (torch.uint8, (64, 256)))
+
+    def scales(first: tuple[int, ...], second: tuple[int, ...]) -> dict[str, Any]:
+        return {"exp_avg_scales": (torch.float32, first), "exp_avg_sq_scales": (torch.float32, second)}
+
+    assert found == [
+        codes | scales((64, 2), (64, 2, 2)),
+        codes | scales((64, 4), (64, 4)),
+        dict.fromkeys(("exp_avg", "exp_avg_sq"), (torch.float32, (64, 256))),
+        dict.fromkeys(("exp_avg", "exp_avg_sq"), (torch.bfloat16, (64, 256))),
+        codes | scales((64, 1), (64, 1)),
+    ]
+
+
+def test_one_group_is_as_several() -> None:
+    """A parameter does not see what else its group and the call hold."""
+    together, apart = make(), make()
+    (group,) = apart.param_groups
+    apart = shardopt.AdamW([{"params": [p]} for p in group["params"]], lr=1e-2, weight_decay=0.1)
+    for each in (together, apart):
+        advance(each, range(3))
+    assert_same(everything(apart), everything(together))
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
+def test_options_of_torch_are_taken_and_ignored(option: str) -> None:
+    plain, constructed = make(), make(**{option: True})
+    in_group = make()
+    in_group.param_groups[0][option] = True
+    for each in (plain, constructed, in_group):
+        advance(each, range(2))
+    for each in (constructed, in_group):
+        assert_same(everything(each), everything(plain))
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_maximize_is_descent_on_the_negative(rule: str, codec: str) -> None:
+    up, down = (make(rule, codec=codec, maximize=maximize) for maximize in (True, False))
+    for t in range(3):
+        give_gradients(up, t)
+        give_gradients(down, t)
+        for param in down.param_groups[0]["params"]:
+            param.grad.neg_()
+        up.step()
+        down.step()
+    assert_same(everything(up), everything(down))
+
+
+# Non-finite gradients. A bad element must be as if it had no gradient; nothing else may notice.
+
+BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+def test_one_bad_element_harms_no_other(rule: str, codec: str, bad: str) -> None:
+    """In every step: bit for bit as if the element's gradient, and so its state, were always zero."""
+    struck, zeroed = (make(rule, codec=codec, weight_decay=0.0) for _ in range(2))
+    before = struck.param_groups[0]["params"][0].detach()[3, 5].item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for t in range(10):
+            for optimizer, value in ((struck, BAD[bad]), (zeroed, 0.0)):
+                give_gradients(optimizer, t)
+                for param, at in zip(optimizer.param_groups[0]["params"], ((3, 5), (7,)), strict=True):
+                    param.grad[at] = value
+                optimizer.step()
+    assert_same(everything(struck), everything(zeroed))
+    assert struck.param_groups[0]["params"][0].detach()[3, 5] == before
+    assert struck.nonfinite_count == 20
+    assert zeroed.nonfinite_count == 0
+
+
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize("rule", ["adamw", "adam", "lion", "momentum", "nesterov"])
+def test_one_huge_element_makes_nothing_nonfinite(rule: str, codec: str) -> None:
+    """A gradient so large that its square, or a sum with it, overflows."""
+    for huge in (1e19, 1e21, 3e38, -3e38):
+        optimizer = make(rule, codec=codec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for t in range(4):
+                give_gradients(optimizer, t)
+                if t == 1:
+                    optimizer.param_groups[0]["params"][0].grad[3, 5] = huge
+                optimizer.step()
+        for name, value in everything(optimizer).items():
+            bad = ~value.float().isfinite()
+            assert not bad.any(), f"{int(bad.sum())} elements of {name} after a gradient of {huge}"
+
+
+def test_bad_elements_are_reported() -> None:
+    optimizer = make()
+    give_gradients(optimizer, 0)
+    optimizer.param_groups[0]["params"][0].grad[:2, 0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        assert optimizer.nonfinite_count == 2
+    give_gradients(optimizer, 1)
+    with pytest.warns(RuntimeWarning, match="skipped 2 gradient elements that were NaN or Inf") as caught:
+        optimizer.step()
+    assert [warning.filename for warning in caught] == [__file__], "the warning points at the user's line"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advance(optimizer, range(2, 4))
+    assert optimizer.nonfinite_count == 2
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_raise_names_the_parameter_and_changes_nothing(bad: str, stepped: bool) -> None:
+    model = torch.nn.Linear(130, 64)
+    optimizer = shardopt.AdamW8bit(model.named_parameters(), nonfinite="raise")
+    if stepped:
+        advance(optimizer, range(2))
+    before = everything(optimizer)
+    give_gradients(optimizer, 2)
+    assert model.bias.grad is not None
+    model.bias.grad[63] = BAD[bad]
+    with pytest.raises(FloatingPointError, match=r"bias \(64,\): got a gradient with NaN or Inf"):
+        optimizer.step()
+    assert_same(everything(optimizer), before)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adam", "momentum", "sgd"])
+def test_propagate_is_as_torch(rule: str) -> None:
+    theirs_class = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(rule, torch.optim.SGD)
+    ours = make(rule, codec="fp32", nonfinite="propagate")
+    theirs = theirs_class([Parameter(p.detach().clone()) for p in ours.param_groups[0]["params"]], **RULES[rule].hyper)
+    pairs = list(zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True))
+    for t in range(4):
+        give_gradients(ours, t)
+        if t == 1:
+            for index, bad in enumerate(BAD.values()):
+                pairs[0][0].grad[0, index] = bad
+        for mine, other in pairs:
+            other.grad = mine.grad.clone()
+        ours.step()
+        theirs.step()
+        for mine, other in pairs:
+            torch.testing.assert_close(mine, other, equal_nan=True)
+    assert pairs[0][0].isfinite().logical_not().sum() == 3
+    assert ours.nonfinite_count == 0
+
+
+def test_found_inf_leaves_the_step_out() -> None:
+    optimizer = make()
+    advance(optimizer, range(2))
+    before = everything(optimizer)
+    give_gradients(optimizer, 2)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert_same(everything(optimizer), before)
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert everything(optimizer)["0/step"] == 3
+
+
+# Errors: got, expected, remedy; and nothing changed.
+
+
+def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
+    """A parameter, a gradient that cannot be stepped with it, and what the error says."""
+    weight = torch.zeros(64, 130)
+    return {
+        "sparse": (Parameter(weight), torch.eye(64, 130).to_sparse(), r"got a sparse gradient.*sparse=False"),
+        "complex": (Parameter(weight.cfloat()), weight.cfloat(), r"torch.complex64.*real and imaginary parts apart"),
+        "float64": (Parameter(weight.double()), weight.double(), r"torch.float64, expected torch.float32.*cast it"),
+        "strided gradient": (Parameter(weight), torch.zeros(130, 64).T, r"gradient with strides \(1, 64\).*contiguous"),
+        "strided parameter": (Parameter(torch.zeros(130, 64).T), weight, r"parameter with strides \(1, 64\)"),
+        "narrow gradient": (Parameter(weight), weight.bfloat16(), r"bfloat16 for a parameter of torch.float32"),
+        "other half": (Parameter(weight.half()), weight.bfloat16(), r"the same dtype or float32; cast the gradient"),
+        "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*kernels for"),
+    }
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", odd_gradients())
+def test_a_step_that_cannot_be_taken_changes_nothing(name: str, stepped: bool) -> None:
+    odd, gradient, message = odd_gradients()[name]
+    optimizer = make()
+    if stepped:
+        advance(optimizer, range(2))
+    before = everything(optimizer)
+    good = optimizer.param_groups[0]["params"]
+    optimizer.add_param_group({"params": [odd]})
+    for param in good:
+        param.grad = torch.ones_like(param)
+    with_gradient(odd, gradient)
+    with pytest.raises(RuntimeError, match="(?s)parameter 0 of param group 1 .*" + message):
+        optimizer.step()
+    assert not optimizer.state.get(odd)
+    del optimizer.param_groups[1]
+    assert_same(everything(optimizer), before)
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"codec": "log9"}, "codec: got 'log9', expected one of 'log8'"),
+    ({"block_size": 100}, "block_size: got 100, expected a power of two from 16 to 4096"),
+    ({"block_size": 8}, "block_size: got 8"),
+    ({"block_size": 8192}, "block_size: got 8192"),
+    ({"block_size": 128.0}, "block_size: got 128.0"),
+    ({"min_quantized_numel": -1}, "min_quantized_numel: got -1"),
+    ({"nonfinite": "ignore"}, "nonfinite: got 'ignore', expected 'skip', 'raise' or 'propagate'"),
+    ({"master_weight_bits": 24}, "master_weight_bits: got 24"),
+    ({"stochastic_rounding": True}, "stochastic_rounding: got True"),
+    ({"offload": "state"}, "offload: got 'state'"),
+    ({"differentiable": True}, "differentiable: got True"),
+    ({"amsgrad": True}, "amsgrad: got True"),
+    ({"lr": -1.0}, "lr: got -1.0, expected a number >= 0"),
+    ({"lr": float("nan")}, "lr: got nan"),
+    ({"lr": torch.tensor([1.0, 2.0])}, "lr: got a tensor of 2 elements"),
+    ({"betas": (1.0, 0.9)}, r"betas[0]: got 1.0, expected a number in [0.0, 1.0)"),
+    ({"betas": (0.9, -0.1)}, r"betas[1]: got -0.1"),
+    ({"eps": -1e-8}, "eps: got -1e-08"),
+    ({"weight_decay": -0.1}, "weight_decay: got -0.1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    """In the constructor, and in a group added later."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options)
+    optimizer = make()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(3))], **options})
+    assert len(optimizer.param_groups) == 1
+    advance(optimizer, range(1))
+
+
+def test_unknown_options() -> None:
+    with pytest.raises(TypeError, match="got unknown option 'blocksize', expected some of maximize, codec"):
+        make(blocksize=64)
+
+
+@pytest.mark.parametrize(
+    "hyper", [{"nesterov": True}, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, {"momentum": -0.1}], ids=str
+)
+def test_wrong_momentum(hyper: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"(nesterov|momentum): got"):
+        shardopt.SGD([Parameter(torch.zeros(3))], **hyper)
