@@ -54,5 +54,5 @@ def block(kind: Kind, seed: int, spread: float, size: int, largest: float = 1.0)
     normal = torch.randn((2, size), generator=generator).double()
     x = normal[0] * (spread * normal[1]).exp()
     x[torch.rand(size, generator=generator) < 0.05] = 0.0
-    x = (x * (largest / max(float(x.abs().max()), 1e-300))).float()
+    x = (x / max(float(x.abs().max()), 1e-300) * largest).float()
     return x if kind.signed else x.abs()

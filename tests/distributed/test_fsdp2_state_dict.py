@@ -16,13 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardopt
-from helpers import EIGHT_BIT, RULES
-from ranks.models import WAYS, make_net, named_parameters, set_gradients
+from helpers import EIGHT_BIT
+from ranks.models import WAYS, make_net, named_parameters
 from ranks.pool import Pool
-from ranks.snapshot import Snapshot, assert_same, entries, in_full, snapshot
-from shardopt.optim import ShardedOptimizer
+from ranks.runs import snapshot_of, step_with, trained
+from ranks.snapshot import assert_same, entries, in_full
 
-SMALL = {"min_quantized_numel": 64}
 STEPS = 2
 
 OPTIONS = {
@@ -34,36 +33,18 @@ OPTIONS = {
 }
 
 
-def _trained(way: str, steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
-    model = WAYS[way](make_net())
-    optimizer = RULES[rule].make(model.parameters(), **SMALL, **options)
-    for step in range(steps):
-        _step(model, optimizer, step)
-    return model, optimizer
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    set_gradients(model, step)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-    return snapshot(named_parameters(model), optimizer)
-
-
 def _round_trip(way: str, rule: str, codec: str, options: dict[str, bool]) -> None:
-    model, optimizer = _trained(way, STEPS, rule, codec=codec)
+    model, optimizer = trained(way, STEPS, rule, codec=codec)
     asked = StateDictOptions(**{**options, "broadcast_from_rank0": False})
     tensors = get_model_state_dict(model, options=asked), get_optimizer_state_dict(model, optimizer, options=asked)
-    loaded, loaded_optimizer = _trained(way, 0, rule, codec=codec)
+    loaded, loaded_optimizer = trained(way, 0, rule, codec=codec)
     set_model_state_dict(loaded, tensors[0], options=StateDictOptions(**options))
     set_optimizer_state_dict(loaded, loaded_optimizer, tensors[1], options=StateDictOptions(**options))
-    expected = _trained("single", STEPS, rule, codec=codec)
-    assert_same(_snapshot(loaded, loaded_optimizer), _snapshot(*expected))
-    _step(loaded, loaded_optimizer, STEPS)
-    _step(*expected, STEPS)
-    assert_same(_snapshot(loaded, loaded_optimizer), _snapshot(*expected))
+    expected = trained("single", STEPS, rule, codec=codec)
+    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*expected))
+    step_with(loaded, loaded_optimizer, STEPS)
+    step_with(*expected, STEPS)
+    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*expected))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -81,16 +62,16 @@ def test_round_trip_of_other_rules(ranks: Pool, rule: str, codec: str) -> None:
 
 
 def _plain_methods(way: str) -> None:
-    model, optimizer = _trained(way, STEPS)
+    model, optimizer = trained(way, STEPS)
     state_dict = optimizer.state_dict()
-    before = _snapshot(model, optimizer)
-    loaded, loaded_optimizer = _trained(way, 0)
+    before = snapshot_of(model, optimizer)
+    loaded, loaded_optimizer = trained(way, 0)
     set_model_state_dict(loaded, get_model_state_dict(model))
     loaded_optimizer.load_state_dict(state_dict)
-    for pair in ((loaded, loaded_optimizer), _trained("single", STEPS)):
-        _step(*pair, STEPS)
-    assert_same(_snapshot(model, optimizer), before)
-    assert_same(_snapshot(loaded, loaded_optimizer), _snapshot(*_trained("single", STEPS + 1)))
+    for pair in ((loaded, loaded_optimizer), trained("single", STEPS)):
+        step_with(*pair, STEPS)
+    assert_same(snapshot_of(model, optimizer), before)
+    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*trained("single", STEPS + 1)))
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp", "hsdp columns"])
@@ -99,14 +80,14 @@ def test_state_dict_and_load_state_dict(ranks: Pool, way: str) -> None:
 
 
 def _fresh_state(way: str) -> None:
-    model, optimizer = _trained(way, 0)
+    model, optimizer = trained(way, 0)
     with torch.no_grad():
         model.up.weight.mul_(0.0)  # some zeros are negative now
     before = {name: in_full(param.detach()).clone() for name, param in named_parameters(model).items()}
     state = get_optimizer_state_dict(model, optimizer)["state"]
     after = {name: in_full(param.detach()) for name, param in named_parameters(model).items()}
     assert_same(after, before)
-    stepped = _trained("single", 1)
+    stepped = trained("single", 1)
     names = list(entries(named_parameters(stepped[0]), stepped[1]))
     assert list(entries(named_parameters(model), optimizer)) == names
     assert {f"{name}/{entry}" for name in state for entry in state[name]} == {name for name in names if "/" in name}
@@ -120,7 +101,7 @@ def test_state_of_a_fresh_optimizer(ranks: Pool, way: str) -> None:
 def _torch_adamw(model: nn.Module) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
-        _step(model, optimizer, step)
+        step_with(model, optimizer, step)
     return optimizer
 
 
@@ -128,7 +109,7 @@ def _quantize_on_load(way: str, codec: str, through_torch: bool) -> None:
     """A sharded state of torch.optim.AdamW is loaded to the same bits as the same state in full, unsharded."""
     model = WAYS[way](make_net())
     state_dict = _torch_adamw(model).state_dict()
-    optimizer = shardopt.AdamW(model.parameters(), codec=codec, **SMALL)
+    optimizer = shardopt.AdamW(model.parameters(), codec=codec, min_quantized_numel=64)
     if through_torch:
         torch_optimizer = torch.optim.AdamW(model.parameters())
         torch_optimizer.load_state_dict(state_dict)
@@ -142,12 +123,12 @@ def _quantize_on_load(way: str, codec: str, through_torch: bool) -> None:
     in_whole = {
         index: {key: in_full(value) for key, value in state.items()} for index, state in state_dict["state"].items()
     }
-    whole_optimizer = shardopt.AdamW(whole.parameters(), codec=codec, **SMALL)
+    whole_optimizer = shardopt.AdamW(whole.parameters(), codec=codec, min_quantized_numel=64)
     whole_optimizer.load_state_dict({**state_dict, "state": in_whole})
     for step in (STEPS, STEPS + 1):
-        assert_same(_snapshot(model, optimizer), _snapshot(whole, whole_optimizer))
-        _step(model, optimizer, step)
-        _step(whole, whole_optimizer, step)
+        assert_same(snapshot_of(model, optimizer), snapshot_of(whole, whole_optimizer))
+        step_with(model, optimizer, step)
+        step_with(whole, whole_optimizer, step)
 
 
 @pytest.mark.parametrize("codec", [*EIGHT_BIT, "bf16"])
@@ -162,14 +143,14 @@ def test_a_state_of_torch_adamw_through_torchs_functions(ranks: Pool, way: str) 
 
 
 def _dequantized(way: str, codec: str) -> None:
-    model, optimizer = _trained(way, STEPS, codec=codec)
-    _, whole_optimizer = _trained("single", STEPS, codec=codec)
+    model, optimizer = trained(way, STEPS, codec=codec)
+    _, whole_optimizer = trained("single", STEPS, codec=codec)
     got, expected = (x.state_dict(dequantize=True)["state"] for x in (optimizer, whole_optimizer))
     for index, state in got.items():
         assert_same({key: in_full(value) for key, value in state.items()}, expected[index])
     torch_optimizer = torch.optim.AdamW(model.parameters())
     torch_optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
-    _step(model, torch_optimizer, STEPS)
+    step_with(model, torch_optimizer, STEPS)
 
 
 @pytest.mark.parametrize("codec", [*EIGHT_BIT, "bf16"])

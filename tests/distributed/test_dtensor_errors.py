@@ -1,0 +1,99 @@
+"""What cannot be stepped says so: what was got, what was expected, what to do. Nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+import shardopt
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, mesh_of, shard, values
+from ranks.pool import Pool
+
+
+def _message(param: Tensor, gradient: Tensor, **options: object) -> str:
+    """The error of a step."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    before = local.clone()
+    param.grad = gradient
+    optimizer = shardopt.AdamW([param], **options)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert torch.equal(local, before)
+    return str(caught.value)
+
+
+def _sharded(*placements: object, shape: tuple[int, ...] = (33, 130, 4)) -> DTensor:
+    return shard(values(shape, 0), Layout(shape, (2,), placements, torch.float32))
+
+
+def _partial() -> str:
+    param = DTensor.from_local(values((33, 130), 0), mesh_of((2,)), (Partial(),), run_check=False)
+    return _message(param, torch.ones_like(param))
+
+
+def _third_dim() -> str:
+    param = _sharded(Shard(2))
+    return _message(param, torch.ones_like(param))
+
+
+def _gradient_on_another_mesh() -> str:
+    param = _sharded(ROW)
+    other = init_device_mesh("cpu", (2, 1))
+    gradient = DTensor.from_local(torch.ones_like(param.to_local()), other, (ROW, WHOLE), run_check=False)
+    return _message(param, gradient)
+
+
+def _uneven_without_shape() -> str:
+    """A 3-row parameter that DTensor.from_local takes for one of 4 or 2 rows."""
+    local = values((2 - dist.get_rank(), 130), 0)
+    param = DTensor.from_local(local, mesh_of((2,)), (ROW,), run_check=False, shape=(5, 130), stride=(130, 1))
+    gradient = DTensor.from_local(local, mesh_of((2,)), (ROW,), run_check=False, shape=(5, 130), stride=(130, 1))
+    return _message(param, gradient)
+
+
+def _wide_columns_twice() -> str:
+    """Columns on two dimensions of the mesh, dealt out so that a rank's are not contiguous."""
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (_partial, ["Partial", "expected Shard or Replicate", "reduce it"]),
+        (_third_dim, ["(33, 130, 4) sharded on dim 2", "expected dim 0 or 1", "shard_placement_fn"]),
+        (_gradient_on_another_mesh, ["got a gradient on", "expected the parameter's mesh"]),
+        (_uneven_without_shape, ["got a part of shape", "expected (3, 130)", "shape= and stride="]),
+    ],
+)
+def test_message(ranks: Pool, function: Callable[[], str], parts: list[str]) -> None:
+    for message in ranks.run(2, function):
+        assert all(part in message for part in parts), message
+
+
+def _plain_gradient() -> str:
+    param = _sharded(COLUMN)
+    return _message(param, torch.ones(param.to_local().shape))
+
+
+def test_plain_gradient(ranks: Pool) -> None:
+    for message in ranks.run(2, _plain_gradient):
+        assert "plain gradient" in message
+        assert "DTensor.from_local" in message
+
+
+def _unquantized_third_dim() -> None:
+    param, whole = _sharded(Shard(2)), values((33, 130, 4), 0)
+    for tensor in (param, whole):
+        tensor.grad = torch.ones_like(tensor)
+        shardopt.AdamW([tensor], codec="fp32").step()
+    assert torch.equal(param.full_tensor(), whole)
+
+
+def test_float32_state_on_any_dim(ranks: Pool) -> None:
+    ranks.run(2, _unquantized_third_dim)

@@ -1,0 +1,82 @@
+"""Checkpoints of torch.distributed.checkpoint load on other numbers of ranks and other shardings, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from helpers import CODEC_NAMES
+from ranks.pool import Pool
+from ranks.runs import snapshot_of, step_with, trained
+from ranks.snapshot import assert_same
+
+STEPS = 2
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, flat: bool) -> dict[str, object]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def _save(way: str, rule: str, codec: str, flat: bool, path: Path) -> None:
+    model, optimizer = trained(way, STEPS, rule, codec=codec)
+    dcp.save(_tensors(model, optimizer, flat), checkpoint_id=path)
+
+
+def _load(way: str, rule: str, codec: str, flat: bool, path: Path) -> None:
+    """Loads into a fresh run, and compares it and its next step with an unsharded run that was never saved."""
+    model, optimizer = trained(way, 0, rule, codec=codec)
+    tensors = _tensors(model, optimizer, flat)
+    dcp.load(tensors, checkpoint_id=path)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_model_state_dict(model, tensors["model"])
+    set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=options)
+    expected = trained("single", STEPS, rule, codec=codec)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    step_with(model, optimizer, STEPS)
+    step_with(*expected, STEPS)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+
+
+#: Where checkpoints come from, and where they are loaded.
+FROM = [(2, "fsdp"), (2, "fsdp columns"), (4, "fsdp tp"), (1, "single")]
+TO = [(1, "single"), (1, "fsdp"), (3, "fsdp columns"), (4, "fsdp"), (4, "hsdp columns"), (4, "fsdp tp"), (3, "tp")]
+
+
+@pytest.mark.parametrize(("saved_on", "saved_way"), FROM)
+def test_load_elsewhere(ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str) -> None:
+    ranks.run(saved_on, _save, saved_way, "adamw", "log8", False, tmp_path)
+    for world_size, way in TO:
+        ranks.run(world_size, _load, way, "adamw", "log8", False, tmp_path)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", ["lion", "adamw"])
+def test_codecs_and_flattened_names(ranks: Pool, tmp_path: Path, rule: str, codec: str) -> None:
+    ranks.run(2, _save, "fsdp columns", rule, codec, True, tmp_path)
+    ranks.run(3, _load, "fsdp columns", rule, codec, True, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize(("saved_on", "saved_way"), [*FROM, (3, "fsdp columns"), (4, "fsdp"), (4, "hsdp")])
+def test_load_elsewhere_sweep(ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str, codec: str) -> None:
+    for rule in ("adamw", "momentum"):
+        path = tmp_path / rule
+        ranks.run(saved_on, _save, saved_way, rule, codec, False, path)
+        for world_size, way in [*TO, (2, "fsdp"), (2, "fsdp columns"), (3, "fsdp")]:
+            ranks.run(world_size, _load, way, rule, codec, False, path)
