@@ -338,3 +338,13 @@ def test_unknown_options() -> None:
 def test_wrong_momentum(hyper: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"(nesterov|momentum): got"):
         shardopt.SGD([Parameter(torch.zeros(3))], **hyper)
+
+
+@pytest.mark.parametrize("optimizer", [shardopt.AdamW, shardopt.Adam, shardopt.Lion, shardopt.SGD])
+def test_a_step_of_nothing_keeps_the_parameters_bits(optimizer: type[shardopt.AdamW]) -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 128))
+    weight.data[0] = -0.0
+    before = weight.detach().clone()
+    weight.grad = torch.zeros(64, 128)  # as torch.distributed.checkpoint does to make an optimizer create its state
+    optimizer([weight], lr=0.0, weight_decay=0.1).step()
+    assert torch.equal(weight.detach().view(torch.int32), before.view(torch.int32))

@@ -45,6 +45,13 @@ SHARDOPT_HD auto is_lost(F gradient, F new_param, const F* new_moments) {
   return select(magnitude_bits(gradient) >= kLargeGradientBits, worst, worst & 0) >= kInfinityBits;
 }
 
+// What decoupled weight decay leaves of a parameter. Not param * (1 - decay): that factor's rounding would be a bias of
+// some percent of a small decay. Without decay the bits stay, those of -0 too.
+template <class F>
+SHARDOPT_HD F decayed(F param, float decay) {
+  return decay == 0.0f ? param : fma(-decay, param, param);
+}
+
 // The kinds of a rule's moments, in the order of `moment`.
 template <MomentKind... kinds>
 struct Moments {

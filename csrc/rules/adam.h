@@ -13,7 +13,7 @@ struct Adam {
 
   float beta2, one_minus_beta1, one_minus_beta2, eps;
   float coupled_decay;             // added to the gradient, times the parameter (Adam)
-  float decay_factor;              // the parameter is multiplied by it first (AdamW)
+  float decoupled_decay;           // share of the parameter that goes first (AdamW)
   float step_size;                 // lr / (1 - beta1^t)
   float inverse_root_correction2;  // 1 / sqrt(1 - beta2^t)
 
@@ -25,7 +25,7 @@ struct Adam {
     rule.one_minus_beta2 = static_cast<float>(1.0 - beta2);
     rule.eps = static_cast<float>(hyper[3]);
     rule.coupled_decay = static_cast<float>(hyper[4]);
-    rule.decay_factor = static_cast<float>(1.0 - lr * hyper[5]);
+    rule.decoupled_decay = static_cast<float>(lr * hyper[5]);
     rule.step_size = static_cast<float>(lr / (1.0 - power(beta1, step)));
     rule.inverse_root_correction2 = static_cast<float>(1.0 / square_root(1.0 - power(beta2, step)));
     return rule;
@@ -38,7 +38,7 @@ struct Adam {
     const F v = fma(beta2, moment[1], (one_minus_beta2 * g) * g);
     root = square_root(v);
     const F denominator = fma(root, inverse_root_correction2, eps);
-    param = fma(-step_size, m / denominator, param * decay_factor);
+    param = fma(-step_size, m / denominator, decayed(param, decoupled_decay));
     moment[0] = m;
     moment[1] = v;
   }

@@ -75,6 +75,10 @@ class DTensorShard(Shard):
             global_shape, self._mesh.shape, list(coordinate), self._placements
         )
 
+    @cached_property
+    def holders(self) -> MeshExchange:  # type: ignore[override]
+        return MeshExchange.along(self._mesh, range(self._mesh.ndim))
+
     def local(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
@@ -134,8 +138,11 @@ class DTensorShard(Shard):
         return tuple(dims)
 
     @cached_property
-    def _column_ranges(self) -> list[tuple[int, int]]:
-        """The ranges of dim 1 that the ranks sharing rows hold, in order; empty ones are left out."""
+    def _column_ends(self) -> list[int] | None:
+        """Where the ranges of dim 1 end that the ranks sharing rows hold, in order; empty ranges are left out.
+
+        None where some rank holds no single range.
+        """
         coordinate = [0] * len(self._placements)
         ranges = set()
         for at in itertools.product(*(range(self._mesh.size(d)) for d in self._column_dims)):
@@ -144,33 +151,31 @@ class DTensorShard(Shard):
             shape, offset = self._part_of(self.global_shape, tuple(coordinate))
             if shape[1]:
                 ranges.add((offset[1], offset[1] + shape[1]))
-        found = sorted(ranges)
-        ends = [0, *(end for _, end in found)]
-        if [start for start, _ in found] != ends[:-1] or ends[-1] != self.global_shape[1]:
-            raise RuntimeError(
-                f"got a parameter of shape {self.global_shape} with placements {self._placements}, expected every rank "
-                "to hold one range of dim 1; shard dim 1 on one mesh dimension only"
-            )
-        return found
+        starts, ends = [start for start, _ in sorted(ranges)], [end for _, end in sorted(ranges)]
+        return ends if [*starts, self.global_shape[1]] == [0, *ends] else None
 
     def _find_blocks(self, grid: BlockGrid) -> LocalBlocks:
         if not self._column_dims:
             return LocalBlocks(0, grid.blocks_per_row, None)
-        if self._is_aligned(grid):
+        if self._column_ends is None:
+            raise RuntimeError(
+                f"got a parameter of shape {self.global_shape} with placements {self._placements}, expected every rank "
+                "to hold one range of dim 1; shard dim 1 on one mesh dimension only"
+            )
+        if self._is_aligned(grid, self._column_ends):
             first = self.first_col // grid.block_size
             end = -(-(self.first_col + self.cols) // grid.block_size)
             return LocalBlocks(first, end - first if self.cols else 0, None)
         return LocalBlocks(0, grid.blocks_per_row, MeshExchange.along(self._mesh, self._column_dims))
 
-    def _is_aligned(self, grid: BlockGrid) -> bool:
+    def _is_aligned(self, grid: BlockGrid, ends: list[int]) -> bool:
         """Whether no block is cut and sharding the scales like the parameter gives each rank its own blocks' scales."""
         width = math.prod(self.global_shape[2:])
-        ends = [end for _, end in self._column_ranges]
         if not all(grid.is_boundary(end * width) for end in ends):
             return False
         blocks = [-(-end * width // grid.block_size) for end in ends]
-        ranges = DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, self._placements)
-        return [end for _, end in ranges._column_ranges] == blocks
+        scales = DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, self._placements)
+        return scales._column_ends == blocks
 
     def _scales_placements(self, grid: BlockGrid) -> tuple[Placement, ...]:
         if self.local_blocks(grid).exchange is None:

@@ -45,6 +45,11 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
+def decayed(p: Tensor, decay: float) -> Tensor:
+    """What decoupled weight decay leaves of a parameter; without decay its very bits."""
+    return fma(-float32(decay), p, p) if float32(decay) != 0 else p
+
+
 def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """Adam (arXiv 1412.6980, algorithm 1) and AdamW (arXiv 1711.05101, algorithm 2)."""
     beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
@@ -55,8 +60,8 @@ def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: 
     root = square_root(v)
     inverse_root_correction2 = float32(1 / math.sqrt(1 - power(beta2, step)))
     denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
-    decayed = p * float32(1 - lr * hyper["decoupled_decay"])
-    p = fma(float32(-(lr / (1 - power(beta1, step)))), m / denominator, decayed)
+    rate = float32(lr / (1 - power(beta1, step)))
+    p = fma(-rate, m / denominator, decayed(p, lr * hyper["decoupled_decay"]))
     return Updated(p, [m, v], root)
 
 
@@ -65,8 +70,7 @@ def lion(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: 
     (m,) = moments
     difference = g - m
     direction = fma(float32(1 - hyper["beta1"]), difference, m)
-    decayed = p * float32(1 - hyper["lr"] * hyper["decoupled_decay"])
-    p = decayed - torch.sign(direction) * float32(hyper["lr"])
+    p = decayed(p, hyper["lr"] * hyper["decoupled_decay"]) - torch.sign(direction) * float32(hyper["lr"])
     return Updated(p, [fma(float32(1 - hyper["beta2"]), difference, m)], None)
 
 

@@ -48,6 +48,11 @@ class Shard:
         self.cols = math.prod(local_shape[1:])
         self.first_col = 0
 
+    @property
+    def holders(self) -> Exchange | None:
+        """All ranks that hold a part of the parameter or a copy of one; None where this rank knows of no other."""
+        return None
+
     def local(self, tensor: Tensor) -> Tensor:
         """The plain tensor with this rank's part of a parameter, gradient, codes or scales."""
         return tensor

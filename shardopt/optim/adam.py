@@ -104,6 +104,11 @@ class Adam(AdamW):
         decay = group["weight_decay"]
         return {**super().hyper(group), "coupled_decay": decay, "decoupled_decay": 0.0}
 
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        if group.get("decoupled_weight_decay"):  # of a torch.optim state dict
+            raise ValueError("decoupled_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
+
 
 class AdamW8bit(AdamW):
     """:class:`AdamW` with an 8-bit codec, log8 unless ``codec`` says otherwise."""

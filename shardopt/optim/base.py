@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
+from shardopt.layout import Exchange, Shard
 from shardopt.optim.options import STATE_FORMAT, check_options, with_defaults
 from shardopt.optim.plan import Group, Plan
 from shardopt.optim.rule import Rule
@@ -166,6 +167,7 @@ class ShardedOptimizer(Optimizer):
             )
             for group in self.param_groups
         ]
+        checked: list[tuple[str, Shard, Tensor]] = []
         ready: list[tuple[int, ParameterState, Tensor, Tensor, Tensor]] = []
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]):
@@ -180,11 +182,10 @@ class ShardedOptimizer(Optimizer):
                     )
                 local, gradient = spec.shard.local(param), spec.shard.local_gradient(param.grad)
                 _check_tensors(name, local, gradient)
-                if group["nonfinite"] == "raise" and gradient.numel() and scaling.found_inf is None:
-                    low, high = torch.aminmax(gradient)
-                    if not torch.isfinite(low + high * 0):
-                        raise FloatingPointError(f"{name}: got a gradient with NaN or Inf; nothing was changed")
+                if group["nonfinite"] == "raise" and scaling.found_inf is None:
+                    checked.append((name, spec.shard, gradient))
                 ready.append((index, spec, param, local, gradient))
+        _demand_finite(checked)
         plans: dict[torch.device, Plan] = {}
         for index, spec, param, local, gradient in ready:
             state = self.state[param]
@@ -228,6 +229,7 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({**rest, **saved_group})
         check_options(groups[-1])
+        optimizer.check_group(groups[-1])
     ids = [index for group in saved for index in group["params"]]
     state: StateDict = {}
     for position, (index, (group, param)) in enumerate(zip(ids, optimizer._all_params(), strict=True)):
@@ -245,6 +247,30 @@ def _name_of(group: Mapping[str, Any], index: int, position: int, spec: Paramete
     names = group.get("param_names")
     name = names[position] if names else f"parameter {position} of param group {index}"
     return f"{name} {spec.shard.global_shape}"
+
+
+def _demand_finite(gradients: Sequence[tuple[str, Shard, Tensor]]) -> None:
+    """Raises on all ranks that hold parts of a parameter if one of them has NaN or Inf in its gradient.
+
+    Args:
+        gradients: name, shard and this rank's part of the gradient. Ranks that share parameters pass the same ones.
+
+    Raises:
+        FloatingPointError: there are such gradients.
+    """
+    together: dict[tuple[Exchange | None, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, shard, gradient in gradients:
+        low, high = torch.aminmax(gradient) if gradient.numel() else gradient.new_zeros(2)
+        flag = torch.isfinite(low + high * 0).logical_not().int()
+        together.setdefault((shard.holders, gradient.device), []).append((name, flag))
+    bad: list[str] = []
+    for (holders, _), flags in together.items():
+        found = torch.stack([flag for _, flag in flags])
+        if holders is not None:
+            holders.all_reduce_max(found)
+        bad += [name for (name, _), flag in zip(flags, found.tolist(), strict=True) if flag]
+    if bad:
+        raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
 
 
 def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:

@@ -125,7 +125,9 @@ def check_range(name: str, value: float | Tensor, low: float, high: float | None
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}: got a tensor of {value.numel()} elements, expected a single one")
-        return
+        if value.device.type != "cpu":  # reading it would wait for the device
+            return
+        value = float(value)
     if not (low <= value and (high is None or value < high)):
         bounds = f">= {low}" if high is None else f"in [{low}, {high})"
         raise ValueError(f"{name}: got {value!r}, expected a number {bounds}")

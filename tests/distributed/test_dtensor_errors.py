@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardopt
 from ranks.layouts import COLUMN, ROW, WHOLE, Layout, mesh_of, shard, values
@@ -44,22 +44,27 @@ def _third_dim() -> str:
 
 def _gradient_on_another_mesh() -> str:
     param = _sharded(ROW)
-    other = init_device_mesh("cpu", (2, 1))
-    gradient = DTensor.from_local(torch.ones_like(param.to_local()), other, (ROW, WHOLE), run_check=False)
-    return _message(param, gradient)
+    other = Layout(tuple(param.shape), (2, 1), (ROW, WHOLE), param.dtype)
+    return _message(param, shard(torch.ones(param.shape), other))
 
 
-def _uneven_without_shape() -> str:
-    """A 3-row parameter that DTensor.from_local takes for one of 4 or 2 rows."""
+def _wrong_part() -> str:
+    """A row is missing on each rank."""
     local = values((2 - dist.get_rank(), 130), 0)
     param = DTensor.from_local(local, mesh_of((2,)), (ROW,), run_check=False, shape=(5, 130), stride=(130, 1))
     gradient = DTensor.from_local(local, mesh_of((2,)), (ROW,), run_check=False, shape=(5, 130), stride=(130, 1))
     return _message(param, gradient)
 
 
-def _wide_columns_twice() -> str:
-    """Columns on two dimensions of the mesh, dealt out so that a rank's are not contiguous."""
-    return ""
+def _columns_apart() -> str:
+    """Each rank holds two ranges of columns."""
+    param = _sharded(_StridedShard(1, split_factor=2))
+    return _message(param, torch.ones_like(param))
+
+
+def _plain_gradient() -> str:
+    param = _sharded(COLUMN)
+    return _message(param, torch.ones(param.shape))
 
 
 @pytest.mark.parametrize(
@@ -68,23 +73,14 @@ def _wide_columns_twice() -> str:
         (_partial, ["Partial", "expected Shard or Replicate", "reduce it"]),
         (_third_dim, ["(33, 130, 4) sharded on dim 2", "expected dim 0 or 1", "shard_placement_fn"]),
         (_gradient_on_another_mesh, ["got a gradient on", "expected the parameter's mesh"]),
-        (_uneven_without_shape, ["got a part of shape", "expected (3, 130)", "shape= and stride="]),
+        (_wrong_part, ["got a part of shape", "of a parameter of shape (5, 130)", "pass shape= and stride="]),
+        (_columns_apart, ["expected every rank to hold one range of dim 1"]),
+        (_plain_gradient, ["got a plain gradient", "wrap it with DTensor.from_local"]),
     ],
 )
 def test_message(ranks: Pool, function: Callable[[], str], parts: list[str]) -> None:
     for message in ranks.run(2, function):
         assert all(part in message for part in parts), message
-
-
-def _plain_gradient() -> str:
-    param = _sharded(COLUMN)
-    return _message(param, torch.ones(param.to_local().shape))
-
-
-def test_plain_gradient(ranks: Pool) -> None:
-    for message in ranks.run(2, _plain_gradient):
-        assert "plain gradient" in message
-        assert "DTensor.from_local" in message
 
 
 def _unquantized_third_dim() -> None:

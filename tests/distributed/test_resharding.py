@@ -53,7 +53,7 @@ def _load(way: str, rule: str, codec: str, flat: bool, path: Path) -> None:
 
 
 #: Where checkpoints come from, and where they are loaded.
-FROM = [(2, "fsdp"), (2, "fsdp columns"), (4, "fsdp tp"), (1, "single")]
+FROM = [(2, "fsdp"), (2, "fsdp columns"), (4, "fsdp columns tp"), (1, "single")]
 TO = [(1, "single"), (1, "fsdp"), (3, "fsdp columns"), (4, "fsdp"), (4, "hsdp columns"), (4, "fsdp tp"), (3, "tp")]
 
 
@@ -75,8 +75,6 @@ def test_codecs_and_flattened_names(ranks: Pool, tmp_path: Path, rule: str, code
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize(("saved_on", "saved_way"), [*FROM, (3, "fsdp columns"), (4, "fsdp"), (4, "hsdp")])
 def test_load_elsewhere_sweep(ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str, codec: str) -> None:
-    for rule in ("adamw", "momentum"):
-        path = tmp_path / rule
-        ranks.run(saved_on, _save, saved_way, rule, codec, False, path)
-        for world_size, way in [*TO, (2, "fsdp"), (2, "fsdp columns"), (3, "fsdp")]:
-            ranks.run(world_size, _load, way, rule, codec, False, path)
+    ranks.run(saved_on, _save, saved_way, "adamw", codec, False, tmp_path)
+    for world_size, way in [*TO, (2, "fsdp"), (2, "fsdp columns"), (3, "fsdp")]:
+        ranks.run(world_size, _load, way, "adamw", codec, False, tmp_path)

@@ -44,6 +44,7 @@ def layouts(world_size: int) -> list[Layout]:
     mesh = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
     pairs = [(WHOLE, ROW), (ROW, WHOLE), (WHOLE, COLUMN), (ROW, COLUMN), (COLUMN, ROW), (ROW, ROW)]
     pairs += [(COLUMN, COLUMN), (_StridedShard(0, split_factor=mesh[1]), ROW)]
+    pairs += [(_StridedShard(0, split_factor=2), WHOLE)]
     ways += [(mesh, pair) for pair in pairs]
     found = []
     for mesh, placements in ways:

@@ -99,9 +99,9 @@ def _mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _fsdp_tensor_parallel(model: nn.Module) -> nn.Module:
+def _fsdp_tensor_parallel(model: nn.Module, columns: int = 0) -> nn.Module:
     mesh = _mesh((2, dist.get_world_size() // 2), "data", "tensor")
-    return _fsdp(_tensor_parallel(model, mesh["tensor"]), mesh["data"])
+    return _fsdp(_tensor_parallel(model, mesh["tensor"]), mesh["data"], columns)
 
 
 def _hsdp(model: nn.Module, replicas: int, **options: object) -> nn.Module:
@@ -124,4 +124,5 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "hsdp of one": lambda model: _hsdp(model, replicas=dist.get_world_size()),
     "tp": lambda model: _tensor_parallel(model, _mesh((dist.get_world_size(),), "tensor")),
     "fsdp tp": _fsdp_tensor_parallel,
+    "fsdp columns tp": lambda model: _fsdp_tensor_parallel(model, columns=dist.get_world_size()),
 }
