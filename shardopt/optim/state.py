@@ -35,7 +35,7 @@ class ParameterState:
     def of(cls, param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> ParameterState:
         """The state that a parameter has in a param group."""
         shard = shard_of(param)
-        quantized = is_quantized(shard.global_shape, group["min_quantized_numel"])
+        quantized = bool(moments) and is_quantized(shard.global_shape, group["min_quantized_numel"])
         codec = get_codec(group["codec"] if quantized else "fp32")
         return cls(shard, BlockGrid(shard.global_shape, group["block_size"]), codec, moments)
 

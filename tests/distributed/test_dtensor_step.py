@@ -70,7 +70,13 @@ def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int) -> None
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("rule", "codec"),
-    [*(("adamw", codec) for codec in CODEC_NAMES), ("lion", "log8"), ("lion", "dynamic8"), ("nesterov", "companded8")],
+    [
+        *(("adamw", codec) for codec in CODEC_NAMES),
+        ("lion", "log8"),
+        ("lion", "dynamic8"),
+        ("nesterov", "companded8"),
+        ("sgd", "log8"),
+    ],
 )
 def test_sharded_as_whole(ranks: Pool, world_size: int, rule: str, codec: str) -> None:
     ranks.run(world_size, _sharded_as_whole, rule, [codec], 128)

@@ -14,6 +14,7 @@ from shardopt.optim import ShardedOptimizer
 
 
 def trained(way: str, steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    """The model sharded in one of the ``WAYS`` and its optimizer, after so many :func:`step_with`."""
     model = WAYS[way](make_net())
     optimizer = RULES[rule].make(model.parameters(), min_quantized_numel=64, **options)
     for step in range(steps):
@@ -22,10 +23,12 @@ def trained(way: str, steps: int, rule: str = "adamw", **options: Any) -> tuple[
 
 
 def step_with(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Takes the run's step of this number."""
     set_gradients(model, step)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def snapshot_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """The run in full; all ranks must call this."""
     return snapshot(named_parameters(model), optimizer)
