@@ -33,6 +33,8 @@ SHARDOPT_HD Floats fma_lanes(Floats a, Floats b, Floats c) {
   return (Floats)(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
 }
 SHARDOPT_HD Floats square_root(Floats x) { return (Floats)_mm512_sqrt_ps((__m512)x); }
+SHARDOPT_HD Ints max_int(Ints a, Ints b) { return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 
 SHARDOPT_HD Ints load_lanes(const uint8_t* from) {
   return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -79,6 +81,8 @@ SHARDOPT_HD Floats fma_lanes(Floats a, Floats b, Floats c) {
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
 SHARDOPT_HD Floats square_root(Floats x) { return (Floats)_mm256_sqrt_ps((__m256)x); }
+SHARDOPT_HD Ints max_int(Ints a, Ints b) { return (Ints)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm256_min_epi32((__m256i)a, (__m256i)b); }
 
 SHARDOPT_HD Ints load_lanes(const uint8_t* from) {
   return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
@@ -117,6 +121,8 @@ SHARDOPT_HD Floats fma_lanes(Floats a, Floats b, Floats c) {
   for (int i = 0; i < kLanes; ++i) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return a;
 }
+SHARDOPT_HD Ints max_int(Ints a, Ints b) { return a > b ? a : b; }
+SHARDOPT_HD Ints min_int(Ints a, Ints b) { return a < b ? a : b; }
 SHARDOPT_HD Floats square_root(Floats x) {
   for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
   return x;

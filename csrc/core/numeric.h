@@ -51,6 +51,9 @@ SHARDOPT_HD float square_root(float x) {
 #endif
 }
 
+SHARDOPT_HD int32_t max_int(int32_t a, int32_t b) { return a > b ? a : b; }
+SHARDOPT_HD int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
+
 SHARDOPT_HD float select(bool condition, float yes, float no) { return condition ? yes : no; }
 SHARDOPT_HD int32_t select(bool condition, int32_t yes, int32_t no) { return condition ? yes : no; }
 
@@ -89,16 +92,6 @@ SHARDOPT_HD IntOf<F> magnitude_bits(F x) {
 template <class F>
 SHARDOPT_HD F magnitude(F x) {
   return float_from_bits(magnitude_bits(x));
-}
-
-template <class I>
-SHARDOPT_HD I max_int(I a, I b) {
-  return select(a > b, a, b);
-}
-
-template <class I>
-SHARDOPT_HD I min_int(I a, I b) {
-  return select(a < b, a, b);
 }
 
 // Nearest integer, ties to even, for |x| < 2^22: at 1.5 * 2^23 the float grid is the integers.
