@@ -28,22 +28,14 @@ struct Companded8 {
   };
 
   // z = 2 y / (1 + y) of the magnitude y in units of the block's maximum; the table holds the inverse.
-  struct Signed : ScaledByMaximum {
-    const float* table;
-
-    SHARDOPT_HD Signed(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
+  struct Signed : SignedByTable {
+    using SignedByTable::SignedByTable;
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x) const {
       const F y = magnitude(x) / divisor;
       const F z = 2.0f * y / (1.0f + y);
       return code_with_sign_of(round_to_int(127.0f * z), x);
-    }
-
-    template <class I>
-    SHARDOPT_HD auto decode(I c) const {
-      const I q = signed_code(c);
-      return with_sign_of(lookup<128>(table, code_magnitude(q)) * scale, q);
     }
   };
 };

@@ -45,22 +45,14 @@ struct Log8 {
   };
 
   // Code q stands for T[|q|] with the sign of q, in units of the block's maximum; T inverts z = y (1.7 - 0.7 y).
-  struct Signed : ScaledByMaximum {
-    const float* table;
-
-    SHARDOPT_HD Signed(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
+  struct Signed : SignedByTable {
+    using SignedByTable::SignedByTable;
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F r) const {
       const F y = magnitude(r) / divisor;
       const F z = y * fma(-0.7f, y, 1.7f);
       return code_with_sign_of(round_to_int(127.0f * z), r);
-    }
-
-    template <class I>
-    SHARDOPT_HD auto decode(I c) const {
-      const I q = signed_code(c);
-      return with_sign_of(lookup<128>(table, code_magnitude(q)) * scale, q);
     }
   };
 };

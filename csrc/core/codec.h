@@ -53,4 +53,17 @@ struct ScaledByMaximum {
       : scale(scales[0]), divisor(scales[0] > 0.0f ? scales[0] : 1.0f) {}
 };
 
+// The base of a coder of signed magnitudes: code q stands for table[|q|] with the sign of q, times the scale.
+struct SignedByTable : ScaledByMaximum {
+  const float* table;
+
+  SHARDOPT_HD SignedByTable(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
+
+  template <class I>
+  SHARDOPT_HD auto decode(I c) const {
+    const I q = signed_code(c);
+    return with_sign_of(lookup<128>(table, code_magnitude(q)) * scale, q);
+  }
+};
+
 SHARDOPT_END_NAMESPACE

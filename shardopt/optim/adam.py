@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.options import Options, check_range
+from shardopt.optim.options import Options
 from shardopt.optim.rule import Rule
 
 _ADAM = Rule("adam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
@@ -73,13 +73,6 @@ class AdamW(ShardedOptimizer):
             "coupled_decay": 0.0,
             "decoupled_decay": group["weight_decay"],
         }
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        check_range("lr", group["lr"], 0.0)
-        for index, beta in enumerate(group["betas"]):
-            check_range(f"betas[{index}]", beta, 0.0, 1.0)
-        check_range("eps", group["eps"], 0.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
 
 
 class Adam(AdamW):

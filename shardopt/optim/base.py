@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
 from shardopt.layout import Exchange, Shard
-from shardopt.optim.options import STATE_FORMAT, check_options, with_defaults
+from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
 from shardopt.optim.plan import Group, Plan
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import ParameterState, StateDict
@@ -53,12 +53,12 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Checks the rule's hyper-parameters in a param group.
+        """Checks the hyper-parameters in a param group.
 
         Raises:
             ValueError: one is out of range.
         """
-        raise NotImplementedError
+        check_hyper(group)
 
     @property
     def nonfinite_count(self) -> int:

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.options import Options, check_range
+from shardopt.optim.options import Options
 from shardopt.optim.rule import Rule
 
 _LION = Rule("lion", (Moment("exp_avg", signed=True),))
@@ -55,12 +55,6 @@ class Lion(ShardedOptimizer):
             "beta2": float(beta2),
             "decoupled_decay": group["weight_decay"],
         }
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        check_range("lr", group["lr"], 0.0)
-        for index, beta in enumerate(group["betas"]):
-            check_range(f"betas[{index}]", beta, 0.0, 1.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
 
 
 class Lion8bit(Lion):

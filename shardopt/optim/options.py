@@ -116,12 +116,20 @@ def check_options(group: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got True, which shardopt does not support; leave the option out")
 
 
-def check_range(name: str, value: float | Tensor, low: float, high: float | None = None) -> None:
-    """Checks that a hyper-parameter lies in ``[low, high)``.
+def check_hyper(group: Mapping[str, Any]) -> None:
+    """Checks the hyper-parameters in a param group, of those that rules have in common.
 
     Raises:
-        ValueError: it does not.
+        ValueError: one is out of range.
     """
+    for index, beta in enumerate(group.get("betas", ())):
+        _check_range(f"betas[{index}]", beta, 0.0, 1.0)
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        if name in group:
+            _check_range(name, group[name], 0.0)
+
+
+def _check_range(name: str, value: float | Tensor, low: float, high: float | None = None) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}: got a tensor of {value.numel()} elements, expected a single one")

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.options import Options, check_range
+from shardopt.optim.options import Options
 from shardopt.optim.rule import Rule
 
 _MOMENTUM = Rule("momentum", (Moment("momentum_buffer", signed=True),))
@@ -70,9 +70,7 @@ class SGD(ShardedOptimizer):
         }
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        check_range("lr", group["lr"], 0.0)
-        check_range("momentum", group["momentum"], 0.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
+        super().check_group(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov: got momentum={group['momentum']} and dampening={group['dampening']}, expected momentum > 0 "
