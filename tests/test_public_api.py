@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -113,8 +114,10 @@ def test_docstrings(name: str, thing: Any) -> None:
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    """What a fresh interpreter prints that does not see the source tree."""
+    with tempfile.TemporaryDirectory() as elsewhere:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
