@@ -115,8 +115,9 @@ void bind_cuda(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   using namespace shardopt;
   m.doc() = "The compiled step of shardopt.";
-  PYBIND11_NUMPY_DTYPE(TensorEntry, param, gradient, step, codes, scales, extremes, rows, cols, row_stride,
-                       scales_row_stride, block_size, param_dtype, gradient_dtype, codec, group, cut);
+  PYBIND11_NUMPY_DTYPE(TensorEntry, param, gradient, step, low_bits, codes, scales, extremes, rows, cols, row_stride,
+                       scales_row_stride, first_element, global_row_numel, noise_key, block_size, weight_format,
+                       gradient_dtype, codec, group, cut);
   PYBIND11_NUMPY_DTYPE(GroupEntry, hyper, gradient_scale, rule, nonfinite);
   m.attr("tensor_entry") = py::dtype::of<TensorEntry>();
   m.attr("group_entry") = py::dtype::of<GroupEntry>();

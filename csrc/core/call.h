@@ -11,6 +11,16 @@ constexpr int kMaxBlock = 4096;
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
+// How a parameter's weights are kept (core/weight.h). The first three are their dtype, as above.
+enum class WeightFormat : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kBFloat16Plus8 = 3,       // bfloat16, and 8 more bits in the optimizer's state: a master weight of 24 bits
+  kBFloat16Plus16 = 4,      // the same with 16: all of float32
+  kBFloat16Stochastic = 5,  // bfloat16, rounded up or down at random
+};
+
 // What to do with an element whose gradient is NaN or Inf, or overflows its moments.
 enum class NonFinite : int32_t { kSkip = 0, kPropagate = 1 };
 
@@ -33,7 +43,8 @@ struct Extremes {
 struct TensorEntry {
   uint64_t param;
   uint64_t gradient;
-  uint64_t step;  // float32 scalar, already counted up
+  uint64_t step;      // float32 scalar, already counted up
+  uint64_t low_bits;  // int8 or int16 per element, where the weight format has some
   uint64_t codes[kMaxMoments];
   uint64_t scales[kMaxMoments];
   uint64_t extremes[kMaxMoments];  // cut blocks only
@@ -41,8 +52,11 @@ struct TensorEntry {
   int64_t cols;
   int64_t row_stride;         // elements from row to row of param, gradient and codes
   int64_t scales_row_stride;  // blocks from row to row of scales and extremes
+  int64_t first_element;      // index of the first element in the flattened global parameter
+  int64_t global_row_numel;   // elements from row to row there
+  uint64_t noise_key;         // for stochastic rounding: of the seed and the parameter
   int32_t block_size;
-  int32_t param_dtype;
+  int32_t weight_format;
   int32_t gradient_dtype;
   int32_t codec;
   int32_t group;

@@ -14,11 +14,12 @@ constexpr int kLanes = SHARDOPT_LANES;
 
 typedef float Floats __attribute__((vector_size(4 * SHARDOPT_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * SHARDOPT_LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * SHARDOPT_LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(SHARDOPT_LANES)));
+typedef uint32_t UnsignedInts __attribute__((vector_size(4 * SHARDOPT_LANES)));
 
 SHARDOPT_HD Ints bits(Floats x) { return reinterpret_cast<Ints>(x); }
 SHARDOPT_HD Floats float_from_bits(Ints b) { return reinterpret_cast<Floats>(b); }
+SHARDOPT_HD UnsignedInts as_unsigned(Ints i) { return reinterpret_cast<UnsignedInts>(i); }
+SHARDOPT_HD Ints as_signed(UnsignedInts i) { return reinterpret_cast<Ints>(i); }
 SHARDOPT_HD Floats to_float(Ints i) { return __builtin_convertvector(i, Floats); }
 
 SHARDOPT_HD Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }

@@ -33,6 +33,9 @@ SHARDOPT_HD float float_from_bits(int32_t b) {
 #endif
 }
 
+SHARDOPT_HD uint32_t as_unsigned(int32_t i) { return static_cast<uint32_t>(i); }
+SHARDOPT_HD int32_t as_signed(uint32_t i) { return static_cast<int32_t>(i); }
+
 SHARDOPT_HD float to_float(int32_t i) { return static_cast<float>(i); }
 
 SHARDOPT_HD float fma(float a, float b, float c) {

@@ -77,7 +77,7 @@ class BlockStepper {
         gradient_scale_(call.groups[entry.group].gradient_scale),
         propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
         table_(call.tables[entry.codec]),
-        param_dtype_(static_cast<DType>(entry.param_dtype)),
+        param_dtype_(static_cast<DType>(entry.weight_format)),
         gradient_dtype_(static_cast<DType>(entry.gradient_dtype)),
         stores_(!entry.cut || call.phase == Phase::kFinish) {}
 

@@ -73,7 +73,7 @@ class WarpStepper {
     lane_n_ = n_ - at < 0 ? 0 : (n_ - at < kLane ? n_ - at : kLane);
     at_ = offset_ + at;
     float gradient[kLane];
-    load_floats(param_, entry_.param, entry_.param_dtype, at_, lane_n_);
+    load_floats(param_, entry_.param, entry_.weight_format, at_, lane_n_);
     load_floats(gradient, entry_.gradient, entry_.gradient_dtype, at_, lane_n_);
     decode();
     const bool skips = group_.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
@@ -197,7 +197,7 @@ class WarpStepper {
     for (int chunk = 0; chunk < chunks(); ++chunk) {
       compute(chunk);
       counted += nonfinite_;
-      store_floats(entry_.param, param_, entry_.param_dtype, at_, lane_n_);
+      store_floats(entry_.param, param_, entry_.weight_format, at_, lane_n_);
 #pragma unroll
       for (int k = 0; k < kMoments; ++k) {
         Vector<Code> codes;

@@ -84,6 +84,7 @@ class Plan:
                     _address(param, part.col),
                     _address(gradient, part.col),
                     state["step"].data_ptr(),
+                    0,
                     _addresses([c.codes for c in coded], part.col),
                     _addresses(
                         [c.scales for c in coded],
@@ -95,6 +96,9 @@ class Plan:
                     part.cols,
                     cols,
                     blocks.per_row,
+                    0,
+                    0,
+                    0,
                     size,
                     DTYPES[param.dtype],
                     DTYPES[gradient.dtype],

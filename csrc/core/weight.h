@@ -1,0 +1,85 @@
+// How weights narrower than float32 are kept: the low bits of a master weight beside a bfloat16, and stochastic
+// rounding.
+#pragma once
+
+#include "core/numeric.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+// A weight in two words: the parameter's bfloat16 in the low half of `high`, and `low`, signed, of kLowBits (8 or 16),
+// in units of the last place of the float32's upper 16 + kLowBits bits. Both belong to the magnitude; the sign is that
+// of `high`.
+template <class I>
+struct SplitWeight {
+  I high, low;
+};
+
+// Rounds to 16 + kLowBits bits, to nearest even, and splits: the bfloat16 is the nearest one, away from zero in a tie.
+// With 16 bits nothing is lost; with 8 the error is at most 1/512 of a bfloat16's last place. Finite weights stay so.
+template <int kLowBits, class F>
+SHARDOPT_HD SplitWeight<IntOf<F>> split_weight(F x) {
+  using I = IntOf<F>;
+  constexpr int kDropped = 16 - kLowBits;
+  constexpr int32_t kInfinity = kInfinityBits >> kDropped;
+  const I b = magnitude_bits(x);
+  I word = b;
+  if constexpr (kDropped > 0) {
+    const I rounded = (b + ((1 << (kDropped - 1)) - 1) + ((b >> kDropped) & 1)) >> kDropped;
+    word = select(b < kInfinityBits, min_int(rounded, spread<I>(kInfinity - 1)), rounded);
+  }
+  const I sign = (bits(x) >> 16) & 0x8000;
+  const I high = (word + (1 << (kLowBits - 1))) >> kLowBits;
+  return {select(b > kInfinityBits, spread<I>(0x7fc0), high) | sign,
+          select(b > kInfinityBits, I{}, word - (high << kLowBits))};
+}
+
+template <int kLowBits, class I>
+SHARDOPT_HD auto join_weight(I high, I low) {
+  const I magnitude = (((high & 0x7fff) << kLowBits) + low) << (16 - kLowBits);
+  return float_from_bits(magnitude | ((high & 0x8000) << 16));
+}
+
+// Random bits by counter, so that they do not depend on who asks: for the elements of one block, which are counted by
+// `index`, 32 bits each. The mixing is that of lowbias32 (C. Wellons, "Prospecting for Hash Functions"), keyed.
+struct Noise {
+  uint32_t first, second;
+
+  // `key`: of the seed and the parameter. `element`: where the block begins in the flattened global parameter.
+  SHARDOPT_HD Noise(uint64_t key, float step, int64_t element) {
+    const uint64_t position = static_cast<uint64_t>(element);
+    const uint64_t mixed = mix(mix(key + static_cast<uint64_t>(step)) + (position >> 32));
+    first = static_cast<uint32_t>(mixed) + static_cast<uint32_t>(position);
+    second = static_cast<uint32_t>(mixed >> 32);
+  }
+
+  template <class I>
+  SHARDOPT_HD I bits_at(I index) const {
+    auto x = as_unsigned(index) + first;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= second;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    x ^= x >> 16;
+    return as_signed(x);
+  }
+
+ private:
+  // The finalizer of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014).
+  SHARDOPT_HD static uint64_t mix(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+};
+
+// The bfloat16 next below in magnitude or next above, above with the probability that makes the mean exact.
+template <class F>
+SHARDOPT_HD IntOf<F> bf16_at_random(F x, IntOf<F> random) {
+  const IntOf<F> b = bits(x);
+  const IntOf<F> rounded = ((b >> 16) & 0xffff) + (((b & 0xffff) + (random & 0xffff)) >> 16);
+  return select(magnitude_bits(x) >= kInfinityBits, bf16_from_float(x), rounded);
+}
+
+SHARDOPT_END_NAMESPACE
