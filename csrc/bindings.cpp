@@ -118,7 +118,7 @@ PYBIND11_MODULE(_C, m) {
   PYBIND11_NUMPY_DTYPE(TensorEntry, param, gradient, step, low_bits, codes, scales, extremes, rows, cols, row_stride,
                        scales_row_stride, first_element, global_row_numel, noise_key, block_size, weight_format,
                        gradient_dtype, codec, group, cut);
-  PYBIND11_NUMPY_DTYPE(GroupEntry, hyper, gradient_scale, rule, nonfinite);
+  PYBIND11_NUMPY_DTYPE(GroupEntry, hyper, lr, gradient_scale, rule, nonfinite);
   m.attr("tensor_entry") = py::dtype::of<TensorEntry>();
   m.attr("group_entry") = py::dtype::of<GroupEntry>();
   m.attr("rules") = describe_rules(generic::Rules{});

@@ -64,7 +64,8 @@ struct TensorEntry {
 };
 
 struct GroupEntry {
-  double hyper[kMaxHyper];  // in the order of the rule's kHyper
+  double hyper[kMaxHyper];  // in the order of the rule's kHyper, of which the first is the learning rate
+  uint64_t lr;              // CUDA: a float32 scalar that stands for hyper[0], or 0
   float gradient_scale;     // the gradient is multiplied by it: sign of `maximize`, inverse of the loss scale
   int32_t rule;
   int32_t nonfinite;

@@ -32,7 +32,7 @@ class Group(NamedTuple):
     def row(self) -> tuple[object, ...]:
         """The group as a row of ``_C.group_entry``."""
         policy = _C.NonFinite.propagate if self.nonfinite == "propagate" else _C.NonFinite.skip
-        return (self.rule.hyper_row(self.hyper), self.gradient_sign, self.rule.index, int(policy))
+        return (self.rule.hyper_row(self.hyper), 0, self.gradient_sign, self.rule.index, int(policy))
 
 
 class _CutParameter(NamedTuple):
