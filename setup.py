@@ -23,23 +23,20 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 DEFAULT_CUDA_ARCHS = "80;90;100"
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 TARGET_FLAGS = {
     "cpu_avx2.cpp": ["-mavx2", "-mfma"],
-    "cpu_avx512.cpp": [
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ],
+    "cpu_avx512.cpp": AVX512,
+    "cpu_avx512vbmi.cpp": [*AVX512, "-mavx512vbmi"],
 }
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def cpu_sources() -> list[str]:
-    names = ["csrc/bindings.cpp", "csrc/step/cpu.cpp", "csrc/step/thread_pool.cpp"]
+    names = ["csrc/bindings.cpp", "csrc/watch.cpp", "csrc/step/cpu.cpp", "csrc/step/thread_pool.cpp"]
     names.append("csrc/step/cpu_portable.cpp")
+    if toolkit:
+        names.append("csrc/bindings_cuda.cpp")
     if X86:
         names += [f"csrc/step/{name}" for name in TARGET_FLAGS]
     return names

@@ -12,30 +12,36 @@ struct Companded8 {
   static constexpr bool kRelative = false;
 
   // The root, linear in units of the block's maximum; above zero the code is at least 1.
-  struct Unsigned : ScaledByMaximum {
-    SHARDOPT_HD Unsigned(const float* scales, const float*) : ScaledByMaximum(scales) {}
+  struct Unsigned : ScaledByMaximum<true> {
+    static constexpr bool kMeasuresSmallest = false;
+
+    float inverse, unit;
+
+    SHARDOPT_HD Unsigned(const float* scales, const float*)
+        : ScaledByMaximum(scales), inverse(units_in(255.0f)), unit(scale / 255.0f) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F u) const {
-      const IntOf<F> q = round_to_int(255.0f * u / divisor);
+      const IntOf<F> q = round_to_int(u * inverse);
       return max_int(q, select(u > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));
     }
 
     template <class I>
     SHARDOPT_HD auto decode(I c) const {
-      return to_float(c) / 255.0f * scale;
+      return to_float(c) * unit;
     }
   };
 
-  // z = 2 y / (1 + y) of the magnitude y in units of the block's maximum; the table holds the inverse.
-  struct Signed : SignedByTable {
-    using SignedByTable::SignedByTable;
+  // z = 2 y / (1 + |y|) of y in units of the block's maximum; the table holds the inverse.
+  struct Signed : CodedByTable<true> {
+    float inverse, inverse254;
+
+    SHARDOPT_HD Signed(const float* scales, const float* t)
+        : CodedByTable(scales, t), inverse(units_in(1.0f)), inverse254(units_in(254.0f)) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x) const {
-      const F y = magnitude(x) / divisor;
-      const F z = 2.0f * y / (1.0f + y);
-      return code_with_sign_of(round_to_int(127.0f * z), x);
+      return signed_code_of(x * inverse254 / fma(magnitude(x), inverse, 1.0f));
     }
   };
 };

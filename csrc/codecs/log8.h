@@ -15,6 +15,7 @@ struct Log8 {
   // Code q > 0 stands for the float whose bits lie (255 - q) steps below those of the block's maximum; 0 for zero.
   struct Unsigned {
     static constexpr int kScales = 2;  // the maximum; the step, a whole number below 2^24
+    static constexpr bool kMeasuresSmallest = true;
     static constexpr int32_t kLevels = 254;
     static constexpr int32_t kMaxRange = 32 << 23;
 
@@ -31,28 +32,37 @@ struct Log8 {
         : top(bits(scales[0])), step(static_cast<int32_t>(scales[1])), inverse_step(1.0f / scales[1]) {}
 
     template <class F>
+    SHARDOPT_HD IntOf<F> encode(F u, F& decoded) const {
+      using I = IntOf<F>;
+      const F distance = to_float(top - bits(u)) * inverse_step;  // >= 0: as integers the bits are ordered alike
+      const I levels = round_to_int(float_from_bits(min_int(bits(distance), spread<I>(bits(254.0f)))));
+      const auto is_zero = bits(u) == 0;
+      decoded = float_from_bits(select(is_zero, I{}, top - levels * step));
+      return select(is_zero, I{}, 255 - levels);
+    }
+
+    template <class F>
     SHARDOPT_HD IntOf<F> encode(F u) const {
-      const F distance = to_float(top - bits(u)) * inverse_step;
-      const IntOf<F> q = 255 - round_to_int(select(distance < 254.0f, distance, spread<F>(254.0f)));
-      return select(u > 0.0f, q, IntOf<F>{});
+      F decoded;
+      return encode(u, decoded);
     }
 
     template <class I>
     SHARDOPT_HD auto decode(I c) const {
-      const I b = max_int(top - (255 - c) * step, spread<I>(1));  // 1: the smallest subnormal, never zero
-      return float_from_bits(select(c > 0, b, I{}));
+      return float_from_bits(select(c == 0, I{}, c * step + (top - 255 * step)));
     }
   };
 
-  // Code q stands for T[|q|] with the sign of q, in units of the block's maximum; T inverts z = y (1.7 - 0.7 y).
-  struct Signed : SignedByTable {
-    using SignedByTable::SignedByTable;
+  // Code q stands for T[|q|] with the sign of q, in units of the block's maximum; T inverts z = y (1.7 - 0.7 |y|).
+  struct Signed : CodedByTable<true> {
+    float inverse;
+
+    SHARDOPT_HD Signed(const float* scales, const float* t) : CodedByTable(scales, t), inverse(units_in(1.0f)) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F r) const {
-      const F y = magnitude(r) / divisor;
-      const F z = y * fma(-0.7f, y, 1.7f);
-      return code_with_sign_of(round_to_int(127.0f * z), r);
+      const F y = r * inverse;
+      return signed_code_of(y * fma(-0.7f * 127.0f, magnitude(y), 1.7f * 127.0f));
     }
   };
 };

@@ -14,6 +14,7 @@ struct Float32 {
   struct Signed {
     static constexpr int kScales = 0;
     static constexpr int kZero = 0;
+    static constexpr bool kMeasuresSmallest = false;
     SHARDOPT_HD static void measure(const Extremes&, float*) {}
     SHARDOPT_HD Signed(const float*, const float*) {}
     template <class F>
@@ -37,6 +38,7 @@ struct BFloat16 {
   struct Signed {
     static constexpr int kScales = 0;
     static constexpr int kZero = 0;
+    static constexpr bool kMeasuresSmallest = false;
     SHARDOPT_HD static void measure(const Extremes&, float*) {}
     SHARDOPT_HD Signed(const float*, const float*) {}
     template <class F>

@@ -7,10 +7,12 @@
 //   root Signed, Unsigned   a coder for each kind of moment:
 //     kZero              the code of zero, in a signed moment (in an unsigned one it is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
+//     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
 //     measure(e, s)      the block's scales from its extremes
 //     Coder(s, table)    the coder of a block with these scales
-//     encode(x), decode(c)
-//                        a code as an integer (a Code that is float: as the value itself)
+//     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
+//     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
+//     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
 // and knows nothing of rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
 
@@ -31,38 +33,62 @@ SHARDOPT_HD I code_magnitude(I q) {
   return min_int(select(q < 0, -q, q), spread<I>(127));
 }
 
-// The whole number q >= 0 with the sign of x, as a uint8.
+// The whole number nearest to x, |x| < 2^22, ties to even, in the low byte as two's complement.
 template <class F>
-SHARDOPT_HD IntOf<F> code_with_sign_of(IntOf<F> q, F x) {
-  return select(x < 0.0f, -q, q) & 0xff;
+SHARDOPT_HD IntOf<F> signed_code_of(F x) {
+  return bits(x + kWhole);
 }
 
-// The base of a coder that divides by the block's largest magnitude.
+// The least scale of a block that is not all zeros, so that its reciprocal is finite and its smallest code is not zero.
+constexpr float kLeastScale = 1.17549435e-38f;  // 2^-126, the smallest normal number
+// The same for roots, whose squares must not be zero: the smallest code above zero is 1/255.
+constexpr float kLeastRootScale = 1.35525272e-20f;  // 2^-66
+
+// The base of a coder in units of the block's largest magnitude.
+template <bool kIsRoot = false>
 struct ScaledByMaximum {
   static constexpr int kScales = 1;
   static constexpr int kZero = 0;
 
   float scale;
-  float divisor;  // the scale, but 1 in a block of zeros
 
   SHARDOPT_HD static void measure(const Extremes& extremes, float* scales) {
-    scales[0] = float_from_bits(extremes.high);
+    const int32_t least = bits(kIsRoot ? kLeastRootScale : kLeastScale);
+    scales[0] = float_from_bits(extremes.high == 0 ? 0 : max_int(extremes.high, least));
   }
 
-  SHARDOPT_HD explicit ScaledByMaximum(const float* scales)
-      : scale(scales[0]), divisor(scales[0] > 0.0f ? scales[0] : 1.0f) {}
+  SHARDOPT_HD explicit ScaledByMaximum(const float* scales) : scale(scales[0]) {}
+
+  // How often the scale goes into `number`; of a block of zeros, any number.
+  SHARDOPT_HD float units_in(float number) const { return number / (scale > 0.0f ? scale : 1.0f); }
 };
 
-// The base of a coder of signed magnitudes: code q stands for table[|q|] with the sign of q, times the scale.
-struct SignedByTable : ScaledByMaximum {
+// The base of a coder by table: a code stands for its entry times the scale. Either all 256 codes have an entry, or,
+// kSignMagnitude, 128 magnitudes have, and codes are signed.
+template <bool kSignMagnitude>
+struct CodedByTable : ScaledByMaximum<> {
+  static constexpr int kTable = kSignMagnitude ? 128 : 256;
+
   const float* table;
 
-  SHARDOPT_HD SignedByTable(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
+  // Where this coder's entries stand in the codec's table.
+  SHARDOPT_HD static const float* entries(const float* t) { return t; }
+
+  SHARDOPT_HD CodedByTable(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
+
+  template <class I>
+  SHARDOPT_HD static auto value(const float* table, I c) {
+    if constexpr (kSignMagnitude) {
+      const I q = signed_code(c);
+      return with_sign_of(lookup<kTable>(table, code_magnitude(q)), q);
+    } else {
+      return lookup<kTable>(table, c);
+    }
+  }
 
   template <class I>
   SHARDOPT_HD auto decode(I c) const {
-    const I q = signed_code(c);
-    return with_sign_of(lookup<128>(table, code_magnitude(q)) * scale, q);
+    return value(table, c) * scale;
   }
 };
 

@@ -1,170 +1,216 @@
-// The CPU's vector of floats and what rules and codecs do with it, on the compiler's generic vectors. Only what these
-// do badly or not at all is written per instruction set.
+// The CPU's vectors of floats and what rules and codecs do with them. A number here is a pack of several native vectors
+// that take each operation together, so that the processor has independent work while one waits for a quotient or a
+// root. What the compiler's generic vectors do badly or not at all is written per instruction set.
 #pragma once
 
 #include "core/target.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
+#if defined(__AVX512F__)
+#include "core/lanes_avx512.h"
+#elif defined(__AVX2__)
+#include "core/lanes_avx2.h"
+#else
+#include "core/lanes_portable.h"
 #endif
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kLanes = SHARDOPT_LANES;
+template <int kPack>
+struct Floats;
+template <int kPack>
+struct Ints;
 
-typedef float Floats __attribute__((vector_size(4 * SHARDOPT_LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * SHARDOPT_LANES)));
-typedef uint32_t UnsignedInts __attribute__((vector_size(4 * SHARDOPT_LANES)));
+#define SHARDOPT_EACH _Pragma("GCC unroll 8") for (int i = 0; i < kPack; ++i)
 
-SHARDOPT_HD Ints bits(Floats x) { return reinterpret_cast<Ints>(x); }
-SHARDOPT_HD Floats float_from_bits(Ints b) { return reinterpret_cast<Floats>(b); }
-SHARDOPT_HD UnsignedInts as_unsigned(Ints i) { return reinterpret_cast<UnsignedInts>(i); }
-SHARDOPT_HD Ints as_signed(UnsignedInts i) { return reinterpret_cast<Ints>(i); }
-SHARDOPT_HD Floats to_float(Ints i) { return __builtin_convertvector(i, Floats); }
+// Which elements a comparison holds for.
+template <int kPack>
+struct Mask {
+  native::Mask x[kPack];
+};
 
-SHARDOPT_HD Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
-SHARDOPT_HD Ints select(Ints mask, Ints yes, Ints no) { return mask ? yes : no; }
-
-SHARDOPT_HD Floats as_lanes(Floats x) { return x; }
-SHARDOPT_HD Floats as_lanes(float x) { return x - Floats{}; }  // not 0 + x: -0 would lose its sign
-
-#if defined(__AVX512F__)
-
-SHARDOPT_HD Floats fma_lanes(Floats a, Floats b, Floats c) {
-  return (Floats)(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
-}
-SHARDOPT_HD Floats square_root(Floats x) { return (Floats)_mm512_sqrt_ps((__m512)x); }
-SHARDOPT_HD Ints max_int(Ints a, Ints b) { return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b); }
-SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm512_min_epi32((__m512i)a, (__m512i)b); }
-
-SHARDOPT_HD Ints load_lanes(const uint8_t* from) {
-  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-SHARDOPT_HD Ints load_lanes(const uint16_t* from) {
-  return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-SHARDOPT_HD void store_lanes(uint8_t* to, Ints x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x));
-}
-SHARDOPT_HD void store_lanes(uint16_t* to, Ints x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)x));
-}
-
-// 32 entries at a time, chosen by the upper bits of the index.
-template <int kSize>
-SHARDOPT_HD Floats lookup(const float* table, Ints index) {
-  const __m512i at = (__m512i)index;
-  if constexpr (kSize > 256) {
-    return (Floats)_mm512_i32gather_ps(at, table, 4);
-  } else {
-    // Five bits of the index choose within 32 entries, each further bit between two halves of what was found.
-    constexpr int kParts = kSize / 32;
-    __m512 found[kParts];
-#pragma GCC unroll 8
-    for (int i = 0; i < kParts; ++i) {
-      found[i] = _mm512_permutex2var_ps(_mm512_loadu_ps(table + 32 * i), at, _mm512_loadu_ps(table + 32 * i + 16));
-    }
-#pragma GCC unroll 3
-    for (int half = kParts / 2, bit = kSize / 2; half > 0; half /= 2, bit /= 2) {
-      const __mmask16 upper = _mm512_test_epi32_mask(at, _mm512_set1_epi32(bit));
-#pragma GCC unroll 4
-      for (int i = 0; i < half; ++i) found[i] = _mm512_mask_mov_ps(found[i], upper, found[i + half]);
-    }
-    return (Floats)found[0];
+#define SHARDOPT_OPERATOR(Type, op)                    \
+  friend SHARDOPT_HD Type operator op(Type a, Type b) { \
+    SHARDOPT_EACH a.x[i] = a.x[i] op b.x[i];            \
+    return a;                                          \
   }
-}
+#define SHARDOPT_COMPARISON(Type, op, name)                   \
+  friend SHARDOPT_HD Mask<kPack> operator op(Type a, Type b) { \
+    Mask<kPack> m;                                            \
+    SHARDOPT_EACH m.x[i] = native::name(a.x[i], b.x[i]);      \
+    return m;                                                 \
+  }
 
-SHARDOPT_HD int32_t largest(Ints x) { return _mm512_reduce_max_epi32((__m512i)x); }
+template <int kPack>
+struct UnsignedInts {
+  native::UnsignedInts x[kPack];
 
-#elif defined(__AVX2__)
+  UnsignedInts() = default;
+  SHARDOPT_HD UnsignedInts(uint32_t value) {
+    SHARDOPT_EACH x[i] = native::UnsignedInts{} + value;
+  }
 
-SHARDOPT_HD Floats fma_lanes(Floats a, Floats b, Floats c) {
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-}
-SHARDOPT_HD Floats square_root(Floats x) { return (Floats)_mm256_sqrt_ps((__m256)x); }
-SHARDOPT_HD Ints max_int(Ints a, Ints b) { return (Ints)_mm256_max_epi32((__m256i)a, (__m256i)b); }
-SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+  SHARDOPT_OPERATOR(UnsignedInts, +)
+  SHARDOPT_OPERATOR(UnsignedInts, *)
+  SHARDOPT_OPERATOR(UnsignedInts, ^)
+  friend SHARDOPT_HD UnsignedInts operator>>(UnsignedInts a, int by) {
+    SHARDOPT_EACH a.x[i] = a.x[i] >> by;
+    return a;
+  }
+};
 
-SHARDOPT_HD Ints load_lanes(const uint8_t* from) {
-  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-}
-SHARDOPT_HD Ints load_lanes(const uint16_t* from) {
-  return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-SHARDOPT_HD void store_lanes(uint8_t* to, Ints x) {
-  // The low byte of each lane to the bottom of its half, then both halves together.
-  const __m256i low =
-      _mm256_shuffle_epi8((__m256i)x, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
-                                                       4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
-  const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), both);
-}
-SHARDOPT_HD void store_lanes(uint16_t* to, Ints x) {
-  const __m256i packed = _mm256_packus_epi32((__m256i)(x & 0xffff), _mm256_setzero_si256());
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
-}
+template <int kPack>
+struct Ints {
+  native::Ints x[kPack];
 
-template <int kSize>
-SHARDOPT_HD Floats lookup(const float* table, Ints index) {
-  return (Floats)_mm256_i32gather_ps(table, (__m256i)index, 4);
-}
+  Ints() = default;
+  SHARDOPT_HD Ints(int32_t value) {
+    SHARDOPT_EACH x[i] = native::Ints{} + value;
+  }
 
-SHARDOPT_HD int32_t largest(Ints x) {
-  __m128i y = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
-  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1));
-  return _mm_cvtsi128_si32(y);
-}
+  SHARDOPT_OPERATOR(Ints, +)
+  SHARDOPT_OPERATOR(Ints, -)
+  SHARDOPT_OPERATOR(Ints, *)
+  SHARDOPT_OPERATOR(Ints, &)
+  SHARDOPT_OPERATOR(Ints, |)
+  SHARDOPT_OPERATOR(Ints, ^)
+  SHARDOPT_COMPARISON(Ints, ==, equal)
+  SHARDOPT_COMPARISON(Ints, >, greater)
+  SHARDOPT_COMPARISON(Ints, >=, at_least)
+  SHARDOPT_COMPARISON(Ints, <, less)
+  friend SHARDOPT_HD Ints operator-(Ints a) { return Ints{} - a; }
+  friend SHARDOPT_HD Ints operator<<(Ints a, int by) {
+    SHARDOPT_EACH a.x[i] = a.x[i] << by;
+    return a;
+  }
+  friend SHARDOPT_HD Ints operator>>(Ints a, int by) {
+    SHARDOPT_EACH a.x[i] = a.x[i] >> by;
+    return a;
+  }
+};
 
-#else
+template <int kPack>
+struct Floats {
+  native::Floats x[kPack];
 
-SHARDOPT_HD Floats fma_lanes(Floats a, Floats b, Floats c) {
-  for (int i = 0; i < kLanes; ++i) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  Floats() = default;
+  SHARDOPT_HD Floats(float value) {
+    SHARDOPT_EACH x[i] = value - native::Floats{};  // not 0 + value: -0 would lose its sign
+  }
+
+  SHARDOPT_OPERATOR(Floats, +)
+  SHARDOPT_OPERATOR(Floats, -)
+  SHARDOPT_OPERATOR(Floats, *)
+  SHARDOPT_OPERATOR(Floats, /)
+  SHARDOPT_COMPARISON(Floats, >, greater)
+  SHARDOPT_COMPARISON(Floats, <, less)
+  SHARDOPT_COMPARISON(Floats, !=, not_equal)
+};
+
+#undef SHARDOPT_OPERATOR
+#undef SHARDOPT_COMPARISON
+
+// A function of packs, from one of the same name of native vectors.
+#define SHARDOPT_LIFT1(To, name, From)             \
+  template <int kPack>                             \
+  SHARDOPT_HD To<kPack> name(From<kPack> a) {      \
+    To<kPack> r;                                   \
+    SHARDOPT_EACH r.x[i] = native::name(a.x[i]);   \
+    return r;                                      \
+  }
+#define SHARDOPT_LIFT2(Type, name)                           \
+  template <int kPack>                                       \
+  SHARDOPT_HD Type<kPack> name(Type<kPack> a, Type<kPack> b) { \
+    SHARDOPT_EACH a.x[i] = native::name(a.x[i], b.x[i]);     \
+    return a;                                                \
+  }
+#define SHARDOPT_LIFT_SELECT(Type)                                             \
+  template <int kPack>                                                         \
+  SHARDOPT_HD Type<kPack> select(Mask<kPack> m, Type<kPack> yes, Type<kPack> no) { \
+    SHARDOPT_EACH no.x[i] = native::select(m.x[i], yes.x[i], no.x[i]);         \
+    return no;                                                                 \
+  }
+
+SHARDOPT_LIFT1(Ints, bits, Floats)
+SHARDOPT_LIFT1(Floats, float_from_bits, Ints)
+SHARDOPT_LIFT1(Floats, to_float, Ints)
+SHARDOPT_LIFT1(UnsignedInts, as_unsigned, Ints)
+SHARDOPT_LIFT1(Ints, as_signed, UnsignedInts)
+SHARDOPT_LIFT1(Floats, square_root, Floats)
+SHARDOPT_LIFT2(Ints, max_int)
+SHARDOPT_LIFT2(Ints, min_int)
+SHARDOPT_LIFT_SELECT(Floats)
+SHARDOPT_LIFT_SELECT(Ints)
+
+#undef SHARDOPT_LIFT1
+#undef SHARDOPT_LIFT2
+#undef SHARDOPT_LIFT_SELECT
+
+template <int kPack>
+SHARDOPT_HD Floats<kPack> fma(Floats<kPack> a, Floats<kPack> b, Floats<kPack> c) {
+  SHARDOPT_EACH a.x[i] = native::fma(a.x[i], b.x[i], c.x[i]);
   return a;
 }
-SHARDOPT_HD Ints max_int(Ints a, Ints b) { return a > b ? a : b; }
-SHARDOPT_HD Ints min_int(Ints a, Ints b) { return a < b ? a : b; }
-SHARDOPT_HD Floats square_root(Floats x) {
-  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
-  return x;
+template <int kPack>
+SHARDOPT_HD Floats<kPack> fma(float a, Floats<kPack> b, Floats<kPack> c) {
+  return fma(Floats<kPack>(a), b, c);
+}
+template <int kPack>
+SHARDOPT_HD Floats<kPack> fma(Floats<kPack> a, float b, float c) {
+  return fma(a, Floats<kPack>(b), Floats<kPack>(c));
+}
+template <int kPack>
+SHARDOPT_HD Floats<kPack> fma(float a, Floats<kPack> b, float c) {
+  return fma(Floats<kPack>(a), b, Floats<kPack>(c));
 }
 
-template <class T>
-SHARDOPT_HD Ints load_lanes(const T* from) {
-  Ints x{};
-  for (int i = 0; i < kLanes; ++i) x[i] = from[i];
-  return x;
-}
-template <class T>
-SHARDOPT_HD void store_lanes(T* to, Ints x) {
-  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<T>(x[i]);
+template <int kSize, int kPack>
+SHARDOPT_HD Floats<kPack> lookup(const float* table, Ints<kPack> index) {
+  Floats<kPack> r;
+  SHARDOPT_EACH r.x[i] = native::lookup<kSize>(table, index.x[i]);
+  return r;
 }
 
-template <int kSize>
-SHARDOPT_HD Floats lookup(const float* table, Ints index) {
-  Floats x{};
-  for (int i = 0; i < kLanes; ++i) x[i] = table[index[i]];
-  return x;
+template <int kPack>
+SHARDOPT_HD int count(Mask<kPack> m) {
+  int total = 0;
+  SHARDOPT_EACH total += native::count(m.x[i]);
+  return total;
+}
+template <int kPack>
+SHARDOPT_HD bool any(Mask<kPack> m) {
+  native::Mask found = m.x[0];
+  for (int i = 1; i < kPack; ++i) found = found | m.x[i];
+  return native::any(found);
 }
 
-SHARDOPT_HD int32_t largest(Ints x) {
-  int32_t y = x[0];
-  for (int i = 1; i < kLanes; ++i) y = x[i] > y ? x[i] : y;
-  return y;
+// 0, 1, 2, ...
+template <int kPack>
+SHARDOPT_HD Ints<kPack> lane_index() {
+  Ints<kPack> r;
+  SHARDOPT_EACH r.x[i] = native::kLaneIndex + i * kLanes;
+  return r;
 }
 
-#endif
-
-template <class A, class B, class C>
-SHARDOPT_HD Floats fma(A a, B b, C c) {
-  return fma_lanes(as_lanes(a), as_lanes(b), as_lanes(c));
+// Integers and floats in memory, kPack * kLanes of them.
+template <int kPack, class T>
+SHARDOPT_HD auto load_lanes(const T* from) {
+  Ints<kPack> r;
+  SHARDOPT_EACH r.x[i] = native::load(from + i * kLanes);
+  return r;
 }
-
-SHARDOPT_HD Floats load_lanes(const float* from) {
-  Floats x;
-  __builtin_memcpy(&x, from, sizeof x);
-  return x;
+template <int kPack>
+SHARDOPT_HD auto load_lanes(const float* from) {
+  Floats<kPack> r;
+  SHARDOPT_EACH __builtin_memcpy(&r.x[i], from + i * kLanes, sizeof r.x[i]);
+  return r;
 }
-SHARDOPT_HD void store_lanes(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
+template <int kPack, class T>
+SHARDOPT_HD void store_lanes(T* to, Ints<kPack> a) {
+  SHARDOPT_EACH native::store(to + i * kLanes, a.x[i]);
+}
+template <int kPack>
+SHARDOPT_HD void store_lanes(float* to, Floats<kPack> a) {
+  SHARDOPT_EACH __builtin_memcpy(to + i * kLanes, &a.x[i], sizeof a.x[i]);
+}
 
 SHARDOPT_END_NAMESPACE

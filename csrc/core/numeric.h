@@ -1,6 +1,6 @@
 // IEEE float32 building blocks whose results are the same bits on every device and instruction set.
 //
-// Rules and codecs are templates over F: `float` (CUDA, and one element at a time), or the CPU's vector `Floats` of
+// Rules and codecs are templates over F: `float` (CUDA, and one element at a time), or the CPU's vectors `Floats` of
 // core/lanes.h, which overloads the same functions. Compiled without contraction (-ffp-contract=off, --fmad=false): a
 // fused multiply-add happens only where `fma` is written. Rounding is to nearest even and subnormals are kept.
 #pragma once
@@ -66,14 +66,14 @@ SHARDOPT_HD float lookup(const float* table, int32_t index) {
   return table[index];
 }
 
-// The vector with all elements equal to x. Not 0 + x: -0 would lose its sign.
+// A number or vector whose elements are all x.
 template <class F>
 SHARDOPT_HD F spread(float x) {
-  return x - F{};
+  return F(x);
 }
 template <class I>
 SHARDOPT_HD I spread(int32_t x) {
-  return I{} + x;
+  return I(x);
 }
 
 SHARDOPT_END_NAMESPACE
@@ -97,10 +97,14 @@ SHARDOPT_HD F magnitude(F x) {
   return float_from_bits(magnitude_bits(x));
 }
 
-// Nearest integer, ties to even, for |x| < 2^22: at 1.5 * 2^23 the float grid is the integers.
+// At 1.5 * 2^23 the float grid is the integers.
+constexpr float kWhole = 12582912.0f;
+constexpr int32_t kWholeBits = 0x4b400000;
+
+// Nearest integer, ties to even, for |x| < 2^22.
 template <class F>
 SHARDOPT_HD IntOf<F> round_to_int(F x) {
-  return bits(x + 12582912.0f) - 0x4b400000;
+  return bits(x + kWhole) - kWholeBits;
 }
 
 // x >= 0 with the sign of the code q.

@@ -45,11 +45,18 @@ SHARDOPT_HD auto is_lost(F gradient, F new_param, const F* new_moments) {
   return select(magnitude_bits(gradient) >= kLargeGradientBits, worst, worst & 0) >= kInfinityBits;
 }
 
+// fma(factor, x, y), but y, its very bits, where the factor is zero: a factor that is switched off touches nothing,
+// not even -0 or an infinite x.
+template <class F>
+SHARDOPT_HD F add_scaled(float factor, F x, F y) {
+  return select(spread<F>(factor) != 0.0f, fma(factor, x, y), y);
+}
+
 // What decoupled weight decay leaves of a parameter. Not param * (1 - decay): that factor's rounding would be a bias of
-// some percent of a small decay. Without decay the bits stay, those of -0 too.
+// some percent of a small decay.
 template <class F>
 SHARDOPT_HD F decayed(F param, float decay) {
-  return decay == 0.0f ? param : fma(-decay, param, param);
+  return add_scaled(-decay, param, param);
 }
 
 // The kinds of a rule's moments, in the order of `moment`.

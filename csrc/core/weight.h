@@ -42,7 +42,9 @@ SHARDOPT_HD auto join_weight(I high, I low) {
 // Random bits by counter, so that they do not depend on who asks: for the elements of one block, which are counted by
 // `index`, 32 bits each. The mixing is that of lowbias32 (C. Wellons, "Prospecting for Hash Functions"), keyed.
 struct Noise {
-  uint32_t first, second;
+  uint32_t first = 0, second = 0;
+
+  Noise() = default;
 
   // `key`: of the seed and the parameter. `element`: where the block begins in the flattened global parameter.
   SHARDOPT_HD Noise(uint64_t key, float step, int64_t element) {
@@ -55,12 +57,12 @@ struct Noise {
   template <class I>
   SHARDOPT_HD I bits_at(I index) const {
     auto x = as_unsigned(index) + first;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= second;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    x ^= x >> 16;
+    x = x ^ (x >> 16);
+    x = x * 0x7feb352du;
+    x = x ^ second;
+    x = x ^ (x >> 15);
+    x = x * 0x846ca68bu;
+    x = x ^ (x >> 16);
     return as_signed(x);
   }
 

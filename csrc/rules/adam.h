@@ -33,7 +33,7 @@ struct Adam {
 
   template <class F>
   SHARDOPT_HD void update(F& param, F gradient, F* moment, F& root) const {
-    const F g = fma(coupled_decay, param, gradient);
+    const F g = add_scaled(coupled_decay, param, gradient);
     const F m = fma(one_minus_beta1, g - moment[0], moment[0]);
     const F v = fma(beta2, moment[1], (one_minus_beta2 * g) * g);
     root = square_root(v);

@@ -19,7 +19,7 @@ struct Sgd {
 
   template <class F>
   SHARDOPT_HD void update(F& param, F gradient, F*, F&) const {
-    param = fma(-lr, fma(coupled_decay, param, gradient), param);
+    param = fma(-lr, add_scaled(coupled_decay, param, gradient), param);
   }
 };
 
@@ -44,7 +44,7 @@ struct Momentum {
 
   template <class F>
   SHARDOPT_HD void update(F& param, F gradient, F* moment, F&) const {
-    const F g = fma(coupled_decay, param, gradient);
+    const F g = add_scaled(coupled_decay, param, gradient);
     const F buffer = fma(momentum, moment[0], gradient_weight * g);
     const F direction = nesterov ? fma(momentum, buffer, g) : buffer;
     param = fma(-lr, direction, param);

@@ -42,6 +42,7 @@ KernelOf kernels_of(const std::string& target) {
     throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
   }
 #if defined(__x86_64__)
+  if (target == "avx512vbmi") return avx512vbmi::cpu_kernel;
   if (target == "avx512") return avx512::cpu_kernel;
   if (target == "avx2") return avx2::cpu_kernel;
 #endif
@@ -55,6 +56,7 @@ std::vector<std::string> cpu_targets() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512vbmi")) targets.push_back("avx512vbmi");
     targets.push_back("avx512");
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) targets.push_back("avx2");

@@ -1,4 +1,5 @@
 // The CPU kernels for one instruction set; setup.py gives this file its flags.
 #define SHARDOPT_TARGET avx2
 #define SHARDOPT_LANES 8
+#define SHARDOPT_PACK 2
 #include "step/cpu_kernel.h"

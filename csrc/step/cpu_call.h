@@ -27,6 +27,9 @@ CpuKernel cpu_kernel(int codec, int rule);
 namespace avx512 {
 CpuKernel cpu_kernel(int codec, int rule);
 }
+namespace avx512vbmi {
+CpuKernel cpu_kernel(int codec, int rule);
+}
 #endif
 
 }  // namespace shardopt

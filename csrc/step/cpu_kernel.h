@@ -1,301 +1,313 @@
 // The step of a run of blocks on the CPU: one source over the vectors of core/lanes.h, compiled once per instruction
 // set (step/cpu_<target>.cpp).
 //
-// A block is read, updated and its parameters written in one pass; its new moments wait in registers or the first-level
-// cache for the scales, and are encoded from there.
+// A block is read, updated and its weights written in one pass; its new moments wait in the first-level cache for the
+// scales, and are encoded from there. Several whole blocks go together: while one waits for its maximum or a division,
+// the processor works on the others.
 #pragma once
 
 #include "step/cpu_call.h"
+#include "step/cpu_memory.h"
 #include "step/instances.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-SHARDOPT_HD Floats load_floats(const char* from, DType dtype, int i) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return load_lanes(reinterpret_cast<const float*>(from) + i);
-    case DType::kBFloat16:
-      return float_from_bf16(load_lanes(reinterpret_cast<const uint16_t*>(from) + i));
-    default:
-      return float_from_fp16(load_lanes(reinterpret_cast<const uint16_t*>(from) + i));
-  }
-}
-
-SHARDOPT_HD void store_floats(char* to, Floats x, DType dtype, int i) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return store_lanes(reinterpret_cast<float*>(to) + i, x);
-    case DType::kBFloat16:
-      return store_lanes(reinterpret_cast<uint16_t*>(to) + i, bf16_from_float(x));
-    default:
-      return store_lanes(reinterpret_cast<uint16_t*>(to) + i, fp16_from_float(x));
-  }
-}
-
-constexpr int bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// The extremes of some vectors, lane by lane.
-struct LaneExtremes {
-  Ints high{}, low{};
-
-  SHARDOPT_HD void add_high(Floats x) { high = max_int(high, magnitude_bits(x)); }
-
-  SHARDOPT_HD void add(Floats x) {
-    const Ints b = magnitude_bits(x);
-    high = max_int(high, b);
-    low = max_int(low, select(b == 0, Ints{}, kInfinityBits - b));
-  }
-
-  SHARDOPT_HD Extremes over_lanes() const { return {largest(high), largest(low)}; }
-};
-
-// Steps blocks of one entry. kVectors: vectors in a whole block, or 0 for any number.
-template <class Rule, class Codec, int kVectors>
+// Steps blocks of one entry. kWhole: elements in a whole block, or 0 for any number.
+template <class Rule, class Codec, class Format, int kPack, int kWhole>
 class BlockStepper {
   static constexpr int kMoments = Rule::Kept::kCount;
   static constexpr int kUnsigned = Rule::Kept::kUnsigned;
+  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;  // no rule keeps more than one
   static constexpr bool kRelative = Codec::kRelative && kUnsigned >= 0;
-  static constexpr int kCapacity = (kVectors ? kVectors : kMaxBlock / kLanes);
+  static constexpr int kStep = kPack * kLanes;
+  static_assert(kWhole % kStep == 0, "a whole block is a number of packs");
+  static constexpr int kCapacity = (kWhole ? kWhole : kMaxBlock) / kStep;
   using Code = typename Codec::Code;
   using Unsigned = typename Codec::Unsigned;
   using Signed = typename Codec::Signed;
+  using F = Floats<kPack>;
+  using I = Ints<kPack>;
   static constexpr bool kBlockwise = Signed::kScales > 0;
 
-  // Where a block's elements are: in the tensors, or for a short block in a copy that is filled up to whole vectors.
-  struct Place {
-    char* param;
+  // What is known of a block between the passes.
+  struct Kept {
+    LaneExtremes extremes[kMoments + 1];
+    F x[kMoments + 1][kCapacity];  // signed moments, the unsigned one or its root
+  };
+
+  // Where a block is: in the tensors, or for a short block in a copy that is filled up to whole packs.
+  struct Block {
+    Weights weights;
     const char* gradient;
     Code* codes[kMoments + 1];
-    int vectors;
+    int64_t scale_index;
+    int n;  // elements
   };
 
  public:
   BlockStepper(const CpuCall& call, const TensorEntry& entry)
       : entry_(entry),
         phase_(call.phase),
+        stores_(!entry.cut || call.phase == Phase::kFinish),
+        propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
         rule_(Rule::make(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
         gradient_scale_(call.groups[entry.group].gradient_scale),
-        propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
         table_(call.tables[entry.codec]),
-        param_dtype_(static_cast<DType>(entry.weight_format)),
-        gradient_dtype_(static_cast<DType>(entry.gradient_dtype)),
-        stores_(!entry.cut || call.phase == Phase::kFinish) {}
+        format_(entry),
+        signed_table_(table_),
+        unsigned_table_(table_) {}
 
-  // Steps `n` elements of a row from column `col` on: a block. Returns how many elements were skipped.
-  int64_t step(int64_t row, int64_t block, int64_t col, int n) {
-    const int64_t offset = row * entry_.row_stride + col;
-    scale_index_ = row * entry_.scales_row_stride + block;
-    Place place{};
-    place.param = reinterpret_cast<char*>(entry_.param) + bytes_of(param_dtype_) * offset;
-    place.gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(gradient_dtype_) * offset;
-    for (int k = 0; k < kMoments; ++k) place.codes[k] = reinterpret_cast<Code*>(entry_.codes[k]) + offset;
-    place.vectors = n / kLanes;
-    if (n % kLanes == 0 && (kVectors == 0 || place.vectors == kVectors)) return step_at<kVectors>(place);
-    return step_in_copy(place, n);
+  // Steps blocks [begin, end), counted along the rows. Returns how many elements were skipped.
+  int64_t step(int64_t begin, int64_t end) {
+    const int64_t blocks_per_row = (entry_.cols + entry_.block_size - 1) / entry_.block_size;
+    int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row, nonfinite = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t col = in_row * entry_.block_size, left = entry_.cols - col;
+      const Block block = at(row, in_row, col, static_cast<int>(left < entry_.block_size ? left : entry_.block_size));
+      nonfinite += block.n % kStep == 0 && (kWhole == 0 || block.n == kWhole) ? step_at<kWhole>(block)
+                                                                              : step_in_copy(block);
+      if (++in_row == blocks_per_row) {
+        in_row = 0;
+        ++row;
+      }
+    }
+    return nonfinite;
   }
 
  private:
-  template <class Coder>
-  float* scales(int moment) const {
-    return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * scale_index_;
+  Block at(int64_t row, int64_t in_row, int64_t col, int n) const {
+    const int64_t offset = row * entry_.row_stride + col;
+    Block block;
+    block.weights = format_.weights(entry_, row, col, offset);
+    block.gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(format_.gradient()) * offset;
+    for (int k = 0; k < kMoments; ++k) block.codes[k] = reinterpret_cast<Code*>(entry_.codes[k]) + offset;
+    block.scale_index = row * entry_.scales_row_stride + in_row;
+    block.n = n;
+    return block;
   }
 
-  int64_t step_in_copy(const Place& place, int n) {
-    alignas(64) char param[4 * kMaxBlock], gradient[4 * kMaxBlock];
+  template <class Coder>
+  SHARDOPT_HD float* scales(int moment, const Block& block) const {
+    return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * block.scale_index;
+  }
+
+  // Out of line: the buffers are large.
+  __attribute__((noinline)) int64_t step_in_copy(const Block& block) {
+    alignas(64) char weights[4 * kMaxBlock], low_bits[2 * kMaxBlock], gradient[4 * kMaxBlock];
     alignas(64) Code codes[kMoments + 1][kMaxBlock];
-    Place copy{param, gradient, {}, (n + kLanes - 1) / kLanes};
-    const uint64_t padded = static_cast<uint64_t>(copy.vectors) * kLanes, count = static_cast<uint64_t>(n);
-    const uint64_t param_bytes = bytes_of(param_dtype_), gradient_bytes = bytes_of(gradient_dtype_);
-    __builtin_memset(param + param_bytes * count, 0, param_bytes * (padded - count));
-    __builtin_memset(gradient + gradient_bytes * count, 0, gradient_bytes * (padded - count));
-    __builtin_memcpy(param, place.param, param_bytes * count);
-    __builtin_memcpy(gradient, place.gradient, gradient_bytes * count);
+    Block copy = block;
+    copy.n = (block.n + kStep - 1) / kStep * kStep;
+    const auto count = static_cast<uint64_t>(block.n), padded = static_cast<uint64_t>(copy.n);
+    const auto fill = [&](char* to, const char* from, uint64_t bytes) {
+      if (bytes == 0) return;
+      __builtin_memcpy(to, from, bytes * count);
+      __builtin_memset(to + bytes * count, 0, bytes * (padded - count));
+    };
+    const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
+    fill(weights, block.weights.words, weight_bytes);
+    fill(low_bits, block.weights.low_bits, low_bytes);
+    fill(gradient, block.gradient, bytes_of(format_.gradient()));
+    copy.weights.words = weights;
+    copy.weights.low_bits = low_bits;
+    copy.gradient = gradient;
     for (int k = 0; k < kMoments; ++k) {
       copy.codes[k] = codes[k];
       const Code zero = k == kUnsigned ? Code{} : static_cast<Code>(Signed::kZero);
-      __builtin_memcpy(codes[k], place.codes[k], sizeof(Code) * count);
+      __builtin_memcpy(codes[k], block.codes[k], sizeof(Code) * count);
       for (uint64_t i = count; i < padded; ++i) codes[k][i] = zero;
     }
     const int64_t nonfinite = step_at<0>(copy);
     if (stores_) {
-      __builtin_memcpy(place.param, param, param_bytes * count);
-      for (int k = 0; k < kMoments; ++k) __builtin_memcpy(place.codes[k], codes[k], sizeof(Code) * count);
+      __builtin_memcpy(block.weights.words, weights, weight_bytes * count);
+      if (low_bytes) __builtin_memcpy(block.weights.low_bits, low_bits, low_bytes * count);
+      for (int k = 0; k < kMoments; ++k) __builtin_memcpy(block.codes[k], codes[k], sizeof(Code) * count);
     }
     return nonfinite;
   }
 
   template <int kStatic>
-  SHARDOPT_HD int64_t step_at(const Place& place) {
-    const int vectors = kStatic ? kStatic : place.vectors;
-    Ints largest_gradient{};
-    if (!propagates_) {
-      for (int i = 0; i < vectors; ++i)
-        largest_gradient = max_int(largest_gradient, magnitude_bits(gradient_at(place, i)));
+  SHARDOPT_HD int64_t step_at(const Block& block) {
+    const int n = kStatic ? kStatic : block.n;
+    Kept kept;
+    int64_t nonfinite = 0;
+    if (has_large_gradient(block, n)) {
+      nonfinite = update<true>(block, n, kept);
+    } else {
+      update<false>(block, n, kept);
     }
-    if (largest(largest_gradient) < kLargeGradientBits) {
-      update<false>(place, vectors);
-      if constexpr (kBlockwise) encode(place, vectors);
-      return 0;
-    }
-    const int64_t nonfinite = update<true>(place, vectors);
-    if constexpr (kBlockwise) encode(place, vectors);
+    if constexpr (kBlockwise) encode(block, n, kept);
     return nonfinite;
   }
 
-  SHARDOPT_HD Floats gradient_at(const Place& place, int i) const {
-    return load_floats(place.gradient, gradient_dtype_, i * kLanes) * gradient_scale_;
+  SHARDOPT_HD bool has_large_gradient(const Block& block, int n) const {
+    if (propagates_) return false;
+    Ints<1> found{};
+    for (int i = 0; i < n; i += kStep) {
+      const I magnitudes = magnitude_bits(load_floats<kPack>(block.gradient, format_.gradient(), i));
+      for (int j = 0; j < kPack; ++j) found.x[0] = native::max_int(found.x[0], magnitudes.x[j]);
+    }
+    // Scaling keeps the order, and NaN and Inf what they are.
+    return any(magnitude_bits(float_from_bits(found) * gradient_scale_) >= kLargeGradientBits);
   }
 
-  // Reads the block, applies the rule and writes the parameters; the new moments are kept and, without blocks, encoded.
-  // kSkips: elements whose update is lost keep parameter and moments; returns how many they are.
+  SHARDOPT_HD F gradient_at(const Block& block, int i) const {
+    return load_floats<kPack>(block.gradient, format_.gradient(), i) * gradient_scale_;
+  }
+
+  // Reads the block, applies the rule and writes the weights; the new moments are kept and, without blocks, encoded.
+  // kSkips: elements whose update is lost keep weight and moments; returns how many they are.
   template <bool kSkips>
-  SHARDOPT_HD int64_t update(const Place& place, int vectors) {
+  SHARDOPT_HD int64_t update(const Block& block, int n, Kept& kept) const {
     const Rule rule = rule_;
-    const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned) : kNoScales, table_);
+    const bool stores = kAlwaysStores || stores_;
+    const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned, block) : kNoScales, table_);
+    const Signed signed_coder(kMoments > (kUnsigned >= 0) ? scales<Signed>(kSigned, block) : kNoScales, table_);
     LaneExtremes extremes[kMoments + 1];
-    Ints skipped{};
-    for (int i = 0; i < vectors; ++i) {
-      const int at = i * kLanes;
-      Floats param = load_floats(place.param, param_dtype_, at);
-      const Floats gradient = gradient_at(place, i);
-      Floats moment[kMoments + 1], root{};
-      if constexpr (kUnsigned >= 0) {
-        root = unsigned_coder.decode(load_lanes(place.codes[kUnsigned] + at));
-        moment[kUnsigned] = Codec::kRoot ? root * root : root;
-      }
+    int64_t skipped = 0;
+    for (int i = 0; i < n; i += kStep) {
+      F moment[kMoments + 1], root{};
       for (int k = 0; k < kMoments; ++k) {
-        if (k == kUnsigned) continue;
-        const Floats x = Signed(scales<Signed>(k), table_).decode(load_lanes(place.codes[k] + at));
-        moment[k] = kRelative ? x * root : x;
+        if constexpr (!kBlockwise) {
+          moment[k] = signed_coder.decode(load_lanes<kPack>(block.codes[k] + i));
+        } else if (k == kUnsigned) {
+          moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i);
+        } else {
+          moment[k] = signed_table_.decode(signed_coder, block.codes[k] + i);
+        }
       }
+      if constexpr (kUnsigned >= 0) {
+        root = moment[kUnsigned];
+        if (kRelative) moment[kSigned] = moment[kSigned] * root;
+        if (Codec::kRoot) moment[kUnsigned] = root * root;
+      }
+      F weight = block.weights.template load<kPack>(format_.weight(), i);
+      const F gradient = gradient_at(block, i);
       if constexpr (kSkips) {
-        const Floats old_param = param, old_root = root;
-        Floats old_moment[kMoments + 1];
+        const F old_weight = weight, old_root = root;
+        F old_moment[kMoments + 1];
         for (int k = 0; k < kMoments; ++k) old_moment[k] = moment[k];
-        rule.update(param, gradient, moment, root);
-        const Ints lost = is_lost<kMoments>(gradient, param, moment);
-        skipped -= lost;
-        param = select(lost, old_param, param);
+        rule.update(weight, gradient, moment, root);
+        const auto lost = is_lost<kMoments>(gradient, weight, moment);
+        skipped += count(lost);
+        weight = select(lost, old_weight, weight);
         root = select(lost, old_root, root);
         for (int k = 0; k < kMoments; ++k) moment[k] = select(lost, old_moment[k], moment[k]);
       } else {
-        rule.update(param, gradient, moment, root);
+        rule.update(weight, gradient, moment, root);
       }
-      if (stores_) store_floats(place.param, param, param_dtype_, at);
+      if (stores) block.weights.store(weight, format_.weight(), i);
       for (int k = 0; k < kMoments; ++k) {
-        const Floats x = Codec::kRoot && k == kUnsigned ? root : moment[k];
+        const F x = Codec::kRoot && k == kUnsigned ? root : moment[k];
         if constexpr (!kBlockwise) {
-          store_lanes(place.codes[k] + at, encoder(k == kUnsigned, x));
+          store_lanes(block.codes[k] + i, k == kUnsigned ? unsigned_coder.encode(x) : signed_coder.encode(x));
         } else {
-          kept_[k][i] = x;
+          kept.x[k][i / kStep] = x;
           if (k == kUnsigned) {
-            extremes[k].add(x);
+            extremes[k].template add_unsigned<Unsigned::kMeasuresSmallest>(x);
           } else if (!kRelative) {
-            extremes[k].add_high(x);
+            extremes[k].add_signed(x);
           }
         }
       }
     }
-    for (int k = 0; k < kMoments; ++k) extremes_[k] = extremes[k].over_lanes();
-    int64_t count = 0;
-    if (kSkips) {
-      for (int i = 0; i < kLanes; ++i) count += skipped[i];
-    }
-    return count;
-  }
-
-  // Without blocks there are no scales.
-  SHARDOPT_HD auto encoder(bool is_unsigned, Floats x) const {
-    return is_unsigned ? Unsigned(kNoScales, table_).encode(x) : Signed(kNoScales, table_).encode(x);
+    for (int k = 0; k < kMoments; ++k) kept.extremes[k] = extremes[k];
+    return skipped;
   }
 
   // The extremes that the block's scales come from: after the exchange those that all owners of a cut block agreed on.
-  SHARDOPT_HD Extremes agreed(int moment, Phase measured_in) const {
-    if (!entry_.cut) return extremes_[moment];
-    Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[moment]) + scale_index_;
-    if (phase_ == measured_in) *shared = extremes_[moment];
+  SHARDOPT_HD Extremes agreed(const Block& block, const LaneExtremes& found, int moment, Phase measured_in) const {
+    const Extremes own = found.over_lanes();
+    if (kAlwaysStores || !entry_.cut) return own;
+    Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[moment]) + block.scale_index;
+    if (phase_ == measured_in) *shared = own;
     return *shared;
   }
 
-  SHARDOPT_HD void encode(const Place& place, int vectors) {
+  SHARDOPT_HD void encode(const Block& block, int n, Kept& kept) const {
+    const bool stores = kAlwaysStores || stores_;
     if constexpr (kUnsigned >= 0) {
       float scale[Unsigned::kScales + 1];
-      Unsigned::measure(agreed(kUnsigned, Phase::kStep), scale);
+      Unsigned::measure(agreed(block, kept.extremes[kUnsigned], kUnsigned, Phase::kStep), scale);
       const Unsigned coder(scale, table_);
-      LaneExtremes extremes[kMoments + 1];
-      for (int i = 0; i < vectors; ++i) {
-        const Ints code = coder.encode(kept_[kUnsigned][i]);
-        if (stores_) store_lanes(place.codes[kUnsigned] + i * kLanes, code);
-        if (!kRelative) continue;
-        const Floats unit = coder.decode(code);
-        for (int k = 0; k < kMoments; ++k) {
-          if (k == kUnsigned) continue;
-          kept_[k][i] = select(unit > 0.0f, kept_[k][i] / unit, Floats{});
-          extremes[k].add_high(kept_[k][i]);
+      LaneExtremes extremes;
+      for (int i = 0; i < n; i += kStep) {
+        const F x = kept.x[kUnsigned][i / kStep];
+        if constexpr (kRelative) {
+          F unit, &moment = kept.x[kSigned][i / kStep];
+          const I code = coder.encode(x, unit);
+          if (stores) store_lanes(block.codes[kUnsigned] + i, code);
+          moment = select(bits(x) == 0, F{}, moment / unit);
+          extremes.add_signed(moment);
+        } else if (stores) {
+          store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
         }
       }
-      if (stores_) store_scales<Unsigned>(kUnsigned, scale);
+      if (stores) store_scales<Unsigned>(kUnsigned, block, scale);
       if (kRelative) {
-        if (entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
-        for (int k = 0; k < kMoments; ++k) {
-          if (k != kUnsigned) extremes_[k] = extremes[k].over_lanes();
-        }
+        if (!kAlwaysStores && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
+        kept.extremes[kSigned] = extremes;
       }
     }
-    for (int k = 0; k < kMoments; ++k) {
-      if (k == kUnsigned) continue;
+    if constexpr (kMoments > (kUnsigned >= 0)) {
       float scale[Signed::kScales + 1];
-      Signed::measure(agreed(k, kRelative ? Phase::kRelative : Phase::kStep), scale);
-      if (!stores_) continue;
+      Signed::measure(agreed(block, kept.extremes[kSigned], kSigned, kRelative ? Phase::kRelative : Phase::kStep), scale);
+      if (!stores) return;
       const Signed coder(scale, table_);
-      for (int i = 0; i < vectors; ++i) store_lanes(place.codes[k] + i * kLanes, coder.encode(kept_[k][i]));
-      store_scales<Signed>(k, scale);
+      for (int i = 0; i < n; i += kStep) {
+        store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, kept.x[kSigned][i / kStep]));
+      }
+      store_scales<Signed>(kSigned, block, scale);
     }
   }
 
   template <class Coder>
-  SHARDOPT_HD void store_scales(int moment, const float* scale) const {
-    for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment)[i] = scale[i];
+  SHARDOPT_HD void store_scales(int moment, const Block& block, const float* scale) const {
+    for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment, block)[i] = scale[i];
   }
 
+  static constexpr bool kAlwaysStores = Format::kNeverCut;
   // For the coder of a moment that the rule does not keep, or of a codec without blocks.
   static constexpr float kNoScales[2] = {};
 
   const TensorEntry& entry_;
   const Phase phase_;
+  const bool stores_, propagates_;
   const Rule rule_;
   const float gradient_scale_;
-  const bool propagates_;
   const float* const table_;
-  const DType param_dtype_, gradient_dtype_;
-  const bool stores_;
-  int64_t scale_index_ = 0;
-  Extremes extremes_[kMoments + 1];
-  Floats kept_[kMoments + 1][kMaxBlock / kLanes];  // signed moments, the unsigned one or its root
+  const Format format_;
+  const FastTable<Signed, kPack> signed_table_;
+  const FastTable<Unsigned, kPack> unsigned_table_;
 };
 
-template <class Rule, class Codec, int kVectors>
+template <class Rule, class Codec, class Format, int kPack, int kWhole>
 int64_t step_range(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
-  BlockStepper<Rule, Codec, kVectors> stepper(call, entry);
-  const int64_t blocks_per_row = (entry.cols + entry.block_size - 1) / entry.block_size;
-  int64_t nonfinite = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = i / blocks_per_row;
-    const int64_t block = i % blocks_per_row;
-    const int64_t col = block * entry.block_size;
-    const int64_t left = entry.cols - col;
-    nonfinite += stepper.step(row, block, col, static_cast<int>(left < entry.block_size ? left : entry.block_size));
-  }
+  const int64_t nonfinite = BlockStepper<Rule, Codec, Format, kPack, kWhole>(call, entry).step(begin, end);
   return call.phase == Phase::kStep ? nonfinite : 0;
+}
+
+// The usual cases know their formats and block size when compiled.
+template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
+CpuKernel usual_kernel(const TensorEntry& entry) {
+  const bool is_it = entry.weight_format == static_cast<int32_t>(kWeight) &&
+                     entry.gradient_dtype == static_cast<int32_t>(kGradient);
+  constexpr int kWhole = Codec::Signed::kScales > 0 ? 128 : 0;
+  return is_it ? step_range<Rule, Codec, FixedFormat<kWeight, kGradient>, SHARDOPT_PACK, kWhole> : nullptr;
 }
 
 template <class Rule, class Codec>
 int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
   if (call.phase != Phase::kStep && !entry.cut) return 0;
-  if (Codec::Signed::kScales > 0 && entry.block_size == 128) {
-    return step_range<Rule, Codec, 128 / kLanes>(call, entry, begin, end);
+  CpuKernel kernel = nullptr;
+  if constexpr (Rule::Kept::kCount > 0) {
+    if (!entry.cut && (Codec::Signed::kScales == 0 || entry.block_size == 128)) {
+      kernel = usual_kernel<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);
+      if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(entry);
+      if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(entry);
+    }
   }
-  return step_range<Rule, Codec, 0>(call, entry, begin, end);
+  if (!kernel) kernel = step_range<Rule, Codec, AnyFormat, 1, 0>;
+  return kernel(call, entry, begin, end);
 }
 
 template <class Codec, class... Rule>

@@ -15,6 +15,12 @@ from shardopt import _C
 from shardopt.kernels.numeric import divide
 
 
+#: The least scale of a block that is not all zeros: its reciprocal is finite and its smallest code is not zero.
+LEAST_SCALE = 2.0**-126
+#: The same for roots, whose squares must not be zero.
+LEAST_ROOT_SCALE = 2.0**-66
+
+
 class Coded(NamedTuple):
     """A moment as stored.
 
@@ -70,7 +76,9 @@ class Codec:
 
     def measure(self, x: Tensor, *, signed: bool) -> Tensor:
         """The scales of blocks ``x``: float32, ``(..., scales per block)``."""
-        return x.abs().amax(-1, keepdim=True)
+        largest = x.abs().amax(-1, keepdim=True)
+        least = LEAST_SCALE if signed or not self.root else LEAST_ROOT_SCALE
+        return torch.where(largest > 0, largest.clamp(min=least), largest)
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``."""
@@ -81,14 +89,14 @@ class Codec:
         raise NotImplementedError
 
 
-def scaled_by_maximum(x: Tensor, scales: Tensor) -> Tensor:
-    """``x`` in units of its block's largest magnitude; zeros in a block of zeros."""
-    return divide(x, torch.where(scales > 0, scales, 1.0))
+def units_in(number: float, scales: Tensor) -> Tensor:
+    """How often the scales go into a number; in blocks of zeros, any number."""
+    return divide(torch.full_like(scales, number), torch.where(scales > 0, scales, 1.0))
 
 
-def int8_codes(magnitudes: Tensor, x: Tensor) -> Tensor:
-    """Whole-number magnitudes with the signs of ``x``, as two's complement int8 in uint8."""
-    return torch.where(x < 0, -magnitudes, magnitudes).to(torch.int8).view(torch.uint8)
+def int8_codes(x: Tensor) -> Tensor:
+    """The nearest whole numbers, ties to even, as two's complement int8 in uint8."""
+    return torch.round(x).to(torch.int8).view(torch.uint8)
 
 
 def signed_lookup(table: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Codec, int8_codes, scaled_by_maximum, signed_lookup
-from shardopt.kernels.numeric import divide
+from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
+from shardopt.kernels.numeric import divide, float32, fma
 
 
 class Companded8(Codec):
@@ -16,18 +16,17 @@ class Companded8(Codec):
 
     @cached_property
     def table(self) -> Tensor:
-        """``y = t / (2 - t)`` at ``t = q / 127``, the inverse of ``z = 2 y / (1 + y)``; one more entry for -128."""
+        """``y = t / (2 - t)`` at ``t = q / 127``, the inverse of ``z = 2 y / (1 + |y|)``; one more entry for -128."""
         t = divide(torch.arange(129, dtype=torch.float32).clamp(max=127), 127)
         return t / (2 - t)
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
-            y = scaled_by_maximum(x.abs(), scales)
-            return int8_codes(torch.round(127 * (2 * y / (1 + y))), x)
-        q = torch.round(scaled_by_maximum(255 * x, scales))
+            return int8_codes(x * units_in(254, scales) / fma(x.abs(), units_in(1, scales), float32(1)))
+        q = torch.round(x * units_in(255, scales))
         return torch.where(x > 0, q.clamp(min=1), q).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
             return signed_lookup(self.table, codes, scales)
-        return divide(codes.float(), 255) * scales
+        return codes.float() * divide(scales, 255)

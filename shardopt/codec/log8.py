@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Codec, int8_codes, scaled_by_maximum, signed_lookup
+from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
 from shardopt.kernels.numeric import INFINITY_BITS, bits, divide, float32, float_from_bits, fma
 
 _LEVELS = 254
@@ -43,9 +43,8 @@ class Log8(Codec):
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
-            y = scaled_by_maximum(x.abs(), scales)
-            z = y * fma(float32(-0.7), y, float32(1.7))
-            return int8_codes(torch.round(127 * z), x)
+            y = x * units_in(1, scales)
+            return int8_codes(y * fma(float32(-0.7) * 127, y.abs(), float32(1.7) * 127))
         top, step = bits(scales[..., :1]), scales[..., 1:]
         distance = (top - bits(x)).float() * divide(torch.ones_like(step), step)
         q = 255 - torch.round(distance).clamp(max=_LEVELS)
@@ -56,5 +55,4 @@ class Log8(Codec):
             return signed_lookup(self.table, codes, scales)
         top, step = bits(scales[..., :1]), scales[..., 1:].int()
         q = codes.int()
-        b = (top - (255 - q) * step).clamp(min=1)
-        return float_from_bits(torch.where(q > 0, b, 0))
+        return float_from_bits(torch.where(q > 0, top - (255 - q) * step, 0))

@@ -45,16 +45,21 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
+def add_scaled(factor: float, x: Tensor, y: Tensor) -> Tensor:
+    """``factor * x + y`` rounded once; the very bits of ``y`` where the factor is zero in float32."""
+    return fma(float32(factor), x, y) if float32(factor) != 0 else y
+
+
 def decayed(p: Tensor, decay: float) -> Tensor:
-    """What decoupled weight decay leaves of a parameter; without decay its very bits."""
-    return fma(-float32(decay), p, p) if float32(decay) != 0 else p
+    """What decoupled weight decay leaves of a parameter."""
+    return add_scaled(-decay, p, p)
 
 
 def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """Adam (arXiv 1412.6980, algorithm 1) and AdamW (arXiv 1711.05101, algorithm 2)."""
     beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
     m, v = moments
-    g = fma(float32(hyper["coupled_decay"]), p, g)
+    g = add_scaled(hyper["coupled_decay"], p, g)
     m = fma(float32(1 - beta1), g - m, m)
     v = fma(float32(beta2), v, (float32(1 - beta2) * g) * g)
     root = square_root(v)
@@ -78,7 +83,7 @@ def momentum(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, st
     """SGD with momentum, as torch.optim.SGD defines it: no dampening in the first step."""
     (buffer,) = moments
     mu, lr = float32(hyper["momentum"]), float32(hyper["lr"])
-    g = fma(float32(hyper["coupled_decay"]), p, g)
+    g = add_scaled(hyper["coupled_decay"], p, g)
     gradient_weight = float32(1.0 if step <= 1 else 1 - hyper["dampening"])
     buffer = fma(mu, buffer, gradient_weight * g)
     direction = fma(mu, buffer, g) if hyper["nesterov"] else buffer
@@ -87,7 +92,7 @@ def momentum(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, st
 
 def sgd(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """Plain SGD."""
-    g = fma(float32(hyper["coupled_decay"]), p, g)
+    g = add_scaled(hyper["coupled_decay"], p, g)
     return Updated(fma(-float32(hyper["lr"]), g, p), [], None)
 
 

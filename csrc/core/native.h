@@ -1,0 +1,31 @@
+// The native vector: the compiler's generic one, as wide as the instruction set's registers.
+#pragma once
+
+#include "core/target.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kLanes = SHARDOPT_LANES;
+
+namespace native {
+
+typedef float Floats __attribute__((vector_size(4 * SHARDOPT_LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * SHARDOPT_LANES)));
+typedef uint32_t UnsignedInts __attribute__((vector_size(4 * SHARDOPT_LANES)));
+
+#if SHARDOPT_LANES == 16
+constexpr Ints kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif SHARDOPT_LANES == 8
+constexpr Ints kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+constexpr Ints kLaneIndex = {0, 1, 2, 3};
+#endif
+
+SHARDOPT_HD Ints bits(Floats a) { return reinterpret_cast<Ints>(a); }
+SHARDOPT_HD Floats float_from_bits(Ints a) { return reinterpret_cast<Floats>(a); }
+SHARDOPT_HD Floats to_float(Ints a) { return __builtin_convertvector(a, Floats); }
+SHARDOPT_HD UnsignedInts as_unsigned(Ints a) { return reinterpret_cast<UnsignedInts>(a); }
+SHARDOPT_HD Ints as_signed(UnsignedInts a) { return reinterpret_cast<Ints>(a); }
+
+}  // namespace native
+SHARDOPT_END_NAMESPACE

@@ -1,0 +1,197 @@
+// How the CPU's vectors are read and written: floats of any dtype, weights in their formats, extremes, chunks of codes.
+#pragma once
+
+#include <type_traits>
+
+#include "core/call.h"
+#include "core/codec.h"
+#include "core/weight.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr uint64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+constexpr uint64_t bytes_of(WeightFormat format) { return format == WeightFormat::kFloat32 ? 4 : 2; }
+
+constexpr uint64_t low_bytes_of(WeightFormat format) {
+  return format == WeightFormat::kBFloat16Plus8 ? 1 : format == WeightFormat::kBFloat16Plus16 ? 2 : 0;
+}
+
+template <int kPack>
+SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return load_lanes<kPack>(reinterpret_cast<const float*>(from) + i);
+    case DType::kBFloat16:
+      return float_from_bf16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i));
+    default:
+      return float_from_fp16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i));
+  }
+}
+
+// The weights of a block.
+struct Weights {
+  char* words;     // the parameter
+  char* low_bits;  // of its master weights
+  Noise noise;
+  int32_t first;  // the index of the first element in the noise of its block
+
+  template <int kPack>
+  SHARDOPT_HD Floats<kPack> load(WeightFormat format, int i) const {
+    const auto words16 = reinterpret_cast<const uint16_t*>(words) + i;
+    switch (format) {
+      case WeightFormat::kFloat32:
+        return load_lanes<kPack>(reinterpret_cast<const float*>(words) + i);
+      case WeightFormat::kFloat16:
+        return float_from_fp16(load_lanes<kPack>(words16));
+      case WeightFormat::kBFloat16Plus8:
+        return join_weight<8>(load_lanes<kPack>(words16),
+                              load_lanes<kPack>(reinterpret_cast<const int8_t*>(low_bits) + i));
+      case WeightFormat::kBFloat16Plus16:
+        return join_weight<16>(load_lanes<kPack>(words16),
+                               load_lanes<kPack>(reinterpret_cast<const int16_t*>(low_bits) + i));
+      default:
+        return float_from_bf16(load_lanes<kPack>(words16));
+    }
+  }
+
+  template <int kPack>
+  SHARDOPT_HD void store(Floats<kPack> x, WeightFormat format, int i) const {
+    const auto words16 = reinterpret_cast<uint16_t*>(words) + i;
+    switch (format) {
+      case WeightFormat::kFloat32:
+        return store_lanes(reinterpret_cast<float*>(words) + i, x);
+      case WeightFormat::kBFloat16:
+        return store_lanes(words16, bf16_from_float(x));
+      case WeightFormat::kFloat16:
+        return store_lanes(words16, fp16_from_float(x));
+      case WeightFormat::kBFloat16Plus8: {
+        const auto split = split_weight<8>(x);
+        store_lanes(words16, split.high);
+        return store_lanes(reinterpret_cast<uint8_t*>(low_bits) + i, split.low);
+      }
+      case WeightFormat::kBFloat16Plus16: {
+        const auto split = split_weight<16>(x);
+        store_lanes(words16, split.high);
+        return store_lanes(reinterpret_cast<uint16_t*>(low_bits) + i, split.low);
+      }
+      case WeightFormat::kBFloat16Stochastic:
+        return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + (first + i))));
+    }
+  }
+};
+
+// The formats of weights and gradients, known when compiling or only when running.
+template <WeightFormat kWeight, DType kGradient>
+struct FixedFormat {
+  static constexpr bool kNeverCut = true;
+  SHARDOPT_HD explicit FixedFormat(const TensorEntry&) {}
+  static constexpr WeightFormat weight() { return kWeight; }
+  static constexpr DType gradient() { return kGradient; }
+
+  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t, int64_t, int64_t offset) const {
+    return {reinterpret_cast<char*>(entry.param) + bytes_of(kWeight) * offset,
+            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset, Noise{}, 0};
+  }
+};
+
+struct AnyFormat {
+  static constexpr bool kNeverCut = false;
+  WeightFormat weight_format;
+  DType gradient_dtype;
+  float step;
+
+  SHARDOPT_HD explicit AnyFormat(const TensorEntry& entry)
+      : weight_format(static_cast<WeightFormat>(entry.weight_format)),
+        gradient_dtype(static_cast<DType>(entry.gradient_dtype)),
+        step(*reinterpret_cast<const float*>(entry.step)) {}
+  WeightFormat weight() const { return weight_format; }
+  DType gradient() const { return gradient_dtype; }
+
+  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
+    Weights found{reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
+                  reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset, Noise{}, 0};
+    if (weight_format == WeightFormat::kBFloat16Stochastic) {
+      // Counted from where the whole block begins in the global parameter, however it is cut.
+      const int64_t global_col = entry.first_element % entry.global_row_numel + col;
+      found.first = static_cast<int32_t>(global_col % entry.block_size);
+      found.noise = Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col - found.first);
+    }
+    return found;
+  }
+};
+
+// The extremes of some packs, lane by lane: the largest magnitude, and of unsigned numbers the smallest above zero less
+// one (so that zero counts as the largest).
+struct LaneExtremes {
+  native::UnsignedInts high{}, low = native::UnsignedInts{} - 1;
+
+  template <int kPack>
+  SHARDOPT_HD void add_signed(Floats<kPack> x) {
+    const auto b = as_unsigned(magnitude_bits(x));
+    for (int i = 0; i < kPack; ++i) high = native::max_int(high, b.x[i]);
+  }
+
+  template <bool kSmallest, int kPack>
+  SHARDOPT_HD void add_unsigned(Floats<kPack> x) {
+    const auto b = as_unsigned(bits(x));
+    for (int i = 0; i < kPack; ++i) {
+      high = native::max_int(high, b.x[i]);
+      if (kSmallest) low = native::min_int(low, b.x[i] - 1);
+    }
+  }
+
+  SHARDOPT_HD Extremes over_lanes() const {
+    const int32_t least = static_cast<int32_t>(native::smallest(low) + 1);
+    return {static_cast<int32_t>(native::largest(high)) & kMagnitudeMask, least == 0 ? 0 : kInfinityBits - least};
+  }
+};
+
+// The table that a coder looks up, in the form that is fastest for packs; nothing for a coder without one.
+template <class Coder, int kPack, class = void>
+struct FastTable {
+  SHARDOPT_HD explicit FastTable(const float*) {}
+
+  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes) const {
+    return coder.decode(load_lanes<kPack>(codes));
+  }
+  SHARDOPT_HD auto encode(const Coder& coder, Floats<kPack> x) const { return coder.encode(x); }
+};
+
+#if defined(SHARDOPT_BYTE_TABLES)
+template <class Coder, class = void>
+struct EdgeTable {
+  SHARDOPT_HD explicit EdgeTable(const float*) {}
+  SHARDOPT_HD auto encode(const Coder& coder, Floats<4> x) const { return coder.encode(x); }
+};
+
+// A coder that settles a guess by an edge of a table.
+template <class Coder>
+struct EdgeTable<Coder, std::void_t<decltype(Coder::kEdges)>> {
+  native::ByteTable<Coder::kEdges> table;
+
+  SHARDOPT_HD explicit EdgeTable(const float* t) : table(Coder::edges(t)) {}
+
+  SHARDOPT_HD auto encode(const Coder& coder, Floats<4> x) const {
+    return coder.encode(x, [this](Ints<4> index) {
+      Floats<4> found;
+      table.look_up(index.x, found.x);
+      return found;
+    });
+  }
+};
+
+template <class Coder>
+struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> : EdgeTable<Coder> {
+  native::ByteTable<Coder::kTable> table;
+
+  SHARDOPT_HD explicit FastTable(const float* t) : EdgeTable<Coder>(t), table(Coder::entries(t)) {}
+
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes) const {
+    Floats<4> found;
+    table.look_up(codes, found.x);
+    return found * coder.scale;
+  }
+};
+#endif
+
+SHARDOPT_END_NAMESPACE
