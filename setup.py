@@ -2,7 +2,8 @@
 
 Environment:
     SHARDOPT_CUDA: 1 demands the CUDA kernels, 0 leaves them out. Default: built when nvcc is found.
-    SHARDOPT_CUDA_ARCHS: compute capabilities, such as "80;90;100". The last one is also kept as PTX.
+    SHARDOPT_CUDA_ARCHS: compute capabilities, such as "80;90;100". The last one is also kept as PTX. Default: 80, 90,
+        100 and 120, as far as nvcc knows them.
     CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
 """
 
@@ -21,7 +22,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-DEFAULT_CUDA_ARCHS = "80;90;100"
+DEFAULT_CUDA_ARCHS = ("80", "90", "100", "120")  # 80 also serves 86 and 89, 100 also 103, 120 also 121
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 TARGET_FLAGS = {
@@ -36,7 +37,7 @@ def cpu_sources() -> list[str]:
     names = ["csrc/bindings.cpp", "csrc/watch.cpp", "csrc/step/cpu.cpp", "csrc/step/thread_pool.cpp"]
     names.append("csrc/step/cpu_portable.cpp")
     if toolkit:
-        names.append("csrc/bindings_cuda.cpp")
+        names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
     if X86:
         names += [f"csrc/step/{name}" for name in TARGET_FLAGS]
     return names
@@ -78,8 +79,17 @@ class CudaToolkit:
                 return cls(nvcc, root, Path(library)), ""
         return None, f"{root} has no libcudart_static.a"
 
+    def archs(self) -> list[str]:
+        """The compute capabilities to compile for, in rising order."""
+        wanted = os.environ.get("SHARDOPT_CUDA_ARCHS", "").strip()
+        if wanted:
+            return re.split(r"[;, ]+", wanted)
+        listed = subprocess.run([self.nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+        known = set(re.findall(r"compute_(\d+)", listed.stdout))
+        return [arch for arch in DEFAULT_CUDA_ARCHS if arch in known or not known]
+
     def compile(self, source: str, target: Path, include: str) -> None:
-        archs = re.split(r"[;, ]+", os.environ.get("SHARDOPT_CUDA_ARCHS", DEFAULT_CUDA_ARCHS).strip())
+        archs = self.archs()
         codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
         codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         target.parent.mkdir(parents=True, exist_ok=True)

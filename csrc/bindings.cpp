@@ -6,9 +6,7 @@
 
 #include "step/cpu.h"
 #include "step/instances.h"
-#if defined(SHARDOPT_WITH_CUDA)
-#include "step/cuda.h"
-#endif
+#include "watch.h"
 
 namespace py = pybind11;
 
@@ -68,48 +66,11 @@ int64_t step_on_cpu(const Table<TensorEntry>& entries, const Table<GroupEntry>& 
   return step_cpu(call, entries.size(), threads, target);
 }
 
-#if defined(SHARDOPT_WITH_CUDA)
-template <class T>
-T* pointer(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// All arguments but `batches` are addresses in the memory of the current device. A batch is (codec, rule, begin, end,
-// blocks).
-void step_on_cuda(uint64_t entries, uint64_t groups, uint64_t first_blocks, uint64_t steps, uint64_t tables,
-                  uint64_t rules, uint64_t grad_scale, uint64_t found_inf, uint64_t nonfinite, int64_t step_count,
-                  Phase phase, const std::vector<std::tuple<int, int, int64_t, int64_t, int64_t>>& batches,
-                  uint64_t stream) {
-  const CudaCall call{pointer<TensorEntry>(entries),
-                      pointer<GroupEntry>(groups),
-                      pointer<int64_t>(first_blocks),
-                      pointer<float* const>(steps),
-                      pointer<const float* const>(tables),
-                      pointer<void>(rules),
-                      pointer<float>(grad_scale),
-                      pointer<float>(found_inf),
-                      pointer<unsigned long long>(nonfinite),
-                      step_count,
-                      phase};
-  if (phase == Phase::kStep) count_steps_cuda(call, pointer<void>(stream));
-  for (const auto& [codec, rule, begin, end, blocks] : batches) {
-    const CudaBatch batch{codec, rule, begin, end, blocks};
-    if (phase == Phase::kStep) prepare_cuda(call, batch, pointer<void>(stream));
-    step_cuda(call, batch, pointer<void>(stream));
-  }
-}
-
-void bind_cuda(py::module_& m) {
-  m.attr("max_rule_bytes") = kMaxRuleBytes;
-  m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
-  m.def("step_cuda", &step_on_cuda, py::arg("entries"), py::arg("groups"), py::arg("first_blocks"), py::arg("steps"),
-        py::arg("tables"), py::arg("rules"), py::arg("grad_scale"), py::arg("found_inf"), py::arg("nonfinite"),
-        py::arg("step_count"), py::arg("phase"), py::arg("batches"), py::arg("stream"),
-        "Steps the entries in a stream, without synchronization.");
-}
-#endif
-
 }  // namespace
+
+#if defined(SHARDOPT_WITH_CUDA)
+void bind_cuda(py::module_& m);  // bindings_cuda.cpp
+#endif
 }  // namespace shardopt
 
 PYBIND11_MODULE(_C, m) {
@@ -139,6 +100,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("step_cpu", &step_on_cpu, py::arg("entries"), py::arg("groups"), py::arg("steps"), py::arg("tables"),
         py::arg("phase"), py::arg("threads"), py::arg("target"),
         "Steps the entries; returns the number of elements that were skipped.");
+  bind_watch(m);
 #if defined(SHARDOPT_WITH_CUDA)
   m.attr("with_cuda") = true;
   bind_cuda(m);

@@ -1,6 +1,7 @@
 """The compiled step of shardopt."""
 
 import enum
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import numpy as np
@@ -41,22 +42,28 @@ max_moments: int
 max_hyper: int
 with_cuda: bool
 
-max_rule_bytes: int  # with CUDA only, as the next two
+# With CUDA only, up to step_cuda.
+cuda_prepared_bytes: int
 
 def cuda_device_count() -> int: ...
+def cuda_tasks(
+    entries: npt.NDArray[Any], groups: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], list[tuple[int, int, int]]]: ...
 def step_cuda(
+    device: int,
     entries: int,
     groups: int,
-    first_blocks: int,
+    tasks: int,
     steps: int,
     tables: int,
-    rules: int,
+    prepared: int,
     grad_scale: int,
     found_inf: int,
     nonfinite: int,
+    entry_count: int,
     step_count: int,
     phase: Phase,
-    batches: list[tuple[int, int, int, int, int]],
+    batches: list[tuple[int, int, int]],
     stream: int,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...
@@ -69,3 +76,22 @@ def step_cpu(
     threads: int,
     target: str,
 ) -> int: ...
+
+class Watch:
+    """Notices whether what a step's tables were made of is still as it was."""
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        state: Mapping[Any, Any],
+        shards: list[Any],
+        entries: list[frozenset[str] | None],
+        shard_of: Callable[[Any], object],
+    ) -> None: ...
+    def refresh(self, param_groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> list[Any] | None: ...
+    def take(self, parameter: int, gradient: object) -> bool: ...
+    def gradient_dtypes(self) -> bytes: ...
+    def options_changed(self, param_groups: list[dict[str, Any]]) -> bool: ...
+    def fill(
+        self, table: npt.NDArray[Any], parameters: npt.NDArray[np.int64], first_elements: npt.NDArray[np.int64]
+    ) -> bool: ...

@@ -39,18 +39,18 @@ SHARDOPT_HD auto join_weight(I high, I low) {
   return float_from_bits(magnitude | ((high & 0x8000) << 16));
 }
 
-// Random bits by counter, so that they do not depend on who asks: for the elements of one block, which are counted by
-// `index`, 32 bits each. The mixing is that of lowbias32 (C. Wellons, "Prospecting for Hash Functions"), keyed.
+// Random bits by counter: of a parameter, a step and an element's index in the flattened global parameter (modulo 2^32),
+// so that they do not depend on who asks. The mixing is that of lowbias32 (C. Wellons, "Prospecting for Hash
+// Functions"), keyed.
 struct Noise {
   uint32_t first = 0, second = 0;
 
   Noise() = default;
 
-  // `key`: of the seed and the parameter. `element`: where the block begins in the flattened global parameter.
+  // `key`: of the seed and the parameter. `element`: the index from which bits_at counts.
   SHARDOPT_HD Noise(uint64_t key, float step, int64_t element) {
-    const uint64_t position = static_cast<uint64_t>(element);
-    const uint64_t mixed = mix(mix(key + static_cast<uint64_t>(step)) + (position >> 32));
-    first = static_cast<uint32_t>(mixed) + static_cast<uint32_t>(position);
+    const uint64_t mixed = mix(mix(key) + static_cast<uint64_t>(step));
+    first = static_cast<uint32_t>(mixed) + static_cast<uint32_t>(element);
     second = static_cast<uint32_t>(mixed >> 32);
   }
 

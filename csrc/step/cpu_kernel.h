@@ -2,8 +2,7 @@
 // set (step/cpu_<target>.cpp).
 //
 // A block is read, updated and its weights written in one pass; its new moments wait in the first-level cache for the
-// scales, and are encoded from there. Several whole blocks go together: while one waits for its maximum or a division,
-// the processor works on the others.
+// scales, and are encoded from there.
 #pragma once
 
 #include "step/cpu_call.h"
@@ -27,6 +26,9 @@ class BlockStepper {
   using Signed = typename Codec::Signed;
   using F = Floats<kPack>;
   using I = Ints<kPack>;
+  static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
+  // Where the one maximum waits for the other, several blocks go together: the processor works on the next one meanwhile.
+  static constexpr int kTogether = kWhole > 0 && kRelative ? 4 : 1;
   static constexpr bool kBlockwise = Signed::kScales > 0;
 
   // What is known of a block between the passes.
@@ -61,16 +63,26 @@ class BlockStepper {
   int64_t step(int64_t begin, int64_t end) {
     const int64_t blocks_per_row = (entry_.cols + entry_.block_size - 1) / entry_.block_size;
     int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row, nonfinite = 0;
+    Block whole[kTogether];
+    int waiting = 0;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t col = in_row * entry_.block_size, left = entry_.cols - col;
       const Block block = at(row, in_row, col, static_cast<int>(left < entry_.block_size ? left : entry_.block_size));
-      nonfinite += block.n % kStep == 0 && (kWhole == 0 || block.n == kWhole) ? step_at<kWhole>(block)
-                                                                              : step_in_copy(block);
+      if (block.n % kStep != 0 || (kWhole != 0 && block.n != kWhole)) {
+        nonfinite += step_in_copy(block);
+      } else {
+        whole[waiting++] = block;
+        if (waiting == kTogether) {
+          nonfinite += step_at<kWhole, kTogether>(whole);
+          waiting = 0;
+        }
+      }
       if (++in_row == blocks_per_row) {
         in_row = 0;
         ++row;
       }
     }
+    for (int i = 0; i < waiting; ++i) nonfinite += step_at<kWhole, 1>(whole + i);
     return nonfinite;
   }
 
@@ -116,7 +128,7 @@ class BlockStepper {
       __builtin_memcpy(codes[k], block.codes[k], sizeof(Code) * count);
       for (uint64_t i = count; i < padded; ++i) codes[k][i] = zero;
     }
-    const int64_t nonfinite = step_at<0>(copy);
+    const int64_t nonfinite = step_at<0, 1>(&copy);
     if (stores_) {
       __builtin_memcpy(block.weights.words, weights, weight_bytes * count);
       if (low_bytes) __builtin_memcpy(block.weights.low_bits, low_bits, low_bytes * count);
@@ -125,17 +137,19 @@ class BlockStepper {
     return nonfinite;
   }
 
-  template <int kStatic>
-  SHARDOPT_HD int64_t step_at(const Block& block) {
-    const int n = kStatic ? kStatic : block.n;
-    Kept kept;
+  template <int kStatic, int kCount>
+  SHARDOPT_HD int64_t step_at(const Block* blocks) {
+    const int n = kStatic ? kStatic : blocks[0].n;
+    Kept kept[kCount];
     int64_t nonfinite = 0;
-    if (has_large_gradient(block, n)) {
-      nonfinite = update<true>(block, n, kept);
-    } else {
-      update<false>(block, n, kept);
+    for (int b = 0; b < kCount; ++b) {
+      if (has_large_gradient(blocks[b], n)) {
+        nonfinite += update<true>(blocks[b], n, kept[b]);
+      } else {
+        update<false>(blocks[b], n, kept[b]);
+      }
     }
-    if constexpr (kBlockwise) encode(block, n, kept);
+    if constexpr (kBlockwise) encode<kCount>(blocks, n, kept);
     return nonfinite;
   }
 
@@ -161,7 +175,7 @@ class BlockStepper {
     const Rule rule = rule_;
     const bool stores = kAlwaysStores || stores_;
     const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned, block) : kNoScales, table_);
-    const Signed signed_coder(kMoments > (kUnsigned >= 0) ? scales<Signed>(kSigned, block) : kNoScales, table_);
+    const Signed signed_coder(kHasSigned ? scales<Signed>(kSigned, block) : kNoScales, table_);
     LaneExtremes extremes[kMoments + 1];
     int64_t skipped = 0;
     for (int i = 0; i < n; i += kStep) {
@@ -223,40 +237,55 @@ class BlockStepper {
     return *shared;
   }
 
-  SHARDOPT_HD void encode(const Block& block, int n, Kept& kept) const {
+  template <int kCount>
+  SHARDOPT_HD void encode(const Block* blocks, int n, Kept* kept) const {
     const bool stores = kAlwaysStores || stores_;
-    if constexpr (kUnsigned >= 0) {
-      float scale[Unsigned::kScales + 1];
-      Unsigned::measure(agreed(block, kept.extremes[kUnsigned], kUnsigned, Phase::kStep), scale);
-      const Unsigned coder(scale, table_);
-      LaneExtremes extremes;
-      for (int i = 0; i < n; i += kStep) {
-        const F x = kept.x[kUnsigned][i / kStep];
-        if constexpr (kRelative) {
-          F unit, &moment = kept.x[kSigned][i / kStep];
-          const I code = coder.encode(x, unit);
-          if (stores) store_lanes(block.codes[kUnsigned] + i, code);
-          moment = select(bits(x) == 0, F{}, moment / unit);
-          extremes.add_signed(moment);
-        } else if (stores) {
-          store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
-        }
+    float unsigned_scale[kCount][Unsigned::kScales + 1], signed_scale[kCount][Signed::kScales + 1];
+    for (int b = 0; b < kCount; ++b) {
+      if constexpr (kUnsigned >= 0) {
+        Unsigned::measure(agreed(blocks[b], kept[b].extremes[kUnsigned], kUnsigned, Phase::kStep), unsigned_scale[b]);
       }
-      if (stores) store_scales<Unsigned>(kUnsigned, block, scale);
-      if (kRelative) {
-        if (!kAlwaysStores && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
-        kept.extremes[kSigned] = extremes;
+      if constexpr (kHasSigned && !kRelative) {
+        Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kStep), signed_scale[b]);
       }
     }
-    if constexpr (kMoments > (kUnsigned >= 0)) {
-      float scale[Signed::kScales + 1];
-      Signed::measure(agreed(block, kept.extremes[kSigned], kSigned, kRelative ? Phase::kRelative : Phase::kStep), scale);
-      if (!stores) return;
-      const Signed coder(scale, table_);
-      for (int i = 0; i < n; i += kStep) {
-        store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, kept.x[kSigned][i / kStep]));
+    if constexpr (kUnsigned >= 0) {
+      for (int b = 0; b < kCount; ++b) {
+        const Unsigned coder(unsigned_scale[b], table_);
+        LaneExtremes extremes;
+        for (int i = 0; i < n; i += kStep) {
+          const F x = kept[b].x[kUnsigned][i / kStep];
+          if constexpr (kRelative) {
+            F unit, &moment = kept[b].x[kSigned][i / kStep];
+            const I code = coder.encode(x, unit);
+            if (stores) store_lanes(blocks[b].codes[kUnsigned] + i, code);
+            moment = select(bits(x) == 0, F{}, moment / unit);
+            extremes.add_signed(moment);
+          } else if (stores) {
+            store_lanes(blocks[b].codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
+          }
+        }
+        if (kRelative) kept[b].extremes[kSigned] = extremes;
       }
-      store_scales<Signed>(kSigned, block, scale);
+      for (int b = 0; b < kCount; ++b) {
+        if (stores) store_scales<Unsigned>(kUnsigned, blocks[b], unsigned_scale[b]);
+      }
+      if (!kAlwaysStores && kRelative && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
+    }
+    if constexpr (kHasSigned) {
+      if constexpr (kRelative) {
+        for (int b = 0; b < kCount; ++b) {
+          Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kRelative), signed_scale[b]);
+        }
+      }
+      if (!stores) return;
+      for (int b = 0; b < kCount; ++b) {
+        const Signed coder(signed_scale[b], table_);
+        for (int i = 0; i < n; i += kStep) {
+          store_lanes(blocks[b].codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));
+        }
+        store_scales<Signed>(kSigned, blocks[b], signed_scale[b]);
+      }
     }
   }
 

@@ -33,7 +33,6 @@ struct Weights {
   char* words;     // the parameter
   char* low_bits;  // of its master weights
   Noise noise;
-  int32_t first;  // the index of the first element in the noise of its block
 
   template <int kPack>
   SHARDOPT_HD Floats<kPack> load(WeightFormat format, int i) const {
@@ -75,7 +74,7 @@ struct Weights {
         return store_lanes(reinterpret_cast<uint16_t*>(low_bits) + i, split.low);
       }
       case WeightFormat::kBFloat16Stochastic:
-        return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + (first + i))));
+        return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + i)));
     }
   }
 };
@@ -90,7 +89,7 @@ struct FixedFormat {
 
   SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t, int64_t, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(kWeight) * offset,
-            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset, Noise{}, 0};
+            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset, Noise{}};
   }
 };
 
@@ -108,15 +107,9 @@ struct AnyFormat {
   DType gradient() const { return gradient_dtype; }
 
   SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
-    Weights found{reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
-                  reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset, Noise{}, 0};
-    if (weight_format == WeightFormat::kBFloat16Stochastic) {
-      // Counted from where the whole block begins in the global parameter, however it is cut.
-      const int64_t global_col = entry.first_element % entry.global_row_numel + col;
-      found.first = static_cast<int32_t>(global_col % entry.block_size);
-      found.noise = Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col - found.first);
-    }
-    return found;
+    return {reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
+            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset,
+            Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col)};
   }
 };
 

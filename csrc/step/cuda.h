@@ -1,40 +1,69 @@
-// The step on a CUDA device. Everything that the call points to is in device memory.
+// The step on a CUDA device: one launch prepares the scalars of all entries and counts the steps, one steps everything.
 #pragma once
+
+#include <vector>
 
 #include "core/call.h"
 
 namespace shardopt {
 
-constexpr int kMaxRuleBytes = 64;
+// Bytes of what is prepared per entry: the rule's scalars and its gradient's scale.
+constexpr int kPreparedBytes = 64;
 
+// Blocks [first_block, first_block + blocks) of one entry, counted along its rows: the work of one warp.
+struct CudaTask {
+  int64_t first_block;
+  int32_t entry;
+  int32_t blocks;
+};
+
+// Everything that a call points to is in device memory.
 struct CudaCall {
   const TensorEntry* entries;
   const GroupEntry* groups;
-  const int64_t* first_blocks;  // per entry, and the total: blocks before it, in the order of `entries`
+  const CudaTask* tasks;
   float* const* steps;
-  const float* const* tables;  // per codec
-  void* rules;                 // kMaxRuleBytes per entry: filled in here
+  const float* const* tables;  // per codec, nullptr where it needs none
+  void* prepared;              // kPreparedBytes per entry: filled in by prepare_cuda
   const float* grad_scale;     // the loss scale, or nullptr
   const float* found_inf;      // not zero: nothing is stepped. May be nullptr
   unsigned long long* nonfinite;
+  int64_t entry_count;
   int64_t step_count;
   Phase phase;
 };
 
-// Entries [begin, end) have one codec and one rule; `blocks` is how many blocks they have.
+// Tasks [begin, end), all of one rule.
 struct CudaBatch {
-  int codec;
   int rule;
   int64_t begin, end;
-  int64_t blocks;
 };
 
-// Counts up the steps and computes the scalars of each entry's rule. Once per step, before the first phase.
-void prepare_cuda(const CudaCall& call, const CudaBatch& batch, void* stream);
-void count_steps_cuda(const CudaCall& call, void* stream);
+// The entries cut into tasks, and these by rule.
+struct CudaTasks {
+  std::vector<CudaTask> tasks;
+  std::vector<CudaBatch> batches;
+};
+CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups);
 
-// Steps a batch in the given stream, without synchronization. Throws std::runtime_error if the launch fails.
+// Counts up the steps and computes the scalars of each entry. Once per step, before the first phase.
+void prepare_cuda(const CudaCall& call, void* stream);
+
+// Steps a batch. Both only launch, in the given stream of the current device, and throw std::runtime_error if that
+// fails.
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream);
+
+// Makes a device the current one, as long as it lives.
+class CudaDeviceGuard {
+ public:
+  explicit CudaDeviceGuard(int device);
+  ~CudaDeviceGuard();
+  CudaDeviceGuard(const CudaDeviceGuard&) = delete;
+  CudaDeviceGuard& operator=(const CudaDeviceGuard&) = delete;
+
+ private:
+  int saved_ = -1;  // not changed
+};
 
 // The number of usable devices: 0 without a driver.
 int cuda_device_count();

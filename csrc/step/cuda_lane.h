@@ -1,80 +1,235 @@
-// How a lane of a warp reads and writes its consecutive elements of a tensor.
+// How a lane of a warp reads and writes its consecutive elements of a tensor: by 16 or 8 bytes at a time where the
+// addresses allow, else one by one.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#include <cuda_bf16.h>
+#endif
+
 #include "core/call.h"
 #include "core/numeric.h"
+#include "core/weight.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kLane = 4;  // elements per lane and chunk
+// Inlined without question: what is not cannot keep its arrays in registers.
+#define SHARDOPT_DEVICE __device__ __forceinline__
+
+constexpr int kLane = 8;  // elements of a lane
 
 // A code as what codecs decode.
-__device__ inline int32_t as_number(uint8_t code) { return code; }
-__device__ inline int32_t as_number(uint16_t code) { return code; }
-__device__ inline float as_number(float code) { return code; }
+SHARDOPT_DEVICE int32_t as_number(uint8_t code) { return code; }
+SHARDOPT_DEVICE int32_t as_number(uint16_t code) { return code; }
+SHARDOPT_DEVICE float as_number(float code) { return code; }
 
 template <class T>
-struct alignas(sizeof(T) * kLane) Vector {
+struct alignas(sizeof(T) == 1 ? 8 : 16) Vector {
   T x[kLane];
 };
 
+// Which of its kLane elements a lane has: the first `n`.
+struct Span {
+  int64_t element;  // the first one's place in the tensors
+  int n;
+  bool in_words;  // all of them, and aligned in every tensor
+};
+
+// The elements that there are, and beyond these `fill`. Each byte is used once: the loads and stores are marked as
+// streaming.
 template <class T>
-__device__ Vector<T> load_lane(const T* from, int n) {
-  Vector<T> v{};
-  if (n == kLane && reinterpret_cast<uint64_t>(from) % sizeof v == 0) {
-    v = *reinterpret_cast<const Vector<T>*>(from);
+SHARDOPT_DEVICE Vector<T> load_lane(uint64_t address, const Span& span, T fill = T{}) {
+  const T* from = reinterpret_cast<const T*>(address) + span.element;
+  Vector<T> v;
+  if (span.in_words) {
+    if constexpr (sizeof v == sizeof(uint2)) {
+      const uint2 word = __ldcs(reinterpret_cast<const uint2*>(from));
+      __builtin_memcpy(&v, &word, sizeof word);
+    } else {
+      uint4 words[sizeof v / sizeof(uint4)];
+#pragma unroll
+      for (unsigned i = 0; i < sizeof v / sizeof(uint4); ++i)
+        words[i] = __ldcs(reinterpret_cast<const uint4*>(from) + i);
+      __builtin_memcpy(&v, words, sizeof v);
+    }
   } else {
 #pragma unroll
-    for (int i = 0; i < kLane; ++i) {
-      if (i < n) v.x[i] = from[i];
-    }
+    for (int i = 0; i < kLane; ++i) v.x[i] = i < span.n ? from[i] : fill;
   }
   return v;
 }
 
 template <class T>
-__device__ void store_lane(T* to, const Vector<T>& v, int n) {
-  if (n == kLane && reinterpret_cast<uint64_t>(to) % sizeof v == 0) {
-    *reinterpret_cast<Vector<T>*>(to) = v;
+SHARDOPT_DEVICE void store_lane(uint64_t address, const Vector<T>& v, const Span& span) {
+  T* to = reinterpret_cast<T*>(address) + span.element;
+  if (span.in_words) {
+    if constexpr (sizeof v == sizeof(uint2)) {
+      uint2 word;
+      __builtin_memcpy(&word, &v, sizeof word);
+      __stcs(reinterpret_cast<uint2*>(to), word);
+    } else {
+      uint4 words[sizeof v / sizeof(uint4)];
+      __builtin_memcpy(words, &v, sizeof v);
+#pragma unroll
+      for (unsigned i = 0; i < sizeof v / sizeof(uint4); ++i) __stcs(reinterpret_cast<uint4*>(to) + i, words[i]);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      if (i < n) to[i] = v.x[i];
+      if (i < span.n) to[i] = v.x[i];
     }
   }
 }
 
-__device__ inline void load_floats(float (&to)[kLane], uint64_t address, int32_t dtype, int64_t offset, int n) {
-  if (static_cast<DType>(dtype) == DType::kFloat32) {
-    const Vector<float> v = load_lane(reinterpret_cast<const float*>(address) + offset, n);
+// bf16_from_float of all elements. The instruction for two differs in nothing but the bits of NaN.
+SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
+  Vector<uint16_t> v;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  bool has_nan = false;
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) has_nan |= x[i] != x[i];
+  if (!has_nan) {
+#pragma unroll
+    for (int i = 0; i < kLane; i += 2) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[i], x[i + 1]);
+      __builtin_memcpy(&v.x[i], &pair, sizeof pair);
+    }
+    return v;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) v.x[i] = static_cast<uint16_t>(bf16_from_float(x[i]));
+  return v;
+}
+
+// What every turn needs of an entry; the rest is seldom used, and read when it is.
+struct Streams {
+  const TensorEntry& entry;
+  uint64_t param, gradient;
+  WeightFormat weight_format;
+  DType gradient_dtype;
+
+  SHARDOPT_DEVICE explicit Streams(const TensorEntry& from)
+      : entry(from),
+        param(entry.param),
+        gradient(entry.gradient),
+        weight_format(static_cast<WeightFormat>(entry.weight_format)),
+        gradient_dtype(static_cast<DType>(entry.gradient_dtype)) {}
+};
+
+SHARDOPT_DEVICE void load_gradients(float (&to)[kLane], const Streams& streams, const Span& span) {
+  if (streams.gradient_dtype == DType::kFloat32) {
+    const Vector<float> v = load_lane<float>(streams.gradient, span);
 #pragma unroll
     for (int i = 0; i < kLane; ++i) to[i] = v.x[i];
     return;
   }
-  const Vector<uint16_t> v = load_lane(reinterpret_cast<const uint16_t*>(address) + offset, n);
-  const bool is_bf16 = static_cast<DType>(dtype) == DType::kBFloat16;
+  const Vector<uint16_t> v = load_lane<uint16_t>(streams.gradient, span);
+  if (streams.gradient_dtype == DType::kBFloat16) {
 #pragma unroll
-  for (int i = 0; i < kLane; ++i)
-    to[i] = is_bf16 ? float_from_bf16(as_number(v.x[i])) : float_from_fp16(as_number(v.x[i]));
+    for (int i = 0; i < kLane; ++i) to[i] = float_from_bf16(as_number(v.x[i]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) to[i] = float_from_fp16(as_number(v.x[i]));
+  }
 }
 
-__device__ inline void store_floats(uint64_t address, const float (&from)[kLane], int32_t dtype, int64_t offset,
-                                    int n) {
-  if (static_cast<DType>(dtype) == DType::kFloat32) {
-    Vector<float> v;
+template <int kLowBits, class Low>
+SHARDOPT_DEVICE void load_split(float (&to)[kLane], const Vector<uint16_t>& high, const Streams& streams,
+                                const Span& span) {
+  const Vector<Low> low = load_lane<Low>(streams.entry.low_bits, span);
 #pragma unroll
-    for (int i = 0; i < kLane; ++i) v.x[i] = from[i];
-    store_lane(reinterpret_cast<float*>(address) + offset, v, n);
+  for (int i = 0; i < kLane; ++i) {
+    to[i] = join_weight<kLowBits>(as_number(high.x[i]), static_cast<int32_t>(low.x[i]));
+  }
+}
+
+template <int kLowBits, class Low>
+SHARDOPT_DEVICE void store_split(const float (&from)[kLane], const Streams& streams, const Span& span) {
+  Vector<uint16_t> high;
+  Vector<Low> low;
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) {
+    const SplitWeight<int32_t> split = split_weight<kLowBits>(from[i]);
+    high.x[i] = static_cast<uint16_t>(split.high);
+    low.x[i] = static_cast<Low>(split.low);
+  }
+  store_lane(streams.param, high, span);
+  store_lane(streams.entry.low_bits, low, span);
+}
+
+// The weights as the rule sees them.
+SHARDOPT_DEVICE void load_weights(float (&to)[kLane], const Streams& streams, const Span& span) {
+  if (streams.weight_format == WeightFormat::kFloat32) {
+    const Vector<float> v = load_lane<float>(streams.param, span);
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) to[i] = v.x[i];
     return;
   }
-  Vector<uint16_t> v;
-  const bool is_bf16 = static_cast<DType>(dtype) == DType::kBFloat16;
+  const Vector<uint16_t> v = load_lane<uint16_t>(streams.param, span);
+  switch (streams.weight_format) {
+    case WeightFormat::kBFloat16Plus8:
+      return load_split<8, int8_t>(to, v, streams, span);
+    case WeightFormat::kBFloat16Plus16:
+      return load_split<16, int16_t>(to, v, streams, span);
+    case WeightFormat::kFloat16:
 #pragma unroll
-  for (int i = 0; i < kLane; ++i)
-    v.x[i] = static_cast<uint16_t>(is_bf16 ? bf16_from_float(from[i]) : fp16_from_float(from[i]));
-  store_lane(reinterpret_cast<uint16_t*>(address) + offset, v, n);
+      for (int i = 0; i < kLane; ++i) to[i] = float_from_fp16(as_number(v.x[i]));
+      return;
+    default:
+#pragma unroll
+      for (int i = 0; i < kLane; ++i) to[i] = float_from_bf16(as_number(v.x[i]));
+  }
+}
+
+// Rounds at random. `row`, `col`: of the lane's first element in the entry. The bits depend on the element's place in
+// its block of the global parameter alone, and a lane's elements may lie in two of these.
+SHARDOPT_DEVICE Vector<uint16_t> bf16_lane_at_random(const float (&x)[kLane], const TensorEntry& entry, float step,
+                                                     int64_t row, int64_t col) {
+  const int64_t first_col = entry.first_element % entry.global_row_numel;
+  const int64_t in_row = first_col + col;
+  const int index = static_cast<int>(in_row & (entry.block_size - 1));
+  const int64_t block = entry.first_element - first_col + row * entry.global_row_numel + in_row - index;
+  const Noise noise(entry.noise_key, step, block);
+  Noise next = noise;
+  if (index + kLane > entry.block_size) next = Noise(entry.noise_key, step, block + entry.block_size);
+  Vector<uint16_t> v;
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) {
+    const int32_t random =
+        index + i < entry.block_size ? noise.bits_at(index + i) : next.bits_at(index + i - entry.block_size);
+    v.x[i] = static_cast<uint16_t>(bf16_at_random(x[i], random));
+  }
+  return v;
+}
+
+// at_random: rounds them with bf16_lane_at_random.
+template <class Random>
+SHARDOPT_DEVICE void store_weights(const float (&from)[kLane], const Streams& streams, const Span& span,
+                                   Random at_random) {
+  switch (streams.weight_format) {
+    case WeightFormat::kFloat32: {
+      Vector<float> v;
+#pragma unroll
+      for (int i = 0; i < kLane; ++i) v.x[i] = from[i];
+      return store_lane(streams.param, v, span);
+    }
+    case WeightFormat::kFloat16: {
+      Vector<uint16_t> v;
+#pragma unroll
+      for (int i = 0; i < kLane; ++i) v.x[i] = static_cast<uint16_t>(fp16_from_float(from[i]));
+      return store_lane(streams.param, v, span);
+    }
+    case WeightFormat::kBFloat16Plus8:
+      return store_split<8, int8_t>(from, streams, span);
+    case WeightFormat::kBFloat16Plus16:
+      return store_split<16, int16_t>(from, streams, span);
+    case WeightFormat::kBFloat16Stochastic:
+      return store_lane(streams.param, at_random(from), span);
+    default:
+      return store_lane(streams.param, bf16_lane(from), span);
+  }
 }
 
 SHARDOPT_END_NAMESPACE

@@ -46,31 +46,39 @@ class LossScaling(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What a step is given.
+    """What the steps of some parameters are given.
 
     Attributes:
         entries: rows of ``_C.tensor_entry``; all that they point to lives on one device.
-        groups: rows of ``_C.group_entry``.
         steps: float32 scalars, one per parameter; the first phase counts each up by one.
         codec_tables: what each codec looks up (``Codec.table``), by the codec's index.
-        scaling: the loss scale.
     """
 
     entries: npt.NDArray[np.void]
-    groups: npt.NDArray[np.void]
     steps: Sequence[Tensor]
     codec_tables: Sequence[Tensor | None]
-    scaling: LossScaling
 
 
 class Call(Protocol):
-    """One step on one device, run in one or more phases."""
+    """Steps of the same tables on one device: made once, then updated and run for each step."""
 
-    def run(self, phase: _C.Phase) -> int | Tensor:
-        """Runs one phase.
+    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+        """Prepares a step.
 
-        Returns:
-            How many gradient elements were skipped in it: on a GPU, a tensor there.
+        Args:
+            entries_changed: whether rows of ``Tables.entries`` were changed in place.
+            groups: rows of ``_C.group_entry``.
+            scaling: the loss scale.
+        """
+
+    def run(self, phase: _C.Phase) -> None:
+        """Runs one phase of the step."""
+
+    def nonfinite(self, *, wait: bool) -> int:
+        """How many gradient elements were skipped so far.
+
+        Args:
+            wait: wait for the device; otherwise it may know of some only later.
         """
 
 
@@ -99,23 +107,30 @@ def make_call(device: torch.device, tables: Tables) -> Call:
 
 
 class CpuCall:
-    """A step on the CPU."""
+    """Steps on the CPU."""
 
     def __init__(self, tables: Tables) -> None:
         self._entries = tables.entries
-        self._groups = tables.groups
+        self._groups: npt.NDArray[np.void] = np.zeros(0, dtype=_C.group_entry)
         self._steps = addresses(tables.steps)
         self._codec_tables = addresses(tables.codec_tables)
-        scale, found_inf = tables.scaling
+        self._off = False
+        self._nonfinite = 0
+
+    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+        """Prepares a step; see :class:`Call`."""
+        scale, found_inf = scaling
         self._off = found_inf is not None and bool(found_inf.item())
+        self._groups = groups
         if scale is not None:
+            self._groups = groups.copy()
             self._groups["gradient_scale"] *= 1.0 / float(scale)
 
-    def run(self, phase: _C.Phase) -> int:
+    def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`."""
         if self._off:
-            return 0
-        return _C.step_cpu(
+            return
+        self._nonfinite += _C.step_cpu(
             self._entries,
             self._groups,
             self._steps,
@@ -124,6 +139,10 @@ class CpuCall:
             threads=torch.get_num_threads(),
             target=_target,
         )
+
+    def nonfinite(self, *, wait: bool) -> int:
+        """How many gradient elements were skipped; see :class:`Call`."""
+        return self._nonfinite
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:

@@ -1,8 +1,9 @@
-"""Calls the CUDA kernels: the tables of a step in device memory, one launch per codec and rule."""
+"""Calls the CUDA kernels: the tables of a step in device memory, uploaded when they change and never waited for."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,63 +11,179 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import Tables, addresses
+from shardopt.kernels.dispatch import LossScaling, Tables, addresses
+
+_ALIGNMENT = 16  # bytes
 
 
 class CudaCall:
-    """A step on a CUDA device, in its current stream."""
+    """Steps of the same tables on a CUDA device, each in the stream that is current then.
+
+    Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. What is captured
+    into a CUDA graph is uploaded again in every replay, to a place of its own, so that steps in between do not matter:
+    the call must live as long as the graph.
+    """
 
     def __init__(self, device: torch.device, tables: Tables) -> None:
+        _demand(not _is_capturing())
         self._device = device
-        groups, entries = tables.groups, tables.entries
-        rules = groups["rule"][entries["group"]] if len(entries) else np.zeros(0, dtype=np.int32)
-        order = np.lexsort((rules, entries["codec"]))
-        entries, rules = entries[order], rules[order]
-        blocks = entries["rows"] * -(-entries["cols"] // np.maximum(entries["block_size"], 1))
-        first_blocks = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
-        self._batches = _batches(entries["codec"], rules, first_blocks)
-        self._step_count = len(tables.steps)
-        scale, found_inf = (None if t is None else t.to(device) for t in tables.scaling)
-        codec_tables = [None if t is None else _on(t, device) for t in tables.codec_tables]
-        self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        scratch = torch.empty(max(len(entries), 1) * _C.max_rule_bytes, dtype=torch.uint8, device=device)
-        # Each of these is an address in the kernels' call: the tensors must outlive it.
-        self._arguments: dict[str, Tensor | None] = {
-            "entries": _upload(entries, device),
-            "groups": _upload(groups, device),
-            "first_blocks": _upload(first_blocks, device),
-            "steps": _upload(addresses(tables.steps), device),
-            "tables": _upload(addresses(codec_tables), device),
-            "rules": scratch,
-            "grad_scale": scale,
-            "found_inf": found_inf,
-            "nonfinite": self._nonfinite,
-        }
+        self._tables = tables
+        self._codec_tables = [None if t is None else _on(t, device) for t in tables.codec_tables]
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._known_skipped = _pinned(8).view(torch.int64).zero_()
+        self._rules: bytes | None = None
+        self._groups: bytes | None = None  # as uploaded, None for stale tables
+        self._scaling = LossScaling(None, None)
+        self._spare: Tensor | None = None  # pinned memory for a capture, during which none can be had
+        self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
+        self._captured_scaling: list[LossScaling] = []
 
-    def run(self, phase: _C.Phase) -> Tensor:
+    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+        """Prepares a step; see :class:`shardopt.kernels.dispatch.Call`.
+
+        Raises:
+            RuntimeError: a CUDA graph captures the first step of these tables, or no step was taken between two graphs.
+        """
+        capturing = _is_capturing()
+        self._scaling = LossScaling(*(None if t is None else t.to(self._device, non_blocking=True) for t in scaling))
+        rules, packed = groups["rule"].tobytes(), groups.tobytes()
+        if rules != self._rules:
+            _demand(not capturing)
+            self._make_tables(groups)
+            self._rules = rules
+        if capturing:
+            self._head = self._place.captured
+            self._upload_in_graph(groups)
+            return
+        if self._spare is None:
+            self._spare = _pinned(self._place.head_bytes)
+        self._head = 0
+        if entries_changed or self._groups is None:
+            self._upload(0, _pinned(self._place.head_bytes), groups, self._tables.entries)
+        elif packed != self._groups:
+            self._upload(0, _pinned(len(packed)), groups)
+        self._groups = packed
+
+    def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`shardopt.kernels.dispatch.Call`."""
-        self._nonfinite = self._nonfinite.zero_()
-        with torch.cuda.device(self._device):
-            _C.step_cuda(
-                **{name: 0 if t is None else t.data_ptr() for name, t in self._arguments.items()},
-                step_count=self._step_count,
-                phase=phase,
-                batches=self._batches,
-                stream=torch.cuda.current_stream(self._device).cuda_stream,
-            )
-        return self._nonfinite.clone()
+        scale, found_inf = self._scaling
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._stream and not _is_capturing():
+            for tensor in (self._memory, self._skipped):
+                tensor.record_stream(stream)
+        _C.step_cuda(
+            groups=self._start + self._head,
+            entries=self._start + self._head + self._place.entries,
+            grad_scale=0 if scale is None else scale.data_ptr(),
+            found_inf=0 if found_inf is None else found_inf.data_ptr(),
+            phase=phase,
+            stream=stream.cuda_stream,
+            **self._fixed,
+        )
+        self._known_skipped.copy_(self._skipped, non_blocking=True)
+
+    def nonfinite(self, *, wait: bool) -> int:
+        """How many gradient elements were skipped; see :class:`shardopt.kernels.dispatch.Call`."""
+        if wait and not _is_capturing():
+            torch.cuda.synchronize(self._device)
+        return int(self._known_skipped)
+
+    def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
+        """Allocates the tables, and uploads those that stay as they are."""
+        entries = self._tables.entries
+        tasks, batches = _C.cuda_tasks(entries, groups)
+        fixed = {
+            "steps": addresses(self._tables.steps),
+            "tables": addresses(self._codec_tables),
+            "tasks": tasks,
+            "prepared": np.zeros(len(entries) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
+        }
+        self._place = _Place.of(groups, entries)
+        begin = end = self._place.captured + self._place.head_bytes
+        places = {}
+        for name, table in fixed.items():
+            places[name] = end
+            end += _aligned(table.nbytes)
+        self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
+        self._stream = torch.cuda.current_stream(self._device)
+        self._start = self._memory.data_ptr()
+        self._upload(begin, _pinned(end - begin), *fixed.values())
+        self._fixed: dict[str, Any] = {
+            **{name: self._start + place for name, place in places.items()},
+            "device": self._memory.device.index or 0,
+            "nonfinite": self._skipped.data_ptr(),
+            "entry_count": len(entries),
+            "step_count": len(self._tables.steps),
+            "batches": batches,
+        }
+        self._head = 0
+        self._spare = None
+        self._groups = None
+
+    def _upload(self, place: int, staging: Tensor, *tables: npt.NDArray[np.generic]) -> None:
+        """Copies tables to a place in the device's memory, one after the other."""
+        _fill(staging, tables)
+        self._memory[place : place + len(staging)].copy_(staging, non_blocking=True)
+
+    def _upload_in_graph(self, groups: npt.NDArray[np.void]) -> None:
+        """Captures the upload of the tables that change, from memory that keeps them for all replays."""
+        tables = (groups, self._tables.entries)
+        wanted = _fill(torch.empty(self._place.head_bytes, dtype=torch.uint8), tables)
+        staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
+        if staging is None:
+            _demand(self._spare is not None)
+            assert self._spare is not None
+            staging = self._spare.copy_(wanted)
+            self._captured.append(staging)
+            self._spare = None
+        self._captured_scaling.append(self._scaling)
+        self._memory[self._head : self._head + len(staging)].copy_(staging, non_blocking=True)
+        self._groups = None  # entries may have changed, and were not uploaded where other steps look
 
 
-def _batches(
-    codecs: npt.NDArray[np.int32], rules: npt.NDArray[np.int32], first_blocks: npt.NDArray[np.int64]
-) -> list[tuple[int, int, int, int, int]]:
-    """The runs of entries with one codec and one rule: (codec, rule, begin, end, blocks)."""
-    changes = np.flatnonzero((np.diff(codecs) != 0) | (np.diff(rules) != 0)) + 1
-    edges = [0, *changes.tolist(), len(codecs)] if len(codecs) else []
-    return [
-        (int(codecs[begin]), int(rules[begin]), begin, end, int(first_blocks[end] - first_blocks[begin]))
-        for begin, end in pairwise(edges)
-    ]
+def _demand(ready: bool) -> None:
+    """Raises where a CUDA graph captures a step that needs memory first."""
+    if not ready:
+        raise RuntimeError(
+            "got a step captured into a CUDA graph, expected one like it before; take a step with gradients for the "
+            "same parameters before each capture"
+        )
+
+
+def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
+    """Writes tables to host memory, one after the other."""
+    target, at = staging.numpy(), 0
+    for table in tables:
+        target[at : at + table.nbytes] = np.ascontiguousarray(table).view(np.uint8).reshape(-1)
+        target[at + table.nbytes : at + _aligned(table.nbytes)] = 0
+        at += _aligned(table.nbytes)
+    return staging
+
+
+class _Place(NamedTuple):
+    """Where the tables that change begin, in bytes: groups and entries, and once more for what is captured."""
+
+    entries: int
+    head_bytes: int
+    captured: int
+
+    @classmethod
+    def of(cls, groups: npt.NDArray[np.void], entries: npt.NDArray[np.void]) -> _Place:
+        first = _aligned(groups.nbytes)
+        both = first + _aligned(entries.nbytes)
+        return cls(first, both, both)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 _table_copies: dict[tuple[int, torch.device], Tensor] = {}
@@ -78,8 +195,3 @@ def _on(table: Tensor, device: torch.device) -> Tensor:
     if key not in _table_copies:
         _table_copies[key] = table.to(device)
     return _table_copies[key]
-
-
-def _upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), dtype=np.uint8).copy()
-    return torch.from_numpy(raw).to(device, non_blocking=True)

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
+from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Exchange, Shard
+from shardopt.optim.entries import Group, PlannedParameter
 from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
-from shardopt.optim.plan import Group, Plan
+from shardopt.optim.plan import Plan
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import ParameterState, StateDict
 
@@ -42,6 +44,7 @@ class ShardedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
+        self._skipped = SkippedElements()
         super().__init__(params, {**defaults, **with_defaults(options)})
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -63,7 +66,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def nonfinite_count(self) -> int:
         """Gradient elements that were NaN or Inf, or overflowed, and were skipped by this rank so far."""
-        return int(self._nonfinite_count)
+        return self._skipped.count(wait=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
@@ -103,8 +106,13 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         self._warn_of_nonfinite()
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        for plan in self._plans(scaling):
-            self._nonfinite_count = self._nonfinite_count + plan.run(scaling)
+        plan, self._plan = self._plan, None  # put back only after a step that went well
+        if plan is None or not self._refresh(plan):
+            plan = self._new_plan(scaling)
+        elif scaling.found_inf is None:
+            _demand_finite(plan.gradients_of("raise"))
+        plan.run(scaling)
+        self._plan = plan
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -145,33 +153,44 @@ class ShardedOptimizer(Optimizer):
                 if isinstance(value, _Adopted):
                     state["state"][param] = value.state
         super().__setstate__(state)
-        self._nonfinite_count = getattr(self, "_nonfinite_count", 0)
-        self._nonfinite_reported = getattr(self, "_nonfinite_reported", 0)
+        self._plan = None
+        self._skipped = getattr(self, "_skipped", None) or SkippedElements()
 
-    _nonfinite_count: int | Tensor = 0
-    _nonfinite_reported = 0
+    _plan: Plan | None = None  # of the last step
+    _skipped_reported = 0
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self.param_groups:
             for param in group["params"]:
                 yield group, param
 
-    def _plans(self, scaling: LossScaling) -> list[Plan]:
-        """The step as one plan per device. Raises before anything is changed."""
-        groups = [
-            Group(
-                self.rule(group),
-                self.hyper(group),
-                -1.0 if group["maximize"] else 1.0,
-                group["nonfinite"],
-            )
-            for group in self.param_groups
-        ]
+    def _group(self, options: dict[str, Any]) -> Group:
+        """What a step needs to know of a param group."""
+        lr = options["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            # Not read here: that would wait for the device.
+            return Group.of(options, self.rule(options), self.hyper({**options, "lr": 0.0}), lr)
+        return Group.of(options, self.rule(options), self.hyper(options), None)
+
+    def _refresh(self, plan: Plan) -> bool:
+        """Whether the plan of the last step serves for this one."""
+        if plan.options_changed(self.param_groups) and not plan.set_groups([self._group(g) for g in self.param_groups]):
+            return False
+        return plan.refresh(self.param_groups, self.state)
+
+    def _new_plan(self, scaling: LossScaling) -> Plan:
+        """The plan of this step and those to come. Raises before anything is changed."""
+        groups = [self._group(group) for group in self.param_groups]
         checked: list[tuple[str, Shard, Tensor]] = []
-        ready: list[tuple[int, ParameterState, Tensor, Tensor, Tensor]] = []
+        planned: list[PlannedParameter | None] = []
+        ready: list[tuple[int, str, int, ParameterState, Tensor]] = []
+        gradients: dict[int, Tensor] = {}
         for index, group in enumerate(self.param_groups):
             for position, param in enumerate(group["params"]):
+                place = len(planned)
+                planned.append(None)
                 if param.grad is None:
+                    planned[place] = self._plan_idle(param, index, position, groups[index].rule)
                     continue
                 spec = ParameterState.of(param, group, groups[index].rule.moments)
                 name = _name_of(group, index, position, spec)
@@ -184,22 +203,42 @@ class ShardedOptimizer(Optimizer):
                 _check_tensors(name, local, gradient)
                 if group["nonfinite"] == "raise" and scaling.found_inf is None:
                     checked.append((name, spec.shard, gradient))
-                ready.append((index, spec, param, local, gradient))
+                ready.append((place, name, index, spec, param))
+                gradients[place] = gradient
         _demand_finite(checked)
-        plans: dict[torch.device, Plan] = {}
-        for index, spec, param, local, gradient in ready:
-            state = self.state[param]
+        for place, name, index, spec, param in ready:
+            local, state = spec.shard.local(param), self.state[param]
             if not state:
                 state.update(spec.new(local.device))
-            if local.device not in plans:
-                plans[local.device] = Plan(local.device, groups)
-            plans[local.device].add(index, spec, local, gradient, state)
-        return list(plans.values())
+            planned[place] = PlannedParameter.of(name, index, spec, local, state)
+        self._skipped.retire()
+        plan = Plan(self.param_groups, self.state, groups, planned, self._skipped)
+        if not plan.refresh(self.param_groups, self.state, gradients):
+            raise RuntimeError(
+                "got a gradient or state that is not in memory as a dense tensor, expected ones that the kernels can "
+                "read; step such parameters with another optimizer"
+            )
+        return plan
+
+    def _plan_idle(self, param: Tensor, index: int, position: int, rule: Rule) -> PlannedParameter | None:
+        """The rows of a parameter that has state but no gradient now, so that one coming needs no new plan."""
+        state = self.state.get(param)
+        if not state:
+            return None
+        try:
+            spec = ParameterState.of(param, self.param_groups[index], rule.moments)
+            name = _name_of(self.param_groups[index], index, position, spec)
+            local = spec.shard.local(param)
+            _check_tensors(name, local, local)
+            return PlannedParameter.of(name, index, spec, local, state)
+        except (RuntimeError, KeyError):
+            return None  # what is wrong with it is to be told when it is stepped
 
     def _warn_of_nonfinite(self) -> None:
-        new = self.nonfinite_count - self._nonfinite_reported
-        if new:
-            self._nonfinite_reported = self.nonfinite_count
+        known = self._skipped.count(wait=False)
+        new = known - self._skipped_reported
+        if new > 0:
+            self._skipped_reported = known
             warnings.warn(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",

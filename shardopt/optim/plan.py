@@ -1,9 +1,9 @@
-"""One step as tables for the kernels, and its phases where blocks are cut between ranks."""
+"""The tables of a step, made once and kept as long as what they were made of stays as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,156 +11,190 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import DTYPES, LossScaling, Tables, make_call
-from shardopt.layout import Exchange, LocalBlocks, Rectangle, rectangles
-from shardopt.optim.rule import Rule
-from shardopt.optim.state import ParameterState, StateDict
-
-_PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
+from shardopt.kernels.dispatch import Call, LossScaling, Tables, make_call
+from shardopt.kernels.skipped import SkippedElements
+from shardopt.layout import Shard, shard_of
+from shardopt.optim.cut_blocks import CutBlocks
+from shardopt.optim.entries import Group, PlannedParameter
 
 _TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 
-
-class Group(NamedTuple):
-    """What all parameters of a param group share in a step."""
-
-    rule: Rule
-    hyper: dict[str, float]
-    gradient_sign: float
-    nonfinite: str
-
-    def row(self) -> tuple[object, ...]:
-        """The group as a row of ``_C.group_entry``."""
-        policy = _C.NonFinite.propagate if self.nonfinite == "propagate" else _C.NonFinite.skip
-        return (self.rule.hyper_row(self.hyper), 0, self.gradient_sign, self.rule.index, int(policy))
-
-
-class _CutParameter(NamedTuple):
-    """A parameter whose blocks are cut: what its owners exchange."""
-
-    spec: ParameterState
-    blocks: LocalBlocks
-    scales: list[Tensor]  # float32, (rows, blocks[, scales per block]), one per moment
-    extremes: list[Tensor]  # int32, (rows, blocks, 2), one per moment
+_NO_GRADIENT = 255  # of Watch.gradient_dtypes
 
 
 class Plan:
-    """Collects the parameters of one step on one device, then runs it."""
+    """The tables for all parameters of an optimizer, and what is watched so that they never go stale.
 
-    def __init__(self, device: torch.device, groups: Sequence[Group]) -> None:
-        self._device = device
-        self._groups = groups
-        self._entries: list[tuple[object, ...]] = []
-        self._steps: list[Tensor] = []
-        self._gradients: list[Tensor] = []  # kept alive: a redistributed one is nobody else's
-        self._cut: dict[Exchange, list[_CutParameter]] = {}
+    Parameters without a gradient keep their rows; a step selects those that have one. All gradients are looked up, and
+    what the tables point to is compared with what stands there, in each step.
 
-    def add(self, group: int, spec: ParameterState, param: Tensor, gradient: Tensor, state: StateDict) -> None:
-        """Adds a parameter: this rank's parts of parameter and gradient, and its state."""
-        self._steps.append(state["step"])
-        self._gradients.append(gradient)
-        coded = [spec.local_coded(state, moment) for moment in spec.moments]
-        if not spec.codec.blockwise:
-            whole = Rectangle(0, param.numel(), 0, cut=False)
-            blocks = LocalBlocks(0, -(-param.numel() // _PLAIN_BLOCK), None)
-            parts, rows, cols, size = [whole], 1, param.numel(), _PLAIN_BLOCK
-        else:
-            blocks = spec.shard.local_blocks(spec.grid)
-            rows, cols, size = spec.shard.rows, spec.shard.cols, spec.grid.block_size
-            parts = [Rectangle(0, cols, blocks.first, cut=False)]
-        extremes: list[Tensor] = []
-        if blocks.exchange is not None:
-            parts = rectangles(spec.grid, spec.shard.first_col, cols)
-            scales = [c.scales for c in coded if c.scales is not None]
-            extremes = [torch.zeros((rows, blocks.per_row, 2), dtype=torch.int32, device=self._device) for _ in scales]
-            cut = _CutParameter(spec, blocks, scales, extremes)
-            self._cut.setdefault(blocks.exchange, []).append(cut)
-        for part in parts:
-            if rows * part.cols == 0:
-                continue
-            block = part.block - blocks.first
-            self._entries.append(
-                (
-                    _address(param, part.col),
-                    _address(gradient, part.col),
-                    state["step"].data_ptr(),
-                    0,
-                    _addresses([c.codes for c in coded], part.col),
-                    _addresses(
-                        [c.scales for c in coded],
-                        block,
-                        [spec.codec.scales(signed=m.signed) for m in spec.moments],
-                    ),
-                    _addresses(extremes, block, [2] * len(extremes)),
-                    rows,
-                    part.cols,
-                    cols,
-                    blocks.per_row,
-                    0,
-                    0,
-                    0,
-                    size,
-                    DTYPES[param.dtype],
-                    DTYPES[gradient.dtype],
-                    spec.codec.index,
-                    group,
-                    part.cut,
-                )
-            )
+    Args:
+        param_groups: the optimizer's.
+        state: the optimizer's.
+        groups: one per param group.
+        planned: one per parameter, in the groups' order; None for one that is in no table.
+        skipped: where skipped elements are counted.
+    """
 
-    def run(self, scaling: LossScaling) -> int | Tensor:
-        """Carries out the step.
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        state: Mapping[Tensor, Any],
+        groups: list[Group],
+        planned: Sequence[PlannedParameter | None],
+        skipped: SkippedElements,
+    ) -> None:
+        self.groups = groups
+        self._planned = planned
+        self._gradients: list[Tensor | None] = []  # kept alive during a step: a redistributed one is nobody else's
+        shards = [None if p is None or type(p.spec.shard) is Shard else p.spec.shard for p in planned]
+        self._sharded = [index for index, shard in enumerate(shards) if shard is not None]
+        names = [None if p is None else p.state_names for p in planned]
+        self._watch = _C.Watch(param_groups, state, shards, names, shard_of)
+        by_device: dict[torch.device, list[tuple[int, PlannedParameter]]] = {}
+        for index, parameter in enumerate(planned):
+            if parameter is not None:
+                by_device.setdefault(parameter.device, []).append((index, parameter))
+        self._devices = [_DeviceTables(device, found, skipped) for device, found in by_device.items()]
+        self._new_groups = True
 
-        Returns:
-            How many gradient elements were skipped: on a GPU, a tensor there.
+    def options_changed(self, param_groups: list[dict[str, Any]]) -> bool:
+        """Whether an option of a param group may have changed since the last call."""
+        return self._watch.options_changed(param_groups)
+
+    def set_groups(self, groups: list[Group]) -> bool:
+        """Takes new options; False if they call for another plan."""
+        same = [(g.rule, g.state_format) for g in groups] == [(g.rule, g.state_format) for g in self.groups]
+        self.groups = groups
+        self._new_groups = True
+        return same
+
+    def refresh(
+        self,
+        param_groups: list[dict[str, Any]],
+        state: Mapping[Tensor, Any],
+        local: Mapping[int, Tensor] | None = None,
+    ) -> bool:
+        """Looks up the gradients; False if the plan no longer fits parameters, state or gradients.
+
+        Args:
+            param_groups: the optimizer's.
+            state: the optimizer's.
+            local: this rank's parts of gradients of sharded parameters, by the parameters' places, if they are known.
         """
-        entries = np.array(self._entries, dtype=_C.tensor_entry)
-        groups = np.array([group.row() for group in self._groups], dtype=_C.group_entry)
-        call = make_call(self._device, Tables(entries, groups, self._steps, _TABLES, scaling))
-        nonfinite = call.run(_C.Phase.step)
-        if self._cut:
-            self._exchange_extremes()
-            if any(cut.spec.relative for cuts in self._cut.values() for cut in cuts):
-                call.run(_C.Phase.relative)
-                self._exchange_extremes()
-            nonfinite = nonfinite + call.run(_C.Phase.finish)
-            self._share_scales()
-        return nonfinite
+        gradients = self._watch.refresh(param_groups, state)
+        if gradients is None:
+            return False
+        self._gradients = gradients
+        for index in self._sharded:
+            gradient, parameter = gradients[index], self._planned[index]
+            if gradient is None:
+                continue
+            assert parameter is not None
+            part = parameter.spec.shard.local_gradient(gradient) if local is None else local[index]
+            if not self._watch.take(index, part):
+                return False
+            gradients[index] = part
+        return True
 
-    def _exchange_extremes(self) -> None:
-        for exchange, cuts in self._cut.items():
-            _all_reduce_max(exchange, [e for cut in cuts for e in cut.extremes])
+    def gradients_of(self, nonfinite: str) -> list[tuple[str, Shard, Tensor]]:
+        """Name, shard and this rank's part of the gradient of all parameters in groups with that ``nonfinite``."""
+        if all(group.nonfinite != nonfinite for group in self.groups):
+            return []
+        return [
+            (parameter.name, parameter.spec.shard, gradient)
+            for parameter, gradient in zip(self._planned, self._gradients, strict=True)
+            if parameter is not None and gradient is not None and self.groups[parameter.group].nonfinite == nonfinite
+        ]
 
-    def _share_scales(self) -> None:
-        """Puts the scales of all blocks on every rank that holds a part of their rows."""
-        for exchange, cuts in self._cut.items():
-            for cut in cuts:
-                shard, size = cut.spec.shard, cut.spec.grid.block_size
-                first = shard.first_col // size - cut.blocks.first
-                last = -(-(shard.first_col + shard.cols) // size) - cut.blocks.first
-                for scales in cut.scales:
-                    scales[:, :first] = 0
-                    scales[:, max(first, last) if shard.cols else 0 :] = 0
-            # The scales are not negative: as integers they are ordered as they are as floats.
-            _all_reduce_max(exchange, [s.view(torch.int32) for cut in cuts for s in cut.scales])
-
-
-def _all_reduce_max(exchange: Exchange, tensors: list[Tensor]) -> None:
-    """One collective for all tensors, in place."""
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    exchange.all_reduce_max(flat)
-    for tensor, new in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-        tensor.copy_(new.view_as(tensor))
+    def run(self, scaling: LossScaling) -> None:
+        """Carries out the step."""
+        dtypes = self._watch.gradient_dtypes()
+        groups = self.groups if self._new_groups else None
+        for device in self._devices:
+            device.prepare(self._watch, dtypes, groups, scaling)
+        self._new_groups = False
+        for device in self._devices:
+            device.run()
+        self._gradients = []
 
 
-def _address(tensor: Tensor, index: int) -> int:
-    return tensor.data_ptr() + index * tensor.element_size()
+class _DeviceTables:
+    """The rows of all parameters on one device, and the call with those of them that have a gradient."""
 
+    def __init__(
+        self, device: torch.device, planned: list[tuple[int, PlannedParameter]], skipped: SkippedElements
+    ) -> None:
+        self._device = device
+        self._planned = planned
+        self._skipped = skipped
+        self._all_entries = np.array([row for _, p in planned for row in p.rows], dtype=_C.tensor_entry)
+        self._all_parameters = np.array([i for i, p in planned for _ in p.rows], dtype=np.int64)
+        self._all_first_elements = np.array([first for _, p in planned for first in p.first_elements], dtype=np.int64)
+        self._lr: dict[int, Tensor] = {}  # by group: float32, where the learning rate is on a device
+        self._groups = np.zeros(0, dtype=_C.group_entry)
+        self._call: Call | None = None
+        self._dtypes: bytes | None = None
+        self._select(bytes([_NO_GRADIENT]) * (1 + max(index for index, _ in planned)))
 
-def _addresses(tensors: Sequence[Tensor | None], index: int, widths: Sequence[int] | None = None) -> list[int]:
-    """Addresses of the elements at ``index``, filled up to the table's width. ``widths``: elements per index."""
-    found = [
-        0 if tensor is None else _address(tensor, index * (1 if widths is None else widths[k]))
-        for k, tensor in enumerate(tensors)
-    ]
-    return found + [0] * (_C.max_moments - len(found))
+    def prepare(self, watch: _C.Watch, dtypes: bytes, groups: Sequence[Group] | None, scaling: LossScaling) -> None:
+        """Fills in what is new in this step.
+
+        Args:
+            watch: knows the gradients.
+            dtypes: the gradients' dtypes, which also say what parameters have one.
+            groups: the param groups; None where they are as before.
+            scaling: the loss scale.
+        """
+        if groups is not None:
+            rows = [group.row(*self._learning_rate(index, group)) for index, group in enumerate(groups)]
+            self._groups = np.array(rows, dtype=_C.group_entry)
+        if dtypes != self._dtypes:
+            self._select(dtypes)
+        if not self._tables.steps:
+            return
+        changed = watch.fill(self._tables.entries, self._parameters, self._first_elements)
+        if self._call is None:
+            self._call = make_call(self._device, self._tables)
+            self._skipped.add(self._call, self._device)
+            changed = True
+        self._call.update(changed, self._groups, scaling)
+
+    def run(self) -> None:
+        """Runs all phases of the step."""
+        if self._call is None:
+            return
+        self._skipped.keep_if_captured(self._call, (self._lr, self._cut))
+        self._cut.clear_extremes()
+        self._call.run(_C.Phase.step)
+        if self._cut.parameters:
+            self._cut.exchange_extremes()
+            if any(cut.spec.relative for cut in self._cut.parameters):
+                self._call.run(_C.Phase.relative)
+                self._cut.exchange_extremes()
+            self._call.run(_C.Phase.finish)
+            self._cut.share_scales()
+
+    def _select(self, dtypes: bytes) -> None:
+        """Makes the tables of the parameters that have a gradient."""
+        if self._call is not None:
+            self._skipped.retire([self._call])
+            self._call = None
+        has_gradient = np.frombuffer(dtypes, dtype=np.uint8) != _NO_GRADIENT
+        rows = has_gradient[self._all_parameters]
+        self._parameters = self._all_parameters[rows]
+        self._first_elements = self._all_first_elements[rows]
+        planned = [p for i, p in self._planned if has_gradient[i]]
+        self._tables = Tables(self._all_entries[rows], [p.step for p in planned], _TABLES)
+        self._cut = CutBlocks([p.cut for p in planned if p.cut is not None])
+        self._dtypes = dtypes
+
+    def _learning_rate(self, index: int, group: Group) -> tuple[float | None, Tensor | None]:
+        """Where a group's learning rate is on a device: its value for the CPU, else a buffer beside the parameters."""
+        if group.lr is None:
+            return None, None
+        if self._device.type == "cpu":
+            return float(group.lr), None
+        if index not in self._lr:
+            self._lr[index] = torch.zeros((), dtype=torch.float32, device=self._device)
+        return None, self._lr[index].copy_(group.lr.reshape(()))  # in the order of the stream, never read here

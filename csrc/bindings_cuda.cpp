@@ -1,0 +1,67 @@
+// The CUDA part of shardopt._C.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "step/cuda.h"
+
+namespace py = pybind11;
+
+namespace shardopt {
+namespace {
+
+template <class T>
+using Table = py::array_t<T, py::array::c_style>;
+
+template <class T>
+T* pointer(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups) {
+  const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data());
+  py::list batches;
+  for (const CudaBatch& batch : made.batches) batches.append(py::make_tuple(batch.rule, batch.begin, batch.end));
+  return py::make_tuple(py::array_t<CudaTask>(static_cast<py::ssize_t>(made.tasks.size()), made.tasks.data()), batches);
+}
+
+void step_on_cuda(int device, uint64_t entries, uint64_t groups, uint64_t tasks, uint64_t steps, uint64_t tables,
+                  uint64_t prepared, uint64_t grad_scale, uint64_t found_inf, uint64_t nonfinite, int64_t entry_count,
+                  int64_t step_count, Phase phase, const std::vector<std::tuple<int, int64_t, int64_t>>& batches,
+                  uint64_t stream) {
+  const CudaDeviceGuard guard(device);
+  const CudaCall call{pointer<TensorEntry>(entries),
+                      pointer<GroupEntry>(groups),
+                      pointer<CudaTask>(tasks),
+                      pointer<float* const>(steps),
+                      pointer<const float* const>(tables),
+                      pointer<void>(prepared),
+                      pointer<float>(grad_scale),
+                      pointer<float>(found_inf),
+                      pointer<unsigned long long>(nonfinite),
+                      entry_count,
+                      step_count,
+                      phase};
+  if (phase == Phase::kStep) prepare_cuda(call, pointer<void>(stream));
+  for (const auto& [rule, begin, end] : batches) step_cuda(call, {rule, begin, end}, pointer<void>(stream));
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  PYBIND11_NUMPY_DTYPE(CudaTask, first_block, entry, blocks);
+  m.attr("cuda_prepared_bytes") = kPreparedBytes;
+  m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
+  m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"),
+        "The entries cut into the tasks of warps, and the tasks' batches: (rule, begin, end).");
+  m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("groups"), py::arg("tasks"),
+        py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"), py::arg("found_inf"),
+        py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"), py::arg("batches"),
+        py::arg("stream"),
+        "Steps the entries in a stream, without synchronization. Arguments without an _C type are addresses on the "
+        "device.");
+}
+
+}  // namespace shardopt

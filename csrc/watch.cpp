@@ -1,0 +1,277 @@
+#include "watch.h"
+
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+namespace shardopt {
+namespace {
+
+constexpr uint8_t kNoGradient = 255;
+
+struct Torch {
+  PyTypeObject* tensor;
+  const DLPackExchangeAPI* exchange;
+  PyObject* grad;
+  PyObject* params;
+};
+
+const Torch& torch() {
+  static const Torch found = [] {
+    const py::module_ module = py::module_::import("torch");
+    const py::object tensor = module.attr("Tensor");
+    const py::object capsule = py::getattr(tensor, "__dlpack_c_exchange_api__", py::none());
+    const auto* api =
+        capsule.is_none()
+            ? nullptr
+            : static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr || api->version.major != 1 || api->dltensor_from_py_object_no_sync == nullptr) {
+      throw std::runtime_error("got PyTorch " + py::str(module.attr("__version__")).cast<std::string>() +
+                               " without DLPack's exchange interface of version 1, expected PyTorch 2.11 or newer");
+    }
+    const auto type = [](const py::object& object) { return reinterpret_cast<PyTypeObject*>(object.inc_ref().ptr()); };
+    return Torch{type(tensor), api, PyUnicode_InternFromString("grad"), PyUnicode_InternFromString("params")};
+  }();
+  return found;
+}
+
+// False for what is not in memory as a dense array: sparse, meta, and wrapping tensors.
+bool read(PyObject* tensor, DLTensor& out) {
+  if (torch().exchange->dltensor_from_py_object_no_sync(tensor, &out) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+// This rank's part of a tensor. Of a DTensor parameter some state is plain, such as its step count.
+py::object local_of(const py::object& local, PyObject* tensor) {
+  if (local.is_none() || Py_TYPE(tensor) == torch().tensor) return py::reinterpret_borrow<py::object>(tensor);
+  return local(py::handle(tensor));
+}
+
+// As DType, kNoGradient if it is none of them.
+uint8_t dtype_of(const DLTensor& tensor) {
+  const DLDataType& dtype = tensor.dtype;
+  if (dtype.lanes != 1) return kNoGradient;
+  if (dtype.code == kDLFloat && dtype.bits == 32) return static_cast<uint8_t>(DType::kFloat32);
+  if (dtype.code == kDLFloat && dtype.bits == 16) return static_cast<uint8_t>(DType::kFloat16);
+  if (dtype.code == kDLBfloat && dtype.bits == 16) return static_cast<uint8_t>(DType::kBFloat16);
+  return kNoGradient;
+}
+
+// Whether an option is what it was as long as it is the same object.
+bool is_constant(PyObject* value) {
+  if (value == Py_None || PyBool_Check(value)) return true;
+  if (PyFloat_CheckExact(value) || PyLong_CheckExact(value) || PyUnicode_CheckExact(value)) return true;
+  if (!PyTuple_CheckExact(value)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+    if (!PyFloat_CheckExact(PyTuple_GET_ITEM(value, i))) return false;
+  }
+  return true;
+}
+
+PyObject* params_of(PyObject* group) {  // borrowed; nullptr if there are none
+  if (!PyDict_Check(group)) return nullptr;
+  PyObject* params = PyDict_GetItemWithError(group, torch().params);
+  return params != nullptr && PyList_Check(params) ? params : nullptr;
+}
+
+}  // namespace
+
+Watch::Watch(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
+             py::object shard_of)
+    : shard_of_(std::move(shard_of)) {
+  std::unordered_map<PyObject*, size_t> places;
+  for (const py::handle group : param_groups) {
+    const auto params = py::cast<py::list>(group["params"]);
+    groups_.push_back({params.size(), {}});
+    for (const py::handle param : params) {
+      const size_t place = parameters_.size();
+      places[param.ptr()] = place;
+      Parameter& parameter = parameters_.emplace_back();
+      parameter.param = param.ptr();
+      parameter.type = Py_TYPE(param.ptr());
+      parameter.shard = shards[place];
+      parameter.local = parameter.shard.is_none() ? py::none() : py::object(parameter.shard.attr("local"));
+      parameter.planned = !entries[place].is_none();
+      if (!parameter.planned) continue;
+      DLTensor tensor;
+      const py::object local = local_of(parameter.local, param.ptr());
+      if (!read(local.ptr(), tensor)) throw std::invalid_argument("got a parameter that is not a dense tensor");
+      parameter.dtype = dtype_of(tensor);
+      parameter.view = TensorView(tensor);
+    }
+  }
+  options_changed(param_groups);
+  if (!PyDict_Check(state.ptr())) throw std::invalid_argument("optimizer.state: got no dict, expected one");
+  PyObject *key, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value);) {
+    const auto found = places.find(key);
+    const bool watched = found != places.end() && parameters_[found->second].planned;
+    state_.push_back({key, watched ? static_cast<int64_t>(found->second) : -1});
+    if (!watched) continue;
+    if (!PyDict_Check(value)) throw std::invalid_argument("got a parameter's state that is no dict, expected one");
+    Parameter& parameter = parameters_[found->second];
+    PyObject *name, *item;
+    for (Py_ssize_t i = 0; PyDict_Next(value, &i, &name, &item);) {
+      Entry entry{py::reinterpret_borrow<py::object>(name),
+                  py::bool_(entries[found->second].contains(py::handle(name)))};
+      DLTensor tensor;
+      const py::object local = entry.needed ? local_of(parameter.local, item) : py::none();
+      if (entry.needed) {
+        if (!read(local.ptr(), tensor)) throw std::invalid_argument("got state that is not a dense tensor");
+        entry.view = TensorView(tensor);
+      }
+      parameter.entries.push_back(std::move(entry));
+    }
+  }
+}
+
+bool Watch::same_groups(const py::object& param_groups) const {
+  if (!PyList_Check(param_groups.ptr())) return false;
+  if (static_cast<size_t>(PyList_GET_SIZE(param_groups.ptr())) != groups_.size()) return false;
+  size_t place = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    PyObject* params = params_of(PyList_GET_ITEM(param_groups.ptr(), g));
+    if (params == nullptr || static_cast<size_t>(PyList_GET_SIZE(params)) != groups_[g].count) return false;
+    for (size_t i = 0; i < groups_[g].count; ++i) {
+      if (PyList_GET_ITEM(params, i) != parameters_[place++].param) return false;
+    }
+  }
+  return true;
+}
+
+bool Watch::same_parameter(const Parameter& parameter) const {
+  if (Py_TYPE(parameter.param) != parameter.type) return false;
+  if (!parameter.shard.is_none() && !shard_of_(py::handle(parameter.param)).is(parameter.shard)) return false;
+  const py::object local = local_of(parameter.local, parameter.param);
+  DLTensor tensor;
+  return read(local.ptr(), tensor) && parameter.view == tensor;
+}
+
+bool Watch::same_entries(const Parameter& parameter, PyObject* entries) const {
+  if (!PyDict_Check(entries) || static_cast<size_t>(PyDict_GET_SIZE(entries)) != parameter.entries.size()) return false;
+  PyObject *name, *value;
+  Py_ssize_t at = 0;
+  for (const Entry& entry : parameter.entries) {
+    if (!PyDict_Next(entries, &at, &name, &value) || name != entry.name.ptr()) return false;
+    if (!entry.needed) continue;
+    const py::object local = local_of(parameter.local, value);
+    DLTensor tensor;
+    if (!read(local.ptr(), tensor) || !(entry.view == tensor)) return false;
+  }
+  return true;
+}
+
+bool Watch::same_state(const py::object& state) const {
+  if (!PyDict_Check(state.ptr()) || static_cast<size_t>(PyDict_GET_SIZE(state.ptr())) != state_.size()) return false;
+  PyObject *key, *value;
+  Py_ssize_t at = 0;
+  for (const StateItem& item : state_) {
+    if (!PyDict_Next(state.ptr(), &at, &key, &value) || key != item.key) return false;
+    if (item.parameter >= 0 && !same_entries(parameters_[item.parameter], value)) return false;
+  }
+  return true;
+}
+
+bool Watch::accept(Parameter& parameter, const DLTensor& gradient) const {
+  const uint8_t dtype = dtype_of(gradient);
+  if (dtype != parameter.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
+  if (!parameter.view.has_shape_of(gradient) || !parameter.view.has_device_of(gradient)) return false;
+  if (!TensorView::is_contiguous(gradient)) return false;
+  parameter.gradient = TensorView::address_of(gradient);
+  parameter.gradient_dtype = dtype;
+  return true;
+}
+
+py::object Watch::refresh(const py::object& param_groups, const py::object& state) {
+  if (!same_groups(param_groups) || !same_state(state)) return py::none();
+  py::list gradients(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    PyObject* gradient = PyObject_GetAttr(parameter.param, torch().grad);
+    if (gradient == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(gradients.ptr(), i, gradient);
+    parameter.gradient_dtype = kNoGradient;
+    if (gradient == Py_None) continue;
+    if (!parameter.planned || !same_parameter(parameter)) return py::none();
+    DLTensor tensor;
+    if (parameter.shard.is_none() && !(read(gradient, tensor) && accept(parameter, tensor))) return py::none();
+  }
+  return gradients;
+}
+
+bool Watch::take(size_t parameter, const py::object& gradient) {
+  DLTensor tensor;
+  return read(gradient.ptr(), tensor) && accept(parameters_.at(parameter), tensor);
+}
+
+py::bytes Watch::gradient_dtypes() const {
+  std::string dtypes;
+  for (const Parameter& parameter : parameters_) dtypes.push_back(static_cast<char>(parameter.gradient_dtype));
+  return dtypes;
+}
+
+bool Watch::options_changed(const py::object& param_groups) {
+  if (!PyList_Check(param_groups.ptr())) return true;
+  if (static_cast<size_t>(PyList_GET_SIZE(param_groups.ptr())) != groups_.size()) return true;
+  bool changed = false;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    auto& options = groups_[g].options;
+    size_t count = 0;
+    PyObject *name, *value;
+    PyObject* group = PyList_GET_ITEM(param_groups.ptr(), g);
+    if (!PyDict_Check(group)) return true;
+    for (Py_ssize_t at = 0; PyDict_Next(group, &at, &name, &value);) {
+      if (name == torch().params) continue;
+      const bool constant = is_constant(value);
+      if (count == options.size()) options.emplace_back();
+      auto& [known_name, known] = options[count++];
+      if (constant && name == known_name.ptr() && value == known.ptr()) continue;
+      changed = true;
+      known_name = py::reinterpret_borrow<py::object>(name);
+      known = constant ? py::reinterpret_borrow<py::object>(value) : py::object();
+    }
+    changed = changed || count != options.size();
+    options.resize(count);
+  }
+  return changed;
+}
+
+bool Watch::fill(Column<TensorEntry>& table, const Column<int64_t>& parameters,
+                 const Column<int64_t>& first_elements) const {
+  if (parameters.size() != table.size() || first_elements.size() != table.size()) {
+    throw std::invalid_argument("got columns of other lengths than the table");
+  }
+  TensorEntry* entries = table.mutable_data();
+  const int64_t* parameter_of = parameters.data();
+  const int64_t* first_element = first_elements.data();
+  bool changed = false;
+  for (py::ssize_t i = 0; i < table.size(); ++i) {
+    const Parameter& parameter = parameters_.at(parameter_of[i]);
+    const bool wide = parameter.gradient_dtype == static_cast<uint8_t>(DType::kFloat32);
+    const uint64_t address = parameter.gradient + first_element[i] * (wide ? 4 : 2);
+    TensorEntry& entry = entries[i];
+    if (entry.gradient == address && entry.gradient_dtype == parameter.gradient_dtype) continue;
+    entry.gradient = address;
+    entry.gradient_dtype = parameter.gradient_dtype;
+    changed = true;
+  }
+  return changed;
+}
+
+void bind_watch(py::module_& m) {
+  py::class_<Watch>(m, "Watch", "Notices whether what a step's tables were made of is still as it was.")
+      .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object>(),
+           py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"))
+      .def("refresh", &Watch::refresh, py::arg("param_groups"), py::arg("state"),
+           "The gradients, or None if the tables must be made anew.")
+      .def("take", &Watch::take, py::arg("parameter"), py::arg("gradient"),
+           "Takes this rank's part of a gradient; False if the tables must be made anew.")
+      .def("gradient_dtypes", &Watch::gradient_dtypes, "Per parameter the gradient's DType, 255 where there is none.")
+      .def("options_changed", &Watch::options_changed, py::arg("param_groups"),
+           "Whether options of a param group may differ from those at the last call.")
+      .def("fill", &Watch::fill, py::arg("table"), py::arg("parameters"), py::arg("first_elements"),
+           "Puts the gradients' addresses into a table; returns whether a row changed.");
+}
+
+}  // namespace shardopt

@@ -1,0 +1,88 @@
+// Notices whether what a step's tables were made of is still as it was, and reads the gradients' addresses.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <utility>
+#include <vector>
+
+#include "core/call.h"
+#include "tensor_view.h"
+
+namespace shardopt {
+
+namespace py = pybind11;
+
+template <class T>
+using Column = py::array_t<T, py::array::c_style>;
+
+// Of each parameter, state entry and gradient it compares address, device, dtype and shape in every step. It holds none
+// of them, since their memory is the optimizer's to free: a tensor that takes the place of another with the very same
+// address, device, dtype and shape makes no difference to the tables.
+class Watch {
+ public:
+  // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order, `shards` says how its local
+  // tensors are found: None for a plain tensor, else an object with `local(tensor)`, which `shard_of(param)` gives; and
+  // `entries` which state entries the tables point to: a set of names, or None for a parameter that is in no table.
+  Watch(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
+        py::object shard_of);
+
+  // The gradients, None for a parameter without one; or None if anything else is not as it was, or if a gradient is not
+  // what the kernels can step. Gradients of parameters that are no plain tensors are still to be handed to `take`.
+  py::object refresh(const py::object& param_groups, const py::object& state);
+
+  // Takes this rank's part of the gradient of a parameter; false if the kernels cannot step it.
+  bool take(size_t parameter, const py::object& gradient);
+
+  // The dtype of each parameter's gradient (`DType`), or 255 where there is none.
+  py::bytes gradient_dtypes() const;
+
+  // Whether options of a param group may differ from those at the last call.
+  bool options_changed(const py::object& param_groups);
+
+  // Puts addresses and dtypes of the gradients into a table. `parameters` and `first_elements` say of each row whose
+  // gradient it steps, from which element on. Returns whether a row changed.
+  bool fill(Column<TensorEntry>& table, const Column<int64_t>& parameters, const Column<int64_t>& first_elements) const;
+
+ private:
+  struct Entry {
+    py::object name;
+    bool needed = false;
+    TensorView view;
+  };
+  struct Parameter {
+    PyObject* param = nullptr;  // borrowed: alive as long as it stands in the optimizer's groups
+    PyTypeObject* type = nullptr;
+    py::object shard, local;  // none for a plain tensor
+    bool planned = false;     // whether it is in a table
+    uint8_t dtype = 0;
+    TensorView view;
+    std::vector<Entry> entries;
+    uint64_t gradient = 0;
+    uint8_t gradient_dtype = 0;
+  };
+  struct Group {
+    size_t count = 0;                                        // of parameters
+    std::vector<std::pair<py::object, py::object>> options;  // values that cannot change; others are not held
+  };
+  struct StateItem {
+    PyObject* key;
+    int64_t parameter;  // -1: not watched
+  };
+
+  bool same_groups(const py::object& param_groups) const;
+  bool same_state(const py::object& state) const;
+  bool same_parameter(const Parameter& parameter) const;
+  bool same_entries(const Parameter& parameter, PyObject* entries) const;
+  bool accept(Parameter& parameter, const DLTensor& gradient) const;
+
+  std::vector<Group> groups_;
+  std::vector<Parameter> parameters_;
+  std::vector<StateItem> state_;
+  py::object shard_of_;
+};
+
+void bind_watch(py::module_& m);
+
+}  // namespace shardopt

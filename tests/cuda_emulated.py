@@ -1,0 +1,57 @@
+"""The CUDA kernels on the CPU: their source built by the host compiler, called as on a GPU (tests/cuda_emulation)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.kernels import dispatch_cuda
+from shardopt.optim import plan
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("tests/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
+EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+
+
+def build(folder: Path) -> ModuleType:
+    """Builds the extension that stands in for the CUDA part of ``shardopt._C``; skips where it cannot be built."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    pybind11 = pytest.importorskip("pybind11")
+    if compiler is None or not (ROOT / SOURCES[0]).exists():
+        pytest.skip("needs a C++ compiler and the source tree")
+    library = folder / "cuda_emulated.so"
+    headers = ["tests/cuda_emulation", "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
+    flags = ["-std=c++17", "-O1", *EXACT, "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-unknown-pragmas"]
+    subprocess.run([compiler, *flags, *(f"-I{h}" for h in headers), *SOURCES, "-o", str(library)], cwd=ROOT, check=True)
+    spec = importlib.util.spec_from_file_location("cuda_emulated", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets optimizers step tensors on the CPU as if they were on a GPU."""
+    for name in ("cuda_tasks", "step_cuda", "cuda_prepared_bytes"):
+        monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
+    monkeypatch.setattr(dispatch_cuda, "_pinned", _pageable)
+    monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(plan, "make_call", dispatch_cuda.CudaCall)
+
+
+def _pageable(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)

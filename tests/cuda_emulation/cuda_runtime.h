@@ -1,0 +1,130 @@
+// Stands in for CUDA's header of this name, so that the host compiler can build csrc/step/cuda_kernel.h: a thread block
+// is a set of coroutines that switch wherever lanes wait for each other.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#define __device__
+#define __global__ inline
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+
+struct Index {
+  unsigned x;
+};
+inline Index threadIdx, blockIdx, blockDim;
+
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+// As on the device, a misaligned access is an error.
+template <class T>
+T __ldcs(const T* from) {
+  if (reinterpret_cast<uintptr_t>(from) % alignof(T)) abort();
+  return *from;
+}
+template <class T>
+void __stcs(T* to, T value) {
+  if (reinterpret_cast<uintptr_t>(to) % alignof(T)) abort();
+  *to = value;
+}
+
+inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
+  const unsigned long long old = *to;
+  *to += value;
+  return old;
+}
+
+namespace emulation {
+
+constexpr unsigned kWarp = 32;
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool done = false;
+  int32_t value = 0;  // what it hands to the lanes of its warp
+  int64_t waits = 0;  // how often it has waited
+};
+
+struct Block {
+  std::vector<Thread> threads;
+  ucontext_t scheduler;
+  std::function<void()> kernel;
+};
+inline Block* running = nullptr;
+
+inline Thread& current() { return running->threads[threadIdx.x]; }
+
+inline void enter() {
+  running->kernel();
+  current().done = true;
+}
+
+// Hands over to the next thread; comes back when all of the block, but those that are done, have come here.
+inline void wait() {
+  Thread& thread = current();
+  ++thread.waits;
+  swapcontext(&thread.context, &running->scheduler);
+}
+
+// Runs one thread block.
+inline void run_block(unsigned threads, const std::function<void()>& kernel) {
+  Block block;
+  block.threads.resize(threads);
+  block.kernel = kernel;
+  running = &block;
+  blockDim.x = threads;
+  constexpr size_t kStack = 256 * 1024;
+  for (Thread& thread : block.threads) {
+    thread.stack.reset(new char[kStack]);
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStack;
+    thread.context.uc_link = &block.scheduler;
+    makecontext(&thread.context, enter, 0);
+  }
+  for (bool left = true; left;) {
+    left = false;
+    for (unsigned i = 0; i < threads; ++i) {
+      if (block.threads[i].done) continue;
+      threadIdx.x = i;
+      swapcontext(&block.scheduler, &block.threads[i].context);
+      left |= !block.threads[i].done;
+    }
+    // A lane that is done or elsewhere while another of its warp waits for it would hang or misread on the device.
+    for (unsigned i = 1; i < threads; ++i) {
+      if (i % kWarp == 0) continue;
+      const Thread &a = block.threads[i - 1], &b = block.threads[i];
+      if (a.done != b.done || a.waits != b.waits) abort();
+    }
+  }
+  running = nullptr;
+}
+
+}  // namespace emulation
+
+inline void __syncthreads() { emulation::wait(); }
+inline void __syncwarp() { emulation::wait(); }
+
+inline int32_t __shfl_xor_sync(uint32_t, int32_t value, int lane_bits) {
+  emulation::current().value = value;
+  emulation::wait();
+  const int32_t got = emulation::running->threads[threadIdx.x ^ static_cast<unsigned>(lane_bits)].value;
+  emulation::wait();  // nobody may hand over the next value before all have read this one
+  return got;
+}

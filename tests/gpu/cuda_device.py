@@ -1,0 +1,55 @@
+"""What the tests on a GPU share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from helpers import RULES, Named, step
+from ranks.snapshot import Snapshot, snapshot
+from shardopt import _C
+from shardopt.optim import ShardedOptimizer
+
+needs_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that PyTorch can use"),
+    pytest.mark.skipif(not _C.with_cuda, reason="needs a build of shardopt with CUDA (SHARDOPT_CUDA=1)"),
+]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def make_on(
+    device: torch.device, rule: str, codec: str, initial: Named, **options: object
+) -> tuple[Named, ShardedOptimizer]:
+    """Parameters on a device with copies of these values, and their optimizer."""
+    params = {name: Parameter(value.to(device, copy=True)) for name, value in initial.items()}
+    options = {"min_quantized_numel": 0, **options}
+    return params, RULES[rule].make(list(params.values()), codec=codec, **options)
+
+
+def step_on(optimizer: ShardedOptimizer, params: Named, gradients: Mapping[str, Tensor]) -> None:
+    """A step with these gradients, moved to the parameters' device, and without warnings of skipped elements."""
+    moved = {name: gradients[name].to(param.device) for name, param in params.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        step(optimizer, params, moved)
+
+
+def snapshot_of(params: Named, optimizer: ShardedOptimizer) -> Snapshot:
+    """Parameters and state, on the CPU."""
+    return {name: value.cpu() for name, value in snapshot(params, optimizer).items()}
+
+
+def run(
+    device: torch.device, rule: str, codec: str, initial: Named, steps: list[Named], **options: object
+) -> tuple[Snapshot, int]:
+    """Parameters and state after these steps, and how many elements were skipped."""
+    params, optimizer = make_on(device, rule, codec, initial, **options)
+    for gradients in steps:
+        step_on(optimizer, params, gradients)
+    return snapshot_of(params, optimizer), optimizer.nonfinite_count

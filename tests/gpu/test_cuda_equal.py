@@ -1,0 +1,140 @@
+"""The CUDA kernels equal the CPU's bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
+from torch.nn import Parameter
+
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.kernels.dispatch import make_call
+from step_tables import FORMATS, HYPER, PIECES, Problem
+from test_kernels import DTYPES, FP32, HUGE, gradients, start
+
+pytestmark = needs_cuda
+
+SHAPES = ((), (1,), (31,), (257,), (4097,), (0, 64), (97, 130), (70, 33), (1, 4099), (3, 257), (9, 512), (4, 5, 7, 3))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_the_cpu(rule: str, codec: str, dtypes: str) -> None:
+    param_dtype, gradient_dtype = DTYPES[dtypes]
+    steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
+    wanted, skipped = run(CPU, rule, codec, start(param_dtype, SHAPES), steps)
+    found, found_skipped = run(CUDA, rule, codec, start(param_dtype, SHAPES), steps)
+    assert_same(found, wanted)
+    assert found_skipped == skipped > 0
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256, 512, 1024, 2048, 4096])
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+def test_block_sizes(rule: str, codec: str, block_size: int) -> None:
+    shapes = ((2, 5000), (97, 33), (3, 257), (2, 4096), (2, 4097))
+    steps = [gradients(t, FP32, shapes) for t in (1, 3, 4)]
+    wanted, _ = run(CPU, rule, codec, start(FP32, shapes), steps, block_size=block_size)
+    found, _ = run(CUDA, rule, codec, start(FP32, shapes), steps, block_size=block_size)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", HYPER)
+def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> None:
+    for name, piece in PIECES.items():
+        for block_size in (32, 128, 512):
+            cpu, cuda = (Problem(rule, codec, weights, piece, block_size, device) for device in (CPU, CUDA))
+            wanted, skipped = (problem.run(make_call, steps=4) for problem in (cpu, cuda))
+            assert_same(cuda.snapshot(), cpu.snapshot())
+            assert skipped == wanted > 0, (name, block_size)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_unaligned_storage(codec: str) -> None:
+    initial = start(torch.bfloat16, SHAPES)
+    aligned, optimizer = make_on(CUDA, "adamw", codec, initial)
+    odd = {name: Parameter(_odd(value.cuda())) for name, value in initial.items()}
+    odd_optimizer = RULES["adamw"].make(list(odd.values()), codec=codec, min_quantized_numel=0)
+    for t in (1, 2, 3, 4):
+        grads = {name: gradient.cuda() for name, gradient in gradients(t, torch.bfloat16, SHAPES).items()}
+        step_on(optimizer, aligned, grads)
+        step_on(odd_optimizer, odd, {name: _odd(gradient) for name, gradient in grads.items()})
+        for state in odd_optimizer.state.values():
+            state.update({entry: _odd(value) for entry, value in state.items()})
+    assert_same(snapshot_of(odd, odd_optimizer), snapshot_of(aligned, optimizer))
+
+
+def _odd(tensor: torch.Tensor) -> torch.Tensor:
+    buffer = torch.zeros(tensor.numel() + 4, dtype=tensor.dtype, device=tensor.device)
+    return buffer[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_that_overflow(rule: str, codec: str) -> None:
+    huge = {name: gradient.clone() for name, gradient in gradients(2, FP32, SHAPES).items()}
+    for gradient in huge.values():
+        for at, value in HUGE.items():
+            if at < gradient.numel():
+                gradient.view(-1)[at] = value
+    steps = [gradients(1, FP32, SHAPES), huge, gradients(4, FP32, SHAPES)]
+    assert_same(
+        run(CUDA, rule, codec, start(FP32, SHAPES), steps)[0], run(CPU, rule, codec, start(FP32, SHAPES), steps)[0]
+    )
+
+
+def test_mixed_codecs_and_rules_in_one_step() -> None:
+    initial = start(torch.bfloat16, SHAPES)
+
+    def stepped(device: torch.device) -> dict[str, torch.Tensor]:
+        params = {name: Parameter(value.to(device, copy=True)) for name, value in initial.items()}
+        groups = [
+            {"params": [param], "codec": CODEC_NAMES[i % len(CODEC_NAMES)], "momentum": 0.9 * (i % 3 > 0)}
+            for i, param in enumerate(params.values())
+        ]
+        optimizer = RULES["momentum"].make(groups, min_quantized_numel=64)
+        for t in (1, 2, 3):
+            step_on(optimizer, params, gradients(t, torch.bfloat16, SHAPES))
+        return snapshot_of(params, optimizer)
+
+    assert_same(stepped(CUDA), stepped(CPU))
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_state_moves_between_devices(codec: str) -> None:
+    shapes = ((97, 130), (257,))
+    steps = [gradients(t, FP32, shapes) for t in (1, 2, 4, 5)]
+    wanted, _ = run(CPU, "adamw", codec, start(FP32, shapes), steps)
+    params, optimizer = make_on(CPU, "adamw", codec, start(FP32, shapes))
+    for gradient, device in zip(steps, (CUDA, CPU, CUDA, CPU), strict=True):
+        moved = {name: param.detach() for name, param in params.items()}
+        params, new = make_on(device, "adamw", codec, moved)
+        new.load_state_dict(optimizer.state_dict())
+        step_on(new, params, gradient)
+        optimizer = new
+    assert_same(snapshot_of(params, optimizer), wanted)
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """All rows are alike, and so must be what becomes of them."""
+    rows, cols = 2**21 + 3, 1024
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free memory on the device")
+    row = values((1, cols), 0, torch.bfloat16)
+    gradient = (values((1, cols), 1) * 1e-2).to(torch.bfloat16)
+    wanted, _ = run(CPU, "adamw", "log8", {"": row}, [{"": gradient}] * 2)
+    param = Parameter(row.cuda().expand(rows, cols).contiguous())
+    optimizer = RULES["adamw"].make([param])
+    param.grad = gradient.cuda().expand(rows, cols).contiguous()
+    optimizer.step()
+    optimizer.step()
+    found = {"": param.detach(), **{f"/{name}": value for name, value in optimizer.state[param].items()}}
+    for name, value in found.items():
+        if name != "/step":
+            first = wanted[name][0].cuda()
+            assert all(bool((part == first).all()) for part in value.split(2**16)), name

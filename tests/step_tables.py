@@ -1,0 +1,156 @@
+"""Steps straight from tables: every weight format, pieces of a larger parameter, cut blocks, without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ranks.layouts import values
+from shardopt import _C
+from shardopt.codec import CODECS
+from shardopt.kernels.dispatch import Call, LossScaling, Tables
+
+#: By core/call.h: the format's number, the parameter's dtype and that of its low bits.
+FORMATS: dict[str, tuple[int, torch.dtype, torch.dtype | None]] = {
+    "fp32": (0, torch.float32, None),
+    "bf16": (1, torch.bfloat16, None),
+    "fp16": (2, torch.float16, None),
+    "bf16+8": (3, torch.bfloat16, torch.int8),
+    "bf16+16": (4, torch.bfloat16, torch.int16),
+    "bf16 stochastic": (5, torch.bfloat16, None),
+}
+HYPER = {
+    "adam": [1e-2, 0.9, 0.999, 1e-8, 0.0, 0.1],
+    "lion": [1e-3, 0.9, 0.99, 0.1],
+    "momentum": [1e-2, 0.9, 0.1, 0.01, 0.0],
+    "sgd": [1e-2, 0.01],
+}
+#: As many elements as the kernels take at a time where there are no blocks.
+PLAIN_BLOCK = 1024
+
+
+class Piece(NamedTuple):
+    """A rectangle of a parameter.
+
+    Attributes:
+        rows: of the rectangle.
+        cols: of the rectangle.
+        first_col: the rectangle's first column in the parameter; not a multiple of the block size: a cut block.
+        row_numel: columns of the parameter.
+        offset: elements before the first one in memory, for odd alignments.
+    """
+
+    rows: int
+    cols: int
+    first_col: int = 0
+    row_numel: int = 0
+    offset: int = 0
+
+
+class Problem:
+    """One rectangle with its state on a device, and the tables that step it."""
+
+    def __init__(
+        self, rule: str, codec: str, weights: str, piece: Piece, block_size: int, device: torch.device, seed: int = 0
+    ) -> None:
+        self._codec, self._piece = CODECS[codec], piece
+        blockwise = self._codec.blockwise
+        rows, cols = (piece.rows, piece.cols) if blockwise else (1, piece.rows * piece.cols)
+        size = block_size if blockwise else PLAIN_BLOCK
+        moments = _C.rules[rule]["moments"]
+        cut = bool(blockwise and moments and piece.first_col % size)
+        blocks = 1 if cut else -(-cols // size)
+        number, dtype, low_dtype = FORMATS[weights]
+        generator = torch.Generator().manual_seed(seed)
+        self.tensors: dict[str, Tensor] = {"param": self._place(values((rows, cols), seed, dtype), device)}
+        if low_dtype is not None:
+            low = torch.randint(-100, 100, (rows, cols), generator=generator).to(low_dtype)
+            self.tensors["low_bits"] = self._place(low, device)
+        self.tensors["step"] = torch.zeros((), device=device)
+        for k, kind in enumerate(moments):
+            zero = self._codec.zero_code(signed=kind == "signed")
+            codes = torch.full((rows, cols), zero, dtype=self._codec.code_dtype)
+            self.tensors[f"codes {k}"] = self._place(codes, device)
+            width = self._codec.scales(signed=kind == "signed") if blockwise else 0
+            self.tensors[f"scales {k}"] = torch.zeros((rows, blocks, max(width, 1)), device=device)
+            self.tensors[f"extremes {k}"] = torch.zeros((rows, blocks, 2), dtype=torch.int32, device=device)
+        self._gradient_dtype = dtype
+        self.gradient = self._place(torch.zeros((rows, cols), dtype=dtype), device)
+
+        def address(name: str) -> int:
+            return self.tensors[name].data_ptr() if name in self.tensors else 0
+
+        entry: dict[str, Any] = {
+            "param": address("param"),
+            "gradient": self.gradient.data_ptr(),
+            "step": address("step"),
+            "low_bits": address("low_bits"),
+            "codes": [address(f"codes {k}") for k in range(_C.max_moments)],
+            "scales": [address(f"scales {k}") for k in range(_C.max_moments)],
+            "extremes": [address(f"extremes {k}") for k in range(_C.max_moments)],
+            "rows": rows,
+            "cols": cols,
+            "row_stride": cols,
+            "scales_row_stride": blocks,
+            "first_element": piece.first_col,
+            "global_row_numel": max(piece.row_numel, piece.first_col + piece.cols) if blockwise else 10**6,
+            "noise_key": 0x123456789ABCDEF,
+            "block_size": size,
+            "weight_format": number,
+            "gradient_dtype": {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype],
+            "codec": self._codec.index,
+            "group": 0,
+            "cut": int(cut),
+        }
+        self.entries = np.zeros(1, dtype=_C.tensor_entry)
+        for field, value in entry.items():
+            self.entries[0][field] = value
+        self.groups = np.zeros(1, dtype=_C.group_entry)
+        self.groups[0]["hyper"][: len(HYPER[rule])] = HYPER[rule]
+        self.groups[0]["gradient_scale"] = 1.0
+        self.groups[0]["rule"] = _C.rules[rule]["index"]
+        self._phases = [_C.Phase.step]
+        if cut:
+            self._phases += [_C.Phase.relative] if self._codec.relative and "unsigned" in moments else []
+            self._phases.append(_C.Phase.finish)
+
+    def _place(self, value: Tensor, device: torch.device) -> Tensor:
+        """A copy at the piece's offset in its memory."""
+        buffer = torch.zeros(value.numel() + self._piece.offset + 1, dtype=value.dtype, device=device)
+        return buffer[self._piece.offset : self._piece.offset + value.numel()].view(value.shape).copy_(value)
+
+    def run(self, make_call: Callable[[torch.device, Tables], Call], steps: int) -> int:
+        """Takes steps, with NaN and Inf among the third one's gradients; returns how many elements were skipped."""
+        ordered = sorted(CODECS.values(), key=lambda codec: codec.index)
+        tables = Tables(self.entries, [self.tensors["step"]], [codec.table for codec in ordered])
+        call = make_call(self.gradient.device, tables)
+        for t in range(1, steps + 1):
+            gradient = (values(tuple(self.gradient.shape), 100 + t) * 1e-2).to(self._gradient_dtype)
+            if t == 3:
+                gradient.view(-1)[::37] = torch.nan
+                gradient.view(-1)[1::41] = torch.inf
+            self.gradient.copy_(gradient)
+            call.update(t == 1, self.groups, LossScaling(None, None))
+            for phase in self._phases:
+                call.run(phase)
+        return call.nonfinite(wait=True)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Everything that a step writes."""
+        return {name: value.cpu().clone() for name, value in self.tensors.items()}
+
+
+#: By name: whole rows, pieces of larger parameters, and cut blocks, which end or begin within a block of 128.
+PIECES = {
+    "small": Piece(3, 31),
+    "even": Piece(5, 512),
+    "odd": Piece(9, 257),
+    "unaligned": Piece(4, 384, offset=3),
+    "second half": Piece(3, 300, first_col=256, row_numel=700),
+    "fragment": Piece(7, 45, first_col=168, row_numel=300),
+    "aligned fragment": Piece(6, 64, first_col=64, row_numel=256),
+}

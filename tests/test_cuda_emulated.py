@@ -1,0 +1,94 @@
+"""The CUDA kernels and their calling equal the CPU's bit for bit, as far as a CPU can tell: lanes are coroutines.
+
+What this cannot show is how nvcc compiles them, and whatever needs a GPU: tests/gpu does.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+import cuda_emulated
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, step
+from ranks.snapshot import Snapshot, assert_same, snapshot
+from shardopt.kernels import dispatch_cuda
+from shardopt.kernels.dispatch import CpuCall
+from shardopt.kernels.dispatch_cuda import CudaCall
+from step_tables import FORMATS, HYPER, PIECES, Problem
+from test_kernels import DTYPES, FP32, gradients, make, start, using
+
+SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (97, 257), (1, 1032))
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    return cuda_emulated.build(tmp_path_factory.mktemp("cuda_emulated"))
+
+
+def run(rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> tuple[Snapshot, int]:
+    params, optimizer = make(rule, codec, initial, **options)
+    with using("portable", threads=1):
+        for gradient in steps:
+            step(optimizer, params, gradient)
+    return snapshot(params, optimizer), optimizer.nonfinite_count
+
+
+def compare(emulated: ModuleType, rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> None:
+    wanted, wanted_skips = run(rule, codec, initial, steps, **options)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cuda_emulated.use(emulated, monkeypatch)
+        found, skips = run(rule, codec, initial, steps, **options)
+    assert_same(found, wanted)
+    assert skips == wanted_skips
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str) -> None:
+    for dtypes in ("bf16", "fp16-fp32"):
+        param_dtype, gradient_dtype = DTYPES[dtypes]
+        steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
+        compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 256, 512, 4096])
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+def test_block_sizes(emulated: ModuleType, codec: str, block_size: int) -> None:
+    shapes = ((2, 5000), (70, 33), (3, 257), (2, 4096))
+    steps = [gradients(t, FP32, shapes) for t in (1, 3)]
+    compare(emulated, "adamw", codec, start(FP32, shapes), steps, block_size=block_size)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_weight_formats_and_cut_blocks(emulated: ModuleType, codec: str, weights: str) -> None:
+    for rule in HYPER if weights == "bf16 stochastic" else ("adam",):
+        for name, piece in PIECES.items():
+            cpu, cuda = (Problem(rule, codec, weights, piece, 128, torch.device("cpu")) for _ in range(2))
+            wanted = cpu.run(lambda _, tables: CpuCall(tables), steps=4)
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                cuda_emulated.use(emulated, monkeypatch)
+                skipped = cuda.run(CudaCall, steps=4)
+            assert_same(cuda.snapshot(), cpu.snapshot())
+            assert skipped == wanted > 0, name
+
+
+def test_captured_steps_between_others(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 4, 5, 6)]
+    wanted, _ = run("adamw", "log8", start(FP32, SHAPES), steps)
+    cuda_emulated.use(emulated, monkeypatch)
+    params, optimizer = make("adamw", "log8", start(FP32, SHAPES))
+    for gradient, capturing in zip(steps, (False, True, False, False, True), strict=True):
+        monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda value=capturing: value)
+        step(optimizer, params, gradient)
+    assert_same(snapshot(params, optimizer), wanted)
+
+
+def test_a_capture_needs_a_step_before_it(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_emulated.use(emulated, monkeypatch)
+    params, optimizer = make("adamw", "log8", start(FP32, SHAPES))
+    monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        step(optimizer, params, gradients(1, FP32, SHAPES))
