@@ -8,6 +8,7 @@ Environment:
 """
 
 import glob
+import importlib.util
 import os
 import platform
 import re
@@ -17,8 +18,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -41,6 +41,16 @@ def cpu_sources() -> list[str]:
     if X86:
         names += [f"csrc/step/{name}" for name in TARGET_FLAGS]
     return names
+
+
+def pybind11_headers() -> str:
+    """The folder of pybind11's headers: of its own package, or of the copy that comes with PyTorch."""
+    for package in ("pybind11", "torch"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            if (Path(folder) / "include/pybind11/pybind11.h").exists():
+                return str(Path(folder) / "include")
+    sys.exit("pybind11's headers were not found; pip install pybind11")
 
 
 class CudaToolkit:
@@ -109,7 +119,7 @@ class CudaToolkit:
 class BuildExtension(build_ext):
     """Compiles each source with the flags of its instruction set."""
 
-    def build_extension(self, ext: Pybind11Extension) -> None:
+    def build_extension(self, ext: Extension) -> None:
         include = str(ROOT / "csrc")
 
         def compile_cpu(source: str) -> list[str]:
@@ -144,11 +154,11 @@ class BuildExtension(build_ext):
 
 
 toolkit = CudaToolkit.find()
-extension = Pybind11Extension(
+extension = Extension(
     "shardopt._C",
     [],
-    cxx_std=17,
-    extra_compile_args=["-O3", "-g0"],
+    include_dirs=[pybind11_headers()],
+    extra_compile_args=["-std=c++17", "-fvisibility=hidden", "-O3", "-g0"],
     define_macros=[("SHARDOPT_WITH_CUDA", "1")] if toolkit else [],
 )
 setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -150,8 +151,9 @@ def main() -> None:
         sys.exit("needs a CUDA device that PyTorch can use")
 
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    revision = commit() if shutil.which("git") else "unknown"
     bandwidth = copy_bandwidth(args.rounds)
-    print(f"{device}, commit {commit()}, medians of {args.rounds} rounds; copy {bandwidth / 1e9:,.0f} GB/s")
+    print(f"{device}, commit {revision}, medians of {args.rounds} rounds; copy {bandwidth / 1e9:,.0f} GB/s")
     results: list[Result] = []
     for shapes in args.shapes:
         found = measure(args.contenders, shapes, args.numel, args.rounds, bandwidth)
@@ -166,7 +168,7 @@ def main() -> None:
             share, ratio = f"{r.share_of_copy:.0%}", r.ms / base.ms
             print(f"{r.contender:30}{r.ms:9.3f}{r.gb_per_s:8.0f}{share:>9}{ratio:22.2f}{r.host_us:10.0f}")
     if args.json:
-        header = {"device": device, "commit": commit(), "copy_gb_per_s": bandwidth / 1e9, "command": sys.argv}
+        header = {"device": device, "commit": revision, "copy_gb_per_s": bandwidth / 1e9, "command": sys.argv}
         args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))
 
 

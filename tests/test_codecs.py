@@ -171,6 +171,18 @@ def test_zero_is_zero_and_nothing_else_is(codec: str, seed: int, spread: float, 
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_the_least_second_moments_are_not_zero(codec: str) -> None:
+    """Beside larger ones: down to the smallest code, whose root may be a third less than what it stands for."""
+    tops = 2.0 ** torch.arange(-149, -100, 1 / 64, dtype=torch.float64)
+    least = torch.arange(64) * 2.0**-149
+    v = torch.cat([tops.float()[:, None], least.expand(len(tops), -1)], dim=1)
+    v = v.minimum(v[:, :1])
+    (coded,) = encode_moments(get_codec(codec), [V], [v])
+    decoded = decode_moments(get_codec(codec), [V], [coded]).values[0]
+    assert torch.equal(decoded == 0, v == 0)
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_zeros_are_the_zero_code(codec: str) -> None:
     coder = get_codec(codec)
     for moment in (V, M):

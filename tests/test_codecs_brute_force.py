@@ -10,12 +10,13 @@ import hashlib
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from codec_cases import EPS, Kind, M, V, block, largest, reciprocal, seeds, sizes, spreads
+from codec_cases import EPS, KINDS, Kind, M, V, block, largest, reciprocal, seeds, sizes, spreads
 from helpers import EIGHT_BIT, RULES, with_gradient
 from shardopt import _C
 from shardopt.codec import encode_moments, get_codec
@@ -95,6 +96,50 @@ def test_companded8_roots_are_nearest(seed: int, spread: float, size: int, large
     codes_y = torch.arange(256).double() / 255
     codes_y[0] = -1  # never nearest
     assert_nearest_in_z(kind, u, scales, y, codes_y, torch.tensor(2.01 * EPS))  # a quotient and a product
+
+
+def by_the_formula(kind: Kind, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The codes of magnitudes above zero as the README defines them, by NumPy's float32 operations."""
+    f = np.float32
+
+    def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    scale = scales[..., :1]
+    if kind == Kind("log8", signed=False):
+        levels = (scale.view(np.int32) - x.view(np.int32)).astype(np.float32) * (f(1) / scales[..., 1:])
+        return 255 - np.minimum(np.rint(levels), 254)
+    if kind == Kind("log8", signed=True):
+        y = x * (f(1) / scale)
+        return np.rint(y * fma(f(-0.7) * f(127), y, f(1.7) * f(127)))
+    if kind.signed:
+        return np.rint(x * (f(254) / scale) / fma(x, f(1) / scale, f(1)))
+    return np.maximum(np.rint(x * (f(255) / scale)), 1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.codec != "dynamic8"], ids=str)
+def test_codes_near_every_midpoint_are_those_of_the_formula(kind: Kind) -> None:
+    """Where operations in another order, or another rounding of ties, would give another code."""
+    tops = torch.tensor([1.0, 255.0, 254.0, 1.7, 3.3e-5, 0.77e9])
+    if kind == Kind("log8", signed=False):
+        lowest = tops * torch.tensor([1 - 2.0**-17, 1 - 2.0**-16, 0.9, 0.1, 1e-5, 1e-12])  # steps 1, 2 and more
+        scales = torch.cat([kind.measure(torch.stack([top, low])) for top, low in zip(tops, lowest, strict=True)])
+        scales = scales.view(-1, 1, 2)
+        middles = bits(scales[..., 0]) - ((torch.arange(254) + 0.5) * scales[..., 1]).int()
+    else:
+        scales = tops[:, None, None]
+        half = (torch.arange(127 if kind.signed else 255).double() + 0.5) / (127 if kind.signed else 255)
+        if kind == Kind("log8", signed=True):
+            half = (1.7 - (1.7**2 - 2.8 * half).sqrt()) / 1.4
+        elif kind.signed:
+            half = half / (2 - half)
+        middles = bits((tops.double()[:, None] * half).float())
+    x = float_from_bits(middles[:, :, None] + torch.arange(-64, 65, dtype=torch.int32))
+    x = x.flatten(1).minimum(scales[:, 0, :1])[:, None, :]
+    wanted = torch.from_numpy(by_the_formula(kind, x.numpy(), scales.numpy())).int()
+    assert torch.equal(kind.rank(kind.encode(x, scales)), wanted)
+    if kind.signed:
+        assert torch.equal(kind.rank(kind.encode(-x, scales)), -wanted)
 
 
 def nearest_in_dynamic_map(y: Tensor, *, signed: bool) -> Tensor:

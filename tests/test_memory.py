@@ -62,6 +62,15 @@ def test_short_blocks_and_small_parameters() -> None:
     assert report.host.parameters == report.host.gradients == 2 * (matrix + bias)
 
 
+@pytest.mark.parametrize(("bits", "total"), [(None, 6.09), (24, 7.09), (32, 8.09)])
+def test_master_weights(bits: int | None, total: float) -> None:
+    """The bytes per parameter that the README states for bfloat16 weights and gradients."""
+    report = shardopt.memory_report(stepped("adamw", dtype=torch.bfloat16, master_weight_bits=bits))
+    assert report.host.master_weights == ROWS * COLS * {None: 0, 24: 1, 32: 2}[bits]
+    assert round(report.bytes_per_parameter()["total"], 2) == total
+    assert report.host.state == 2 * ROWS * COLS + 4
+
+
 def per_parameter(rule: str, codec: str) -> float:
     found = shardopt.memory_report(stepped(rule, codec=codec)).bytes_per_parameter()
     return found["state"] + found["scales"] - 4 / (ROWS * COLS)  # without the step count

@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "nonfinite": "skip",
     "master_weight_bits": None,
     "stochastic_rounding": False,
+    "stochastic_rounding_seed": 0,
     "offload": None,
     "foreach": None,
     "fused": None,

@@ -52,7 +52,8 @@ struct Dynamic8 {
     }
     SHARDOPT_HD static const float* edges(const float* table) { return entries(table) + DynamicMap::kEdges; }
 
-    SHARDOPT_HD Coder(const float* scales, const float* t) : CodedByTable(scales, entries(t)), inverse(units_in(1.0f)) {}
+    SHARDOPT_HD Coder(const float* scales, const float* t)
+        : CodedByTable(scales, entries(t)), inverse(units_in(1.0f)) {}
 
     // `edge_of(guess)` looks up an edge.
     template <class F, class EdgeOf>

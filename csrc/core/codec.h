@@ -39,8 +39,9 @@ SHARDOPT_HD IntOf<F> signed_code_of(F x) {
   return bits(x + kWhole);
 }
 
-// The least scale of a block that is not all zeros, so that its reciprocal is finite and its smallest code is not zero.
-constexpr float kLeastScale = 1.17549435e-38f;  // 2^-126, the smallest normal number
+// The least scale of a block that is not all zeros, so that 254 times its reciprocal is finite and its smallest code is
+// not zero.
+constexpr float kLeastScale = 7.52316385e-37f;  // 2^-120
 // The same for roots, whose squares must not be zero: the smallest code above zero is 1/255.
 constexpr float kLeastRootScale = 1.35525272e-20f;  // 2^-66
 

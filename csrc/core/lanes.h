@@ -28,16 +28,16 @@ struct Mask {
   native::Mask x[kPack];
 };
 
-#define SHARDOPT_OPERATOR(Type, op)                    \
+#define SHARDOPT_OPERATOR(Type, op)                     \
   friend SHARDOPT_HD Type operator op(Type a, Type b) { \
     SHARDOPT_EACH a.x[i] = a.x[i] op b.x[i];            \
-    return a;                                          \
+    return a;                                           \
   }
-#define SHARDOPT_COMPARISON(Type, op, name)                   \
+#define SHARDOPT_COMPARISON(Type, op, name)                    \
   friend SHARDOPT_HD Mask<kPack> operator op(Type a, Type b) { \
-    Mask<kPack> m;                                            \
-    SHARDOPT_EACH m.x[i] = native::name(a.x[i], b.x[i]);      \
-    return m;                                                 \
+    Mask<kPack> m;                                             \
+    SHARDOPT_EACH m.x[i] = native::name(a.x[i], b.x[i]);       \
+    return m;                                                  \
   }
 
 template <int kPack>
@@ -45,13 +45,12 @@ struct UnsignedInts {
   native::UnsignedInts x[kPack];
 
   UnsignedInts() = default;
-  SHARDOPT_HD UnsignedInts(uint32_t value) {
-    SHARDOPT_EACH x[i] = native::UnsignedInts{} + value;
-  }
+  SHARDOPT_HD UnsignedInts(uint32_t value) { SHARDOPT_EACH x[i] = native::UnsignedInts{} + value; }
 
   SHARDOPT_OPERATOR(UnsignedInts, +)
   SHARDOPT_OPERATOR(UnsignedInts, *)
   SHARDOPT_OPERATOR(UnsignedInts, ^)
+  SHARDOPT_OPERATOR(UnsignedInts, &)
   friend SHARDOPT_HD UnsignedInts operator>>(UnsignedInts a, int by) {
     SHARDOPT_EACH a.x[i] = a.x[i] >> by;
     return a;
@@ -63,9 +62,8 @@ struct Ints {
   native::Ints x[kPack];
 
   Ints() = default;
-  SHARDOPT_HD Ints(int32_t value) {
-    SHARDOPT_EACH x[i] = native::Ints{} + value;
-  }
+  SHARDOPT_HD Ints(int32_t value) { SHARDOPT_EACH x[i] = native::Ints{} + value; }
+  SHARDOPT_HD explicit Ints(native::Ints value) { SHARDOPT_EACH x[i] = value; }
 
   SHARDOPT_OPERATOR(Ints, +)
   SHARDOPT_OPERATOR(Ints, -)
@@ -110,24 +108,24 @@ struct Floats {
 #undef SHARDOPT_COMPARISON
 
 // A function of packs, from one of the same name of native vectors.
-#define SHARDOPT_LIFT1(To, name, From)             \
-  template <int kPack>                             \
-  SHARDOPT_HD To<kPack> name(From<kPack> a) {      \
-    To<kPack> r;                                   \
-    SHARDOPT_EACH r.x[i] = native::name(a.x[i]);   \
-    return r;                                      \
+#define SHARDOPT_LIFT1(To, name, From)           \
+  template <int kPack>                           \
+  SHARDOPT_HD To<kPack> name(From<kPack> a) {    \
+    To<kPack> r;                                 \
+    SHARDOPT_EACH r.x[i] = native::name(a.x[i]); \
+    return r;                                    \
   }
-#define SHARDOPT_LIFT2(Type, name)                           \
-  template <int kPack>                                       \
+#define SHARDOPT_LIFT2(Type, name)                             \
+  template <int kPack>                                         \
   SHARDOPT_HD Type<kPack> name(Type<kPack> a, Type<kPack> b) { \
-    SHARDOPT_EACH a.x[i] = native::name(a.x[i], b.x[i]);     \
-    return a;                                                \
+    SHARDOPT_EACH a.x[i] = native::name(a.x[i], b.x[i]);       \
+    return a;                                                  \
   }
-#define SHARDOPT_LIFT_SELECT(Type)                                             \
-  template <int kPack>                                                         \
+#define SHARDOPT_LIFT_SELECT(Type)                                                 \
+  template <int kPack>                                                             \
   SHARDOPT_HD Type<kPack> select(Mask<kPack> m, Type<kPack> yes, Type<kPack> no) { \
-    SHARDOPT_EACH no.x[i] = native::select(m.x[i], yes.x[i], no.x[i]);         \
-    return no;                                                                 \
+    SHARDOPT_EACH no.x[i] = native::select(m.x[i], yes.x[i], no.x[i]);             \
+    return no;                                                                     \
   }
 
 SHARDOPT_LIFT1(Ints, bits, Floats)

@@ -36,6 +36,7 @@ SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm256_min_epi32((__m256
 SHARDOPT_HD UnsignedInts max_int(UnsignedInts a, UnsignedInts b) {
   return (UnsignedInts)_mm256_max_epu32((__m256i)a, (__m256i)b);
 }
+SHARDOPT_HD Halves max_int(Halves a, Halves b) { return (Halves)_mm256_max_epu16((__m256i)a, (__m256i)b); }
 SHARDOPT_HD UnsignedInts min_int(UnsignedInts a, UnsignedInts b) {
   return (UnsignedInts)_mm256_min_epu32((__m256i)a, (__m256i)b);
 }

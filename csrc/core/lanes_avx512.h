@@ -23,9 +23,7 @@ SHARDOPT_HD int count(Mask m) { return __builtin_popcount(m); }
 SHARDOPT_HD Floats select(Mask m, Floats yes, Floats no) {
   return (Floats)_mm512_mask_mov_ps((__m512)no, m, (__m512)yes);
 }
-SHARDOPT_HD Ints select(Mask m, Ints yes, Ints no) {
-  return (Ints)_mm512_mask_mov_epi32((__m512i)no, m, (__m512i)yes);
-}
+SHARDOPT_HD Ints select(Mask m, Ints yes, Ints no) { return (Ints)_mm512_mask_mov_epi32((__m512i)no, m, (__m512i)yes); }
 
 SHARDOPT_HD Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
@@ -36,6 +34,7 @@ SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm512_min_epi32((__m512
 SHARDOPT_HD UnsignedInts max_int(UnsignedInts a, UnsignedInts b) {
   return (UnsignedInts)_mm512_max_epu32((__m512i)a, (__m512i)b);
 }
+SHARDOPT_HD Halves max_int(Halves a, Halves b) { return (Halves)_mm512_max_epu16((__m512i)a, (__m512i)b); }
 SHARDOPT_HD UnsignedInts min_int(UnsignedInts a, UnsignedInts b) {
   return (UnsignedInts)_mm512_min_epu32((__m512i)a, (__m512i)b);
 }

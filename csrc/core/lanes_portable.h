@@ -37,6 +37,7 @@ SHARDOPT_HD Floats square_root(Floats a) {
 SHARDOPT_HD Ints max_int(Ints a, Ints b) { return a > b ? a : b; }
 SHARDOPT_HD Ints min_int(Ints a, Ints b) { return a < b ? a : b; }
 SHARDOPT_HD UnsignedInts max_int(UnsignedInts a, UnsignedInts b) { return a > b ? a : b; }
+SHARDOPT_HD Halves max_int(Halves a, Halves b) { return a > b ? a : b; }
 SHARDOPT_HD UnsignedInts min_int(UnsignedInts a, UnsignedInts b) { return a < b ? a : b; }
 
 SHARDOPT_HD uint32_t largest(UnsignedInts a) {

@@ -66,6 +66,8 @@ SHARDOPT_HD float lookup(const float* table, int32_t index) {
   return table[index];
 }
 
+SHARDOPT_HD bool any(bool condition) { return condition; }
+
 // A number or vector whose elements are all x.
 template <class F>
 SHARDOPT_HD F spread(float x) {
@@ -123,10 +125,9 @@ SHARDOPT_HD auto float_from_bf16(I h) {
 template <class F>
 SHARDOPT_HD IntOf<F> bf16_from_float(F x) {
   using I = IntOf<F>;
-  const I b = bits(x);
-  const I rounded = ((b & kMagnitudeMask) + 0x7fff + ((b >> 16) & 1)) >> 16;
-  const I sign = (b >> 16) & 0x8000;
-  return select(magnitude_bits(x) > kInfinityBits, spread<I>(0x7fc0), rounded | sign);
+  const auto b = as_unsigned(bits(x));  // a NaN may carry into the sign and beyond
+  const I rounded = as_signed((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+  return select(x != x, spread<I>(0x7fc0), rounded);
 }
 
 template <class I>

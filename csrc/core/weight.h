@@ -6,9 +6,8 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// A weight in two words: the parameter's bfloat16 in the low half of `high`, and `low`, signed, of kLowBits (8 or 16),
-// in units of the last place of the float32's upper 16 + kLowBits bits. Both belong to the magnitude; the sign is that
-// of `high`.
+// A weight in two words: the bfloat16 and, signed, kLowBits (8 or 16) more bits of the float32. Each in the low bits of
+// an integer, whatever stands above.
 template <class I>
 struct SplitWeight {
   I high, low;
@@ -19,28 +18,29 @@ struct SplitWeight {
 template <int kLowBits, class F>
 SHARDOPT_HD SplitWeight<IntOf<F>> split_weight(F x) {
   using I = IntOf<F>;
-  constexpr int kDropped = 16 - kLowBits;
-  constexpr int32_t kInfinity = kInfinityBits >> kDropped;
-  const I b = magnitude_bits(x);
-  I word = b;
-  if constexpr (kDropped > 0) {
-    const I rounded = (b + ((1 << (kDropped - 1)) - 1) + ((b >> kDropped) & 1)) >> kDropped;
-    word = select(b < kInfinityBits, min_int(rounded, spread<I>(kInfinity - 1)), rounded);
+  // What would be rounded to infinity, less one last place of the word.
+  constexpr int32_t kLargest = kInfinityBits - (1 << (16 - kLowBits));
+  const auto b = as_unsigned(bits(x));
+  const I word = as_signed(kLowBits == 16 ? b : b + 0x7fu + ((b >> 8) & 1u));
+  if (any(magnitude_bits(x) > kLargest)) {
+    const I sign = bits(x) & kSignMask;
+    const I tamed = select(x != x, spread<I>(0x7fc00000),
+                           select(magnitude_bits(x) < kInfinityBits, spread<I>(kLargest), magnitude_bits(x))) |
+                    sign;
+    const I all = select(magnitude_bits(x) > kLargest, tamed, word);
+    return {(all + 0x8000) >> 16, all >> (16 - kLowBits)};
   }
-  const I sign = (bits(x) >> 16) & 0x8000;
-  const I high = (word + (1 << (kLowBits - 1))) >> kLowBits;
-  return {select(b > kInfinityBits, spread<I>(0x7fc0), high) | sign,
-          select(b > kInfinityBits, I{}, word - (high << kLowBits))};
+  return {(word + 0x8000) >> 16, word >> (16 - kLowBits)};
 }
 
+// `low` as a signed number.
 template <int kLowBits, class I>
 SHARDOPT_HD auto join_weight(I high, I low) {
-  const I magnitude = (((high & 0x7fff) << kLowBits) + low) << (16 - kLowBits);
-  return float_from_bits(magnitude | ((high & 0x8000) << 16));
+  return float_from_bits((high << 16) + (low << (16 - kLowBits)));
 }
 
-// Random bits by counter: of a parameter, a step and an element's index in the flattened global parameter (modulo 2^32),
-// so that they do not depend on who asks. The mixing is that of lowbias32 (C. Wellons, "Prospecting for Hash
+// Random bits by counter: of a parameter, a step and an element's index in the flattened global parameter (modulo
+// 2^32), so that they do not depend on who asks. The mixing is that of lowbias32 (C. Wellons, "Prospecting for Hash
 // Functions"), keyed.
 struct Noise {
   uint32_t first = 0, second = 0;

@@ -27,7 +27,8 @@ class BlockStepper {
   using F = Floats<kPack>;
   using I = Ints<kPack>;
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
-  // Where the one maximum waits for the other, several blocks go together: the processor works on the next one meanwhile.
+  // Where the one maximum waits for the other, several blocks go together: the processor works on the next one
+  // meanwhile.
   static constexpr int kTogether = kWhole > 0 && kRelative ? 4 : 1;
   static constexpr bool kBlockwise = Signed::kScales > 0;
 
@@ -142,6 +143,7 @@ class BlockStepper {
     const int n = kStatic ? kStatic : blocks[0].n;
     Kept kept[kCount];
     int64_t nonfinite = 0;
+#pragma GCC unroll 1
     for (int b = 0; b < kCount; ++b) {
       if (has_large_gradient(blocks[b], n)) {
         nonfinite += update<true>(blocks[b], n, kept[b]);
@@ -154,14 +156,8 @@ class BlockStepper {
   }
 
   SHARDOPT_HD bool has_large_gradient(const Block& block, int n) const {
-    if (propagates_) return false;
-    Ints<1> found{};
-    for (int i = 0; i < n; i += kStep) {
-      const I magnitudes = magnitude_bits(load_floats<kPack>(block.gradient, format_.gradient(), i));
-      for (int j = 0; j < kPack; ++j) found.x[0] = native::max_int(found.x[0], magnitudes.x[j]);
-    }
-    // Scaling keeps the order, and NaN and Inf what they are.
-    return any(magnitude_bits(float_from_bits(found) * gradient_scale_) >= kLargeGradientBits);
+    return !propagates_ &&
+           any_at_least<kPack>(block.gradient, format_.gradient(), n, gradient_scale_, kLargeGradientBits);
   }
 
   SHARDOPT_HD F gradient_at(const Block& block, int i) const {
@@ -241,6 +237,7 @@ class BlockStepper {
   SHARDOPT_HD void encode(const Block* blocks, int n, Kept* kept) const {
     const bool stores = kAlwaysStores || stores_;
     float unsigned_scale[kCount][Unsigned::kScales + 1], signed_scale[kCount][Signed::kScales + 1];
+#pragma GCC unroll 1
     for (int b = 0; b < kCount; ++b) {
       if constexpr (kUnsigned >= 0) {
         Unsigned::measure(agreed(blocks[b], kept[b].extremes[kUnsigned], kUnsigned, Phase::kStep), unsigned_scale[b]);
@@ -250,7 +247,8 @@ class BlockStepper {
       }
     }
     if constexpr (kUnsigned >= 0) {
-      for (int b = 0; b < kCount; ++b) {
+  #pragma GCC unroll 1
+    for (int b = 0; b < kCount; ++b) {
         const Unsigned coder(unsigned_scale[b], table_);
         LaneExtremes extremes;
         for (int i = 0; i < n; i += kStep) {
@@ -267,19 +265,22 @@ class BlockStepper {
         }
         if (kRelative) kept[b].extremes[kSigned] = extremes;
       }
-      for (int b = 0; b < kCount; ++b) {
+  #pragma GCC unroll 1
+    for (int b = 0; b < kCount; ++b) {
         if (stores) store_scales<Unsigned>(kUnsigned, blocks[b], unsigned_scale[b]);
       }
       if (!kAlwaysStores && kRelative && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
     }
     if constexpr (kHasSigned) {
       if constexpr (kRelative) {
-        for (int b = 0; b < kCount; ++b) {
+    #pragma GCC unroll 1
+    for (int b = 0; b < kCount; ++b) {
           Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kRelative), signed_scale[b]);
         }
       }
       if (!stores) return;
-      for (int b = 0; b < kCount; ++b) {
+  #pragma GCC unroll 1
+    for (int b = 0; b < kCount; ++b) {
         const Signed coder(signed_scale[b], table_);
         for (int i = 0; i < n; i += kStep) {
           store_lanes(blocks[b].codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));
@@ -315,11 +316,12 @@ int64_t step_range(const CpuCall& call, const TensorEntry& entry, int64_t begin,
   return call.phase == Phase::kStep ? nonfinite : 0;
 }
 
-// The usual cases know their formats and block size when compiled.
+// The usual cases know their formats and block size when compiled, and go by packs of SHARDOPT_PACK vectors; with packs
+// of one there are no such cases.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 CpuKernel usual_kernel(const TensorEntry& entry) {
-  const bool is_it = entry.weight_format == static_cast<int32_t>(kWeight) &&
-                     entry.gradient_dtype == static_cast<int32_t>(kGradient);
+  const bool is_it =
+      entry.weight_format == static_cast<int32_t>(kWeight) && entry.gradient_dtype == static_cast<int32_t>(kGradient);
   constexpr int kWhole = Codec::Signed::kScales > 0 ? 128 : 0;
   return is_it ? step_range<Rule, Codec, FixedFormat<kWeight, kGradient>, SHARDOPT_PACK, kWhole> : nullptr;
 }
@@ -328,7 +330,7 @@ template <class Rule, class Codec>
 int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
   if (call.phase != Phase::kStep && !entry.cut) return 0;
   CpuKernel kernel = nullptr;
-  if constexpr (Rule::Kept::kCount > 0) {
+  if constexpr (Rule::Kept::kCount > 0 && SHARDOPT_PACK > 1) {
     if (!entry.cut && (Codec::Signed::kScales == 0 || entry.block_size == 128)) {
       kernel = usual_kernel<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);
       if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(entry);

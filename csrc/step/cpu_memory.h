@@ -28,6 +28,35 @@ SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i) {
   }
 }
 
+// Whether one of `n` numbers, a whole number of packs, times `scale` has a magnitude of at least
+// float_from_bits(least), is infinite or NaN. The magnitudes' bits are ordered as they are, in every dtype.
+template <int kPack>
+SHARDOPT_HD bool any_at_least(const char* from, DType dtype, int n, float scale, int32_t least) {
+  const auto is_any = [&](Floats<1> x) { return any(magnitude_bits(x * scale) >= least); };
+  if (dtype == DType::kFloat32) {
+    Ints<1> largest{};
+    for (int i = 0; i < n; i += kPack * kLanes) {
+      const auto b = magnitude_bits(load_floats<kPack>(from, dtype, i));
+      for (int j = 0; j < kPack; ++j) largest.x[0] = native::max_int(largest.x[0], b.x[j]);
+    }
+    return is_any(float_from_bits(largest));
+  }
+  native::Halves largest{}, x;
+  int i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    __builtin_memcpy(&x, from + 2 * i, sizeof x);
+    largest = native::max_int(largest, x & 0x7fff);
+  }
+  if (i < n) {
+    x = native::Halves{};
+    __builtin_memcpy(&x, from + 2 * i, sizeof x / 2);
+    largest = native::max_int(largest, x & 0x7fff);
+  }
+  const Ints<1> both{reinterpret_cast<native::Ints>(largest)}, low = both & 0xffff, high = (both >> 16) & 0xffff;
+  return dtype == DType::kBFloat16 ? is_any(float_from_bf16(low)) || is_any(float_from_bf16(high))
+                                   : is_any(float_from_fp16(low)) || is_any(float_from_fp16(high));
+}
+
 // The weights of a block.
 struct Weights {
   char* words;     // the parameter

@@ -1,5 +1,5 @@
 // The CPU kernels for one instruction set; setup.py gives this file its flags.
 #define SHARDOPT_TARGET portable
 #define SHARDOPT_LANES 4
-#define SHARDOPT_PACK 2
+#define SHARDOPT_PACK 1
 #include "step/cpu_kernel.h"

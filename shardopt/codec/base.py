@@ -15,8 +15,8 @@ from shardopt import _C
 from shardopt.kernels.numeric import divide
 
 
-#: The least scale of a block that is not all zeros: its reciprocal is finite and its smallest code is not zero.
-LEAST_SCALE = 2.0**-126
+#: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
+LEAST_SCALE = 2.0**-120
 #: The same for roots, whose squares must not be zero.
 LEAST_ROOT_SCALE = 2.0**-66
 

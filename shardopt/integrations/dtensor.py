@@ -64,6 +64,7 @@ class DTensorShard(Shard):
         self._placements = placements
         local_shape, offset = self._part_of(global_shape, tuple(coordinate))
         super().__init__(global_shape, local_shape)
+        self._first_row = offset[0] if offset else 0
         self.first_col = offset[1] * math.prod(global_shape[2:]) if len(offset) > 1 else 0
         self._blocks: dict[int, LocalBlocks] = {}
 
@@ -74,6 +75,18 @@ class DTensorShard(Shard):
         return _compute_local_shape_and_global_offset(
             global_shape, self._mesh.shape, list(coordinate), self._placements
         )
+
+    @cached_property
+    def first_element(self) -> int:  # type: ignore[override]
+        strided = {getattr(placement, "dim", 0) for placement in self._placements if hasattr(placement, "split_factor")}
+        deepest = max((getattr(placement, "dim", 0) for placement in self._placements), default=0)
+        if deepest > 1 or any(self._ends_of(dim) is None for dim in strided):
+            raise RuntimeError(
+                f"got a parameter of shape {self.global_shape} with placements {self._placements} for stochastic "
+                "rounding, expected every rank to hold one range of dim 0 and one of dim 1; shard it so, or use "
+                "stochastic_rounding=False for this parameter"
+            )
+        return self._first_row * self.row_numel + self.first_col
 
     @cached_property
     def holders(self) -> MeshExchange:  # type: ignore[override]
@@ -99,7 +112,8 @@ class DTensorShard(Shard):
         return self.local(gradient.redistribute(placements=self._placements)).contiguous()
 
     def like_parameter(self, local: Tensor) -> Tensor:
-        return self._wrap(local, self.global_shape, self._placements)
+        behind = local.shape[len(self.local_shape) :]
+        return self._wrap(local, (*self.global_shape, *behind), self._placements)
 
     def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
         blocks = self._blocks.get(grid.block_size)
@@ -139,20 +153,24 @@ class DTensorShard(Shard):
 
     @cached_property
     def _column_ends(self) -> list[int] | None:
-        """Where the ranges of dim 1 end that the ranks sharing rows hold, in order; empty ranges are left out.
+        return self._ends_of(1)
+
+    def _ends_of(self, dim: int) -> list[int] | None:
+        """Where the ranges of a dim end that the ranks hold which share the others, in order; without empty ranges.
 
         None where some rank holds no single range.
         """
+        mesh_dims = [d for d, placement in enumerate(self._placements) if getattr(placement, "dim", None) == dim]
         coordinate = [0] * len(self._placements)
         ranges = set()
-        for at in itertools.product(*(range(self._mesh.size(d)) for d in self._column_dims)):
-            for mesh_dim, value in zip(self._column_dims, at, strict=True):
+        for at in itertools.product(*(range(self._mesh.size(d)) for d in mesh_dims)):
+            for mesh_dim, value in zip(mesh_dims, at, strict=True):
                 coordinate[mesh_dim] = value
             shape, offset = self._part_of(self.global_shape, tuple(coordinate))
-            if shape[1]:
-                ranges.add((offset[1], offset[1] + shape[1]))
+            if shape[dim]:
+                ranges.add((offset[dim], offset[dim] + shape[dim]))
         starts, ends = [start for start, _ in sorted(ranges)], [end for _, end in sorted(ranges)]
-        return ends if [*starts, self.global_shape[1]] == [0, *ends] else None
+        return ends if [*starts, self.global_shape[dim]] == [0, *ends] else None
 
     def _find_blocks(self, grid: BlockGrid) -> LocalBlocks:
         if not self._column_dims:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.numeric import float32, fma, from_blocks, square_root, to_blocks
+from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
 
 Scalars = Mapping[str, float]
 
@@ -30,6 +31,7 @@ class Stepped(NamedTuple):
     """The outcome of :func:`step`: new tensors; nothing was changed in place."""
 
     param: Tensor
+    low_bits: Tensor | None
     coded: list[Any]
     nonfinite: int
 
@@ -130,6 +132,9 @@ def step(
     block_size: int,
     gradient_scale: float = 1.0,
     nonfinite: str = "skip",
+    weights: WeightFormat | None = None,
+    low_bits: Tensor | None = None,
+    noise_key: int = 0,
 ) -> Stepped:
     """One step of one whole parameter.
 
@@ -147,9 +152,12 @@ def step(
         block_size: elements per block.
         gradient_scale: the gradient is multiplied by it, in float32.
         nonfinite: ``"skip"`` or ``"propagate"``.
+        weights: how the parameter's weights are kept; None for its dtype alone.
+        low_bits: of the master weights, where the format has some.
+        noise_key: :func:`shardopt.kernels.weights.noise_key`, for stochastic rounding.
 
     Returns:
-        The new parameter in its dtype, the new moments, and the number of gradient elements skipped.
+        The new parameter in its dtype, the new low bits and moments, and the number of gradient elements skipped.
     """
     rows = param.shape[0] if codec.blockwise else 1
     cols = param.numel() // max(rows, 1)
@@ -166,7 +174,11 @@ def step(
         scales = state.scales.reshape(*codes.shape[:2], codec.scales(signed=moment.signed))
         return type(state)(codes, scales)
 
-    p, g = blocks_of(param.float()), blocks_of(gradient.float()) * float32(gradient_scale)
+    weights = WeightFormat(param.dtype) if weights is None else weights
+    p, g = (
+        blocks_of(weights.load(StoredWeights(param, low_bits))),
+        blocks_of(gradient.float()) * float32(gradient_scale),
+    )
     old = coding.decode_moments(codec, moments, [as_blocks(s, m) for s, m in zip(coded, moments, strict=True)])
     new = RULES[rule](p, g, old.values, hyper, step)
     skip = lost(g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
@@ -177,8 +189,12 @@ def step(
     def flat(x: Tensor) -> Tensor:
         return from_blocks(x, cols).reshape(param.shape)
 
+    elements = torch.arange(param.numel()).reshape(param.shape) if weights.stochastic else None
+    stored_weights = weights.store(
+        flat(torch.where(skip, p, new.param)), None if elements is None else noise(noise_key, step, elements)
+    )
     return Stepped(
-        flat(torch.where(skip, p, new.param)).to(param.dtype),
+        *stored_weights,
         [
             type(s)(flat(s.codes), None if s.scales is None else s.scales.reshape(old_s.scales.shape))
             for s, old_s in zip(stored, coded, strict=True)

@@ -49,6 +49,20 @@ class Shard:
         self.first_col = 0
 
     @property
+    def row_numel(self) -> int:
+        """Elements of a whole row."""
+        return math.prod(self.global_shape[1:])
+
+    @property
+    def first_element(self) -> int:
+        """The index of this part's first element in the flattened parameter; the others follow row by row.
+
+        Raises:
+            RuntimeError: they do not: rows, or columns of one, are not next to each other in the parameter.
+        """
+        return 0
+
+    @property
     def holders(self) -> Exchange | None:
         """All ranks that hold a part of the parameter or a copy of one; None where this rank knows of no other."""
         return None
@@ -62,7 +76,10 @@ class Shard:
         return self.local(gradient)
 
     def like_parameter(self, local: Tensor) -> Tensor:
-        """The global tensor, sharded like the parameter, whose part here is ``local``."""
+        """The global tensor, sharded like the parameter, whose part here is ``local``.
+
+        It may have dimensions behind those of the parameter.
+        """
         return local
 
     def local_blocks(self, grid: BlockGrid) -> LocalBlocks:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
 from shardopt.kernels.skipped import SkippedElements
+from shardopt.kernels.weights import WeightFormat, noise_key
 from shardopt.layout import Exchange, Shard
 from shardopt.optim.entries import Group, PlannedParameter
 from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
@@ -72,12 +73,18 @@ class ShardedOptimizer(Optimizer):
         """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ValueError: an option or hyper-parameter is out of range.
+            ValueError: an option or hyper-parameter is out of range, or not for a parameter's dtype.
         """
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
         super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                WeightFormat.of(param.dtype, completed)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -98,6 +105,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step. Nothing
                 was changed.
+            ValueError: a parameter's dtype is not one for the weight format that its options ask for. Nothing was
+                changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         loss = None
@@ -120,7 +129,8 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             dequantize: give float32 moments in the form of torch.optim, which the optimizer of the same name there
-                loads, and so does one of this class with any codec. Costs 4 bytes per parameter and moment.
+                loads, and so does one of this class with any codec. Costs 4 bytes per parameter and moment. Low bits of
+                master weights are left out.
         """
         state_dict = super().state_dict()
         if dequantize:
@@ -190,7 +200,7 @@ class ShardedOptimizer(Optimizer):
                 place = len(planned)
                 planned.append(None)
                 if param.grad is None:
-                    planned[place] = self._plan_idle(param, index, position, groups[index].rule)
+                    planned[place] = self._plan_idle(param, index, position, place, groups[index].rule)
                     continue
                 spec = ParameterState.of(param, group, groups[index].rule.moments)
                 name = _name_of(group, index, position, spec)
@@ -210,7 +220,7 @@ class ShardedOptimizer(Optimizer):
             local, state = spec.shard.local(param), self.state[param]
             if not state:
                 state.update(spec.new(local.device))
-            planned[place] = PlannedParameter.of(name, index, spec, local, state)
+            planned[place] = PlannedParameter.of(name, index, spec, local, state, self._noise_key(index, place))
         self._skipped.retire()
         plan = Plan(self.param_groups, self.state, groups, planned, self._skipped)
         if not plan.refresh(self.param_groups, self.state, gradients):
@@ -220,7 +230,11 @@ class ShardedOptimizer(Optimizer):
             )
         return plan
 
-    def _plan_idle(self, param: Tensor, index: int, position: int, rule: Rule) -> PlannedParameter | None:
+    def _noise_key(self, index: int, place: int) -> int:
+        """Of stochastic rounding, for the parameter at a place among all, in the param group of this index."""
+        return noise_key(self.param_groups[index]["stochastic_rounding_seed"], place)
+
+    def _plan_idle(self, param: Tensor, index: int, position: int, place: int, rule: Rule) -> PlannedParameter | None:
         """The rows of a parameter that has state but no gradient now, so that one coming needs no new plan."""
         state = self.state.get(param)
         if not state:
@@ -230,8 +244,8 @@ class ShardedOptimizer(Optimizer):
             name = _name_of(self.param_groups[index], index, position, spec)
             local = spec.shard.local(param)
             _check_tensors(name, local, local)
-            return PlannedParameter.of(name, index, spec, local, state)
-        except (RuntimeError, KeyError):
+            return PlannedParameter.of(name, index, spec, local, state, self._noise_key(index, place))
+        except (RuntimeError, KeyError, ValueError):
             return None  # what is wrong with it is to be told when it is stepped
 
     def _warn_of_nonfinite(self) -> None:
@@ -271,12 +285,13 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         optimizer.check_group(groups[-1])
     ids = [index for group in saved for index in group["params"]]
     state: StateDict = {}
+    of_torch = all("master_weight_bits" not in group for group in saved)  # or dequantized: neither knows of them
     for position, (index, (group, param)) in enumerate(zip(ids, optimizer._all_params(), strict=True)):
         if index in state_dict["state"]:
             spec = ParameterState.of(param, group, optimizer.rule(group).moments)
             loaded = state_dict["state"][index]
             device = spec.shard.local(param).device
-            adopted = spec.adopt(loaded, device, f"parameter {position}") if loaded else {}
+            adopted = spec.adopt(loaded, device, f"parameter {position}", of_torch=of_torch) if loaded else {}
             state[index] = _Adopted(adopted)
     return {**state_dict, "state": state, "param_groups": groups}
 

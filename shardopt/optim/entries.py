@@ -12,9 +12,9 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import LocalBlocks, Rectangle, rectangles
 from shardopt.optim.cut_blocks import CutParameter
-from shardopt.optim.options import STATE_FORMAT
+from shardopt.optim.options import TABLE_FORMAT
 from shardopt.optim.rule import Rule
-from shardopt.optim.state import ParameterState, StateDict
+from shardopt.optim.state import LOW_BITS, ParameterState, StateDict
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
 
@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
     Attributes:
         rule: the update.
-        state_format: the options that decide what the state looks like.
+        table_format: the options that decide what the tables look like.
         hyper: the rule's hyper-parameters.
         lr: the learning rate where it is on a device; ``hyper["lr"]`` is then 0.
         gradient_sign: -1 to ascend.
@@ -32,7 +32,7 @@ class Group(NamedTuple):
     """
 
     rule: Rule
-    state_format: tuple[Any, ...]
+    table_format: tuple[Any, ...]
     hyper: dict[str, float]
     lr: Tensor | None
     gradient_sign: float
@@ -41,8 +41,8 @@ class Group(NamedTuple):
     @classmethod
     def of(cls, options: Mapping[str, Any], rule: Rule, hyper: dict[str, float], lr: Tensor | None) -> Group:
         """The group with these options."""
-        state_format = tuple(options[name] for name in STATE_FORMAT)
-        return cls(rule, state_format, hyper, lr, -1.0 if options["maximize"] else 1.0, options["nonfinite"])
+        table_format = tuple(options[name] for name in TABLE_FORMAT)
+        return cls(rule, table_format, hyper, lr, -1.0 if options["maximize"] else 1.0, options["nonfinite"])
 
     def row(self, lr: float | None, lr_on_device: Tensor | None) -> tuple[object, ...]:
         """The group as a row of ``_C.group_entry``.
@@ -81,23 +81,28 @@ class PlannedParameter(NamedTuple):
     cut: CutParameter | None
 
     @classmethod
-    def of(cls, name: str, group: int, spec: ParameterState, param: Tensor, state: StateDict) -> PlannedParameter:
+    def of(
+        cls, name: str, group: int, spec: ParameterState, param: Tensor, state: StateDict, noise_key: int
+    ) -> PlannedParameter:
         """The rows for ``param``, this rank's part, and its state.
 
         Raises:
             RuntimeError: the state is not what the kernels can step with this parameter.
         """
-        device = param.device
+        device, shard, stochastic = param.device, spec.shard, spec.weights.stochastic
         coded = [spec.local_coded(state, moment) for moment in spec.moments]
         widths = [spec.codec.scales(signed=moment.signed) for moment in spec.moments]
-        if not spec.codec.blockwise:
-            whole = Rectangle(0, param.numel(), 0, cut=False)
-            blocks = LocalBlocks(0, -(-param.numel() // _PLAIN_BLOCK), None)
-            parts, rows, cols, size = [whole], 1, param.numel(), _PLAIN_BLOCK
+        rows, cols, size = shard.rows, shard.cols, spec.grid.block_size
+        if spec.codec.blockwise:
+            blocks = shard.local_blocks(spec.grid)
         else:
-            blocks = spec.shard.local_blocks(spec.grid)
-            rows, cols, size = spec.shard.rows, spec.shard.cols, spec.grid.block_size
-            parts = [Rectangle(0, cols, blocks.first, cut=False)]
+            size = _PLAIN_BLOCK
+            if not (stochastic and cols != shard.row_numel):  # all that the shard holds is then one long row
+                rows, cols = 1, param.numel()
+            blocks = LocalBlocks(0, -(-cols // size), None)
+        parts = [Rectangle(0, cols, blocks.first, cut=False)]
+        low_bits = _low_bits(name, spec, param, state)
+        first_element = shard.first_element if stochastic else 0
         _check(name, "step", state["step"], torch.float32, 1, device)
         for moment, (codes, scales), width in zip(spec.moments, coded, widths, strict=True):
             _check(name, spec.codes_name(moment), codes, spec.codec.code_dtype, param.numel(), device)
@@ -107,7 +112,7 @@ class PlannedParameter(NamedTuple):
         extremes: list[Tensor] = []
         cut = None
         if blocks.exchange is not None:
-            parts = rectangles(spec.grid, spec.shard.first_col, cols)
+            parts = rectangles(spec.grid, shard.first_col, cols)
             scales_of = [c.scales for c in coded if c.scales is not None]
             extremes = [torch.zeros((rows, blocks.per_row, 2), dtype=torch.int32, device=device) for _ in scales_of]
             cut = CutParameter(spec, blocks, scales_of, extremes)
@@ -117,7 +122,7 @@ class PlannedParameter(NamedTuple):
                 _address(param, part.col),
                 0,
                 state["step"].data_ptr(),
-                0,
+                0 if low_bits is None else low_bits.data_ptr() + part.col * spec.weights.low_bits // 8,
                 _addresses([c.codes for c in coded], part.col),
                 _addresses([c.scales for c in coded], part.block - blocks.first, widths),
                 _addresses(extremes, part.block - blocks.first, [2] * len(extremes)),
@@ -125,11 +130,11 @@ class PlannedParameter(NamedTuple):
                 part.cols,
                 cols,
                 blocks.per_row,
-                0,
-                0,
-                0,
+                first_element + part.col,
+                shard.row_numel,
+                noise_key,
                 size,
-                DTYPES[param.dtype],
+                spec.weights.index,
                 DTYPES[param.dtype],
                 spec.codec.index,
                 group,
@@ -145,7 +150,22 @@ class PlannedParameter(NamedTuple):
         spec = self.spec
         codes = [spec.codes_name(moment) for moment in spec.moments]
         scales = [spec.scales_name(moment) for moment in spec.moments] if spec.codec.blockwise else []
-        return frozenset(["step", *codes, *scales])
+        low_bits = [LOW_BITS] if spec.weights.low_bits else []
+        return frozenset(["step", *codes, *scales, *low_bits])
+
+
+def _low_bits(name: str, spec: ParameterState, param: Tensor, state: StateDict) -> Tensor | None:
+    """This rank's low bits of the master weights, where the weight format has some."""
+    if not spec.weights.low_bits:
+        return None
+    if LOW_BITS not in state:
+        raise RuntimeError(
+            f"{name}: got state without {LOW_BITS}, expected it with master_weight_bits={16 + spec.weights.low_bits}; "
+            "set the option when the optimizer is made, or load a state that has it"
+        )
+    low_bits = spec.shard.local(state[LOW_BITS])
+    _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, param.device)
+    return low_bits
 
 
 def _check(name: str, key: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardopt.layout import shard_of
+from shardopt.optim.state import LOW_BITS
 
 
 @dataclass
@@ -18,7 +19,7 @@ class MemoryUse:
     gradients: int = 0
     state: int = 0  # codes, unquantized moments, step counts
     scales: int = 0
-    master_weights: int = 0
+    master_weights: int = 0  # their low bits
 
     @property
     def total(self) -> int:
@@ -83,6 +84,11 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
                 add("gradients", shard.local(param.grad))
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
-                    kind = "scales" if key.endswith("_scales") else "state"
-                    add(kind, shard_of(value).local(value))
+                    add(_kind_of(key), shard_of(value).local(value))
     return report
+
+
+def _kind_of(entry: str) -> str:
+    if entry == LOW_BITS:
+        return "master_weights"
+    return "scales" if entry.endswith("_scales") else "state"

@@ -29,8 +29,14 @@ class Options(TypedDict, total=False):
         nonfinite: what a NaN or Inf in a gradient does. "skip": its element is left as it is (so is one whose moments
             would overflow), and the next step warns with the count. "raise": FloatingPointError before anything
             changes; costs one more read of the gradients. "propagate": as in torch.
-        master_weight_bits: None; extra bits for low-precision parameters are not in this version.
-        stochastic_rounding: False; not in this version.
+        master_weight_bits: 24 or 32: bfloat16 parameters get at least this precision. What they lack of a master weight
+            stands in the state as ``master_low_bits`` (int8; 1 or 2 bytes per parameter); with 32 bits the weights are
+            exactly those of float32. Float32 parameters have it anyway. The bits belong to the parameter: load both or
+            neither. A parameter that is overwritten keeps its low bits, an error of up to half a last place.
+        stochastic_rounding: round bfloat16 parameters up or down at random, so that the mean is exact, and updates too
+            small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in
+            the optimizer and the element's in the parameter, not on the shard or device.
+        stochastic_rounding_seed: of that noise, the same on all ranks.
         offload: None; not in this version.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: the same.
@@ -45,6 +51,7 @@ class Options(TypedDict, total=False):
     nonfinite: NonFinite
     master_weight_bits: int | None
     stochastic_rounding: bool
+    stochastic_rounding_seed: int
     offload: str | None
     foreach: bool | None
     fused: bool | None
@@ -60,6 +67,7 @@ DEFAULTS: Options = {
     "nonfinite": "skip",
     "master_weight_bits": None,
     "stochastic_rounding": False,
+    "stochastic_rounding_seed": 0,
     "offload": None,
     "foreach": None,
     "fused": None,
@@ -68,13 +76,10 @@ DEFAULTS: Options = {
 }
 
 #: What a checkpoint and the optimizer that loads it must agree on: the codes mean nothing without it.
-STATE_FORMAT = ("codec", "block_size", "min_quantized_numel")
+STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
-_NOT_YET: dict[str, Any] = {
-    "master_weight_bits": None,
-    "stochastic_rounding": False,
-    "offload": None,
-}
+#: What the tables of a step depend on.
+TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,14 +111,31 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"min_quantized_numel: got {least!r}, expected a whole number >= 0")
     if group["nonfinite"] not in ("skip", "raise", "propagate"):
         raise ValueError(f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'")
-    for name, only in _NOT_YET.items():
-        if group[name] != only:
-            raise ValueError(
-                f"{name}: got {group[name]!r}, but this version supports only {only!r}; leave the option out"
-            )
+    _check_weight_options(group)
+    if group["offload"] is not None:
+        raise ValueError(
+            f"offload: got {group['offload']!r}, but this version supports only None; leave the option out"
+        )
     for name in ("differentiable", "amsgrad"):
         if group.get(name):
             raise ValueError(f"{name}: got True, which shardopt does not support; leave the option out")
+
+
+def _check_weight_options(group: Mapping[str, Any]) -> None:
+    bits, stochastic, seed = (
+        group[name] for name in ("master_weight_bits", "stochastic_rounding", "stochastic_rounding_seed")
+    )
+    if bits not in (None, 24, 32):
+        raise ValueError(f"master_weight_bits: got {bits!r}, expected None, 24 or 32")
+    if not isinstance(stochastic, bool):
+        raise ValueError(f"stochastic_rounding: got {stochastic!r}, expected True or False")
+    if stochastic and bits is not None:
+        raise ValueError(
+            f"stochastic_rounding: got True and master_weight_bits={bits}, expected one of them; master weights are "
+            "rounded to nearest, so leave stochastic_rounding out"
+        )
+    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"stochastic_rounding_seed: got {seed!r}, expected a whole number from 0 to 2**64 - 1")
 
 
 def check_hyper(group: Mapping[str, Any]) -> None:

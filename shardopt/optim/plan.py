@@ -64,7 +64,7 @@ class Plan:
 
     def set_groups(self, groups: list[Group]) -> bool:
         """Takes new options; False if they call for another plan."""
-        same = [(g.rule, g.state_format) for g in groups] == [(g.rule, g.state_format) for g in self.groups]
+        same = [(g.rule, g.table_format) for g in groups] == [(g.rule, g.table_format) for g in self.groups]
         self.groups = groups
         self._new_groups = True
         return same

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
 from shardopt.kernels.numeric import from_blocks, to_blocks
+from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import BlockGrid, Shard, is_quantized, shard_of
 
 StateDict = dict[str, Any]
+
+#: The state entry with what a bfloat16 parameter lacks of its master weight.
+LOW_BITS = "master_low_bits"
 
 
 @dataclass(frozen=True)
@@ -23,21 +27,28 @@ class ParameterState:
 
     A quantized moment ``exp_avg`` is two entries: ``exp_avg_codes`` (uint8, the parameter's shape) and
     ``exp_avg_scales`` (float32, ``BlockGrid.scales_shape``); otherwise it is one, ``exp_avg``. Both are sharded as the
-    parameter is. ``step`` is a float32 scalar.
+    parameter is. ``step`` is a float32 scalar. A bfloat16 parameter with a master weight has ``master_low_bits`` (int8,
+    ``WeightFormat.low_bits_shape``), sharded alike.
     """
 
     shard: Shard
     grid: BlockGrid
     codec: Codec
     moments: tuple[Moment, ...]
+    weights: WeightFormat
 
     @classmethod
     def of(cls, param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> ParameterState:
-        """The state that a parameter has in a param group."""
+        """The state that a parameter has in a param group.
+
+        Raises:
+            ValueError: the group's weight format is not for the parameter's dtype.
+        """
         shard = shard_of(param)
         quantized = bool(moments) and is_quantized(shard.global_shape, group["min_quantized_numel"])
         codec = get_codec(group["codec"] if quantized else "fp32")
-        return cls(shard, BlockGrid(shard.global_shape, group["block_size"]), codec, moments)
+        weights = WeightFormat.of(param.dtype, group)
+        return cls(shard, BlockGrid(shard.global_shape, group["block_size"]), codec, moments, weights)
 
     @property
     def relative(self) -> bool:
@@ -53,7 +64,7 @@ class ParameterState:
         return f"{moment.name}_scales"
 
     def new(self, device: torch.device) -> StateDict:
-        """Fresh state: all moments zero, no step taken."""
+        """Fresh state: all moments zero, the master weights what the parameter says, no step taken."""
         state: StateDict = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         for moment in self.moments:
             codes = torch.full(
@@ -67,7 +78,7 @@ class ParameterState:
                 shape = self._local_scales_shape(moment)
                 scales = torch.zeros(shape, dtype=torch.float32, device=device)
             self._put(state, moment, Coded(codes, scales))
-        return state
+        return {**state, **self._new_low_bits(device)}
 
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
         """The state entries for float moments by name, each sharded as the parameter is.
@@ -112,13 +123,23 @@ class ParameterState:
             return Coded(codes, None)
         return Coded(codes, self.shard.local(state[self.scales_name(moment)]))
 
-    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
+    def local_low_bits(self, state: Mapping[str, Any]) -> Tensor | None:
+        """This rank's low bits of the master weights; None where the format has none.
+
+        Raises:
+            KeyError: the state has none.
+        """
+        return self.shard.local(state[LOW_BITS]) if self.weights.low_bits else None
+
+    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str, *, of_torch: bool) -> StateDict:
         """The state for entries that were loaded: own codes and scales as they are, float moments encoded.
 
         Args:
             loaded: what :meth:`new` makes, or torch.optim's state of the parameter.
             device: where the state is to live.
             name: the parameter's name in errors.
+            of_torch: whether the state is torch.optim's: it has no low bits, and the master weights are to begin as the
+                parameter's.
 
         Raises:
             ValueError: the entries are neither, or not those of a parameter of this shape.
@@ -126,6 +147,12 @@ class ParameterState:
         if "max_exp_avg_sq" in loaded:
             raise ValueError(f"{name}: got state with max_exp_avg_sq, but shardopt has no amsgrad")
         template = self.new(torch.device("meta"))
+        low_bits = template.pop(LOW_BITS, None)
+        if low_bits is not None and not of_torch and LOW_BITS not in loaded:
+            raise ValueError(
+                f"{name}: got state with {', '.join(loaded)}, expected {LOW_BITS} too; was it saved with other "
+                "master_weight_bits?"
+            )
         floats = {m.name: loaded[m.name] for m in self.moments if m.name in loaded}
         if self.codec.blockwise and self.moments and len(floats) == len(self.moments):
             for moment in self.moments:
@@ -147,8 +174,27 @@ class ParameterState:
             if not self.codec.blockwise:
                 state = self.encode(state)
         moved = {key: _copy(value, device) for key, value in state.items()}
+        if low_bits is not None:
+            moved |= self._adopt_low_bits(loaded, low_bits, device, name)
         step = loaded.get("step", 1.0)  # torch's SGD counts none: it has a momentum buffer, so it took one
         return {"step": torch.as_tensor(step, dtype=torch.float32).clone().to(device), **moved}
+
+    def _new_low_bits(self, device: torch.device) -> StateDict:
+        shape = self.weights.low_bits_shape(self.shard.local_shape)
+        if shape is None:
+            return {}
+        return {LOW_BITS: self.shard.like_parameter(torch.zeros(shape, dtype=torch.int8, device=device))}
+
+    def _adopt_low_bits(
+        self, loaded: Mapping[str, Any], expected: Tensor, device: torch.device, name: str
+    ) -> StateDict:
+        if LOW_BITS not in loaded:
+            return self._new_low_bits(device)
+        found = loaded[LOW_BITS]
+        self._check(found, expected, LOW_BITS, name)
+        if found.dtype != expected.dtype:
+            raise ValueError(f"{name}: got {LOW_BITS} of {found.dtype}, expected {expected.dtype}")
+        return {LOW_BITS: _copy(found, device)}
 
     @property
     def _exchanges(self) -> bool:

@@ -1,0 +1,208 @@
+"""How weights are kept between steps, in PyTorch: the formats of csrc/core/weight.h, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits
+
+_WORD = 2**32 - 1
+_TWO_WORDS = 2**64 - 1
+_BF16_NAN = 0x7FC0
+
+
+class StoredWeights(NamedTuple):
+    """Weights as memory has them.
+
+    Attributes:
+        param: the parameter.
+        low_bits: int8, or None: see :attr:`WeightFormat.low_bits_shape`.
+    """
+
+    param: Tensor
+    low_bits: Tensor | None
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """What a parameter's weights are beyond their dtype.
+
+    Attributes:
+        dtype: the parameter's.
+        low_bits: how many bits of a master weight stand beside a bfloat16: 0, 8 or 16.
+        stochastic: whether they are rounded up or down at random.
+    """
+
+    dtype: torch.dtype
+    low_bits: int = 0
+    stochastic: bool = False
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, options: Mapping[str, Any]) -> WeightFormat:
+        """The format of a parameter's weights in a param group. Float32 has all bits that there are.
+
+        Raises:
+            ValueError: there is no such format.
+        """
+        bits_wanted, stochastic = options["master_weight_bits"], options["stochastic_rounding"]
+        if dtype == torch.float16 and (bits_wanted is not None or stochastic):
+            option = "stochastic_rounding" if stochastic else "master_weight_bits"
+            raise ValueError(
+                f"{option}: got {options[option]!r} for a parameter of torch.float16, expected torch.bfloat16 or "
+                "torch.float32; convert the model to bfloat16, or put such parameters in a param group without it"
+            )
+        if dtype != torch.bfloat16:
+            return cls(dtype)
+        return cls(dtype, 0 if bits_wanted is None else bits_wanted - 16, stochastic)
+
+    @property
+    def index(self) -> int:
+        """The format's number in csrc/core/call.h (``WeightFormat``)."""
+        if self.dtype == torch.bfloat16:
+            return 5 if self.stochastic else {0: 1, 8: 3, 16: 4}[self.low_bits]
+        return {torch.float32: 0, torch.float16: 2}[self.dtype]
+
+    def low_bits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the low bits of a parameter, None for a format that has none.
+
+        They are int8: of the parameter's shape, or with a last dimension of 2 for the bytes of an int16, a dtype that
+        collectives do not take.
+        """
+        if self.low_bits == 0:
+            return None
+        return shape if self.low_bits == 8 else (*shape, 2)
+
+    def load(self, stored: StoredWeights) -> Tensor:
+        """The weights that a step begins with: float32, the parameter's shape."""
+        if stored.low_bits is None:
+            return stored.param.float()
+        return join_weight(stored.param, _to_integers(stored.low_bits, self.low_bits), self.low_bits)
+
+    def store(self, x: Tensor, noise: Tensor | None = None) -> StoredWeights:
+        """What a step leaves of new weights.
+
+        Args:
+            x: float32.
+            noise: :func:`noise` of the shape of ``x``, for stochastic rounding.
+        """
+        if self.low_bits:
+            high, low = split_weight(x, self.low_bits)
+            return StoredWeights(high, _to_bytes(low, self.low_bits))
+        if self.stochastic:
+            assert noise is not None
+            return StoredWeights(bf16_at_random(x, noise), None)
+        return StoredWeights(x.to(self.dtype), None)
+
+
+def split_weight(x: Tensor, low_bits: int) -> tuple[Tensor, Tensor]:
+    """A weight as the nearest bfloat16, away from zero in a tie, and what is missing.
+
+    The float32 is first rounded to its upper ``16 + low_bits`` bits, to nearest even, but never to infinity.
+
+    Args:
+        x: float32.
+        low_bits: 8 or 16.
+
+    Returns:
+        bfloat16; and int32 in [-2^(low_bits - 1), 2^(low_bits - 1)), in units of the last of those bits, to be added to
+        the magnitude.
+    """
+    dropped = 16 - low_bits
+    b = bits(x).long()
+    magnitude = b & 0x7FFFFFFF
+    word = magnitude
+    if dropped:
+        rounded = (magnitude + (1 << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1)) >> dropped
+        largest = (INFINITY_BITS >> dropped) - 1
+        word = torch.where(magnitude < INFINITY_BITS, rounded.clamp(max=largest), rounded)
+    high = (word + (1 << (low_bits - 1))) >> low_bits
+    low = word - (high << low_bits)
+    nan = magnitude > INFINITY_BITS
+    sign = (b >> 16) & 0x8000
+    return _bf16(torch.where(nan, _BF16_NAN, high) | sign), torch.where(nan, 0, low).int()
+
+
+def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
+    """The inverse of :func:`split_weight`: float32.
+
+    Args:
+        high: bfloat16.
+        low: an integer dtype.
+        low_bits: 8 or 16.
+    """
+    b = _bf16_bits(high)
+    word = (((b & 0x7FFF) << low_bits) + low.long()).clamp(min=0)  # below 0: the parameter was set to zero by others
+    magnitude = word << (16 - low_bits)
+    return float_from_bits((magnitude | (b & 0x8000) << 16).int())
+
+
+def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
+    """The bfloat16 next below in magnitude or next above, above with the probability that makes the mean exact.
+
+    Args:
+        x: float32.
+        random: integers of which the lower 16 bits are uniform, the same shape.
+    """
+    b = bits(x).long()
+    rounded = ((b >> 16) & 0xFFFF) + (((b & 0xFFFF) + (random & 0xFFFF)) >> 16)
+    at_random = _bf16(rounded)
+    return torch.where((b & 0x7FFFFFFF) >= INFINITY_BITS, x.bfloat16(), at_random)
+
+
+def noise_key(seed: int, parameter: int) -> int:
+    """What tells the noise of a parameter from that of others: 64 bits.
+
+    Args:
+        seed: the option ``stochastic_rounding_seed``.
+        parameter: the parameter's place among all that the optimizer has.
+    """
+    return (_mix(seed) + parameter) & _TWO_WORDS
+
+
+def noise(key: int, step: int, elements: Tensor) -> Tensor:
+    """Random bits by counter: 32 per element, int64.
+
+    Args:
+        key: :func:`noise_key`.
+        step: the parameter's step, from 1.
+        elements: int64, indices in the flattened global parameter.
+    """
+    mixed = _mix(_mix(key) + step)
+    x = (elements + (mixed & _WORD)) & _WORD
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _WORD
+    x = x ^ (mixed >> 32)
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64."""
+    x = (x + 0x9E3779B97F4A7C15) & _TWO_WORDS
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _TWO_WORDS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _TWO_WORDS
+    return x ^ (x >> 31)
+
+
+def _bf16(words: Tensor) -> Tensor:
+    """The bfloat16 with the bits of integers in [0, 2^16)."""
+    return torch.where(words >= 0x8000, words - 0x10000, words).to(torch.int16).view(torch.bfloat16)
+
+
+def _bf16_bits(x: Tensor) -> Tensor:
+    """int64 in [0, 2^16)."""
+    return x.contiguous().view(torch.int16).long() & 0xFFFF
+
+
+def _to_bytes(low: Tensor, low_bits: int) -> Tensor:
+    return low.to(torch.int8) if low_bits == 8 else low.to(torch.int16).unsqueeze(-1).view(torch.int8)
+
+
+def _to_integers(low: Tensor, low_bits: int) -> Tensor:
+    return low if low_bits == 8 else low.contiguous().view(torch.int16).squeeze(-1)

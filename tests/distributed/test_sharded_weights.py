@@ -1,0 +1,164 @@
+"""Master weights and stochastic rounding on shards: the bits of one rank, on any number of ranks and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_dtensor_step import Pair
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from helpers import CODEC_NAMES, RULES
+from ranks.layouts import WHOLE, Layout, layouts
+from ranks.models import WAYS, make_net
+from ranks.pool import Pool
+from ranks.runs import snapshot_of, step_with
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
+
+BF16 = torch.bfloat16
+FORMATS: dict[str, dict[str, Any]] = {
+    "24": {"master_weight_bits": 24},
+    "32": {"master_weight_bits": 32},
+    "stochastic": {"stochastic_rounding": True, "stochastic_rounding_seed": 7},
+}
+STEPS = 3
+
+
+def _ways(world_size: int) -> list[Layout]:
+    """All layouts but those that leave a rank with rows from several places."""
+    scattered = (_StridedShard(0, split_factor=2), WHOLE)
+    return [way._replace(dtype=BF16) for way in layouts(world_size) if way.placements != scattered]
+
+
+def _sharded_as_whole(rule: str, codecs: list[str], weights: str, block_size: int) -> None:
+    pair = Pair(rule, codecs, _ways(dist.get_world_size()), block_size=block_size, **FORMATS[weights])
+    for step in range(STEPS):
+        pair.step(pair.gradients(seed=1000 * (step + 1)))
+    pair.compare()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("codec", ["log8", "fp32"])
+def test_sharded_as_whole(ranks: Pool, codec: str, weights: str, world_size: int) -> None:
+    ranks.run(world_size, _sharded_as_whole, "adamw", [codec], weights, 128)
+
+
+@pytest.mark.parametrize(("world_size", "rule"), [(3, "nesterov"), (4, "sgd")])
+def test_small_blocks_and_all_codecs(ranks: Pool, world_size: int, rule: str) -> None:
+    ranks.run(world_size, _sharded_as_whole, rule, list(CODEC_NAMES), "stochastic", 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("block_size", [16, 128, 4096])
+@pytest.mark.parametrize("rule", RULES)
+def test_sweep(ranks: Pool, rule: str, block_size: int, weights: str, world_size: int) -> None:
+    ranks.run(world_size, _sharded_as_whole, rule, list(CODEC_NAMES), weights, block_size)
+
+
+def _scattered(placements: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    pair = Pair("adamw", ["fp32"], [Layout(shape, (2, 1), placements, BF16)], **FORMATS["stochastic"])
+    with pytest.raises(RuntimeError, match="for stochastic rounding, expected every rank to hold one range of dim 0"):
+        pair.step(pair.gradients(seed=1))
+
+
+def test_rows_from_several_places_are_refused(ranks: Pool) -> None:
+    """Only for stochastic rounding, which has to know where each element lies."""
+    ranks.run(2, _scattered, (_StridedShard(0, split_factor=2), WHOLE), (97, 130))
+    ranks.run(2, _scattered, (Shard(2), WHOLE), (8, 6, 40))
+
+
+def trained(way: str, steps: int, weights: str, codec: str = "log8") -> tuple[nn.Module, ShardedOptimizer]:
+    """The bfloat16 model sharded in one of the ``WAYS`` and its optimizer, after so many steps."""
+    model = WAYS[way](make_net(BF16))
+    optimizer = RULES["adamw"].make(model.parameters(), min_quantized_numel=64, codec=codec, **FORMATS[weights])
+    for step in range(steps):
+        step_with(model, optimizer, step)
+    return model, optimizer
+
+
+def _as_single(way: str, weights: str) -> None:
+    assert_same(snapshot_of(*trained(way, STEPS, weights)), snapshot_of(*trained("single", STEPS, weights)))
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [
+        *((1, way) for way in ("fsdp", "tp")),
+        *((2, way) for way in ("fsdp", "fsdp columns", "ddp")),
+        *((3, way) for way in ("fsdp", "fsdp columns", "tp")),
+        *((4, way) for way in ("fsdp", "fsdp tp", "fsdp columns tp", "hsdp columns")),
+    ],
+)
+def test_models(ranks: Pool, world_size: int, way: str, weights: str) -> None:
+    ranks.run(world_size, _as_single, way, weights)
+
+
+OPTIONS = {
+    "sharded": {},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "full": {"full_state_dict": True},
+    "from rank 0": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
+}
+
+
+def _round_trip(way: str, weights: str, options: dict[str, bool]) -> None:
+    model, optimizer = trained(way, STEPS, weights)
+    asked = StateDictOptions(**{**options, "broadcast_from_rank0": False})
+    tensors = get_model_state_dict(model, options=asked), get_optimizer_state_dict(model, optimizer, options=asked)
+    loaded, loaded_optimizer = trained(way, 0, weights)
+    set_model_state_dict(loaded, tensors[0], options=StateDictOptions(**options))
+    set_optimizer_state_dict(loaded, loaded_optimizer, tensors[1], options=StateDictOptions(**options))
+    for each in (model, optimizer), (loaded, loaded_optimizer):
+        step_with(*each, STEPS)
+    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(model, optimizer))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp columns"), (3, "fsdp")])
+def test_round_trip(ranks: Pool, world_size: int, way: str, weights: str, options: str) -> None:
+    ranks.run(world_size, _round_trip, way, weights, OPTIONS[options])
+
+
+def _tensors(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _save(way: str, weights: str, path: Path) -> None:
+    dcp.save(_tensors(*trained(way, STEPS, weights)), checkpoint_id=path)
+
+
+def _resume(way: str, weights: str, path: Path) -> None:
+    model, optimizer = trained(way, 0, weights)
+    tensors = _tensors(model, optimizer)
+    dcp.load(tensors, checkpoint_id=path)
+    set_model_state_dict(model, tensors["model"])
+    set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
+    step_with(model, optimizer, STEPS)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*trained("single", STEPS + 1, weights)))
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(("saved_on", "saved_way"), [(2, "fsdp"), (3, "fsdp columns"), (1, "single")])
+def test_resume_elsewhere(ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str, weights: str) -> None:
+    ranks.run(saved_on, _save, saved_way, weights, tmp_path)
+    for world_size, way in [(1, "single"), (3, "fsdp"), (2, "fsdp columns"), (4, "fsdp tp")]:
+        ranks.run(world_size, _resume, way, weights, tmp_path)

@@ -1,0 +1,356 @@
+"""Weights of more precision than bfloat16: low bits of a master weight in the state, and stochastic rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import shardopt.codec as coding
+from helpers import CODEC_NAMES, RULES, Named, ReferenceOptimizer, everything, single, step
+from ranks.layouts import values
+from ranks.snapshot import Snapshot, assert_same, snapshot
+from shardopt import _C
+from shardopt.kernels import reference
+from shardopt.kernels.weights import join_weight, noise_key, split_weight
+from shardopt.optim import ShardedOptimizer
+from test_kernels import STEPS, gradients, make, start, using
+from test_weight_formulas import every_mantissa, int_bits, special_values
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FORMATS: dict[str, dict[str, Any]] = {
+    "24": {"master_weight_bits": 24},
+    "32": {"master_weight_bits": 32},
+    "stochastic": {"stochastic_rounding": True, "stochastic_rounding_seed": 7},
+}
+#: Low bits of a master weight, by ``master_weight_bits``.
+LOW = {24: 8, 32: 16}
+
+
+def integers(low_bits: Tensor, bits: int) -> Tensor:
+    """Low bits as stored, one integer per weight."""
+    return low_bits if bits == 24 else low_bits.view(torch.int16).squeeze(-1)
+
+
+def master_weights(optimizer: ShardedOptimizer, param: Tensor) -> Tensor:
+    """The float32 that parameter and low bits stand for."""
+    (group,) = (g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    bits = group["master_weight_bits"]
+    return join_weight(param.detach(), integers(optimizer.state[param]["master_low_bits"], bits), LOW[bits])
+
+
+class Oracle(ReferenceOptimizer):
+    """The reference with weight formats."""
+
+    def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
+        for place, (name, gradient) in enumerate(gradients.items()):
+            group, spec, state = self._groups[self._originals[name]], self._spec(name), self.state[name]
+            state["step"] += 1
+            stepped = reference.step(
+                self._optimizer.rule(group).name,
+                spec.moments,
+                spec.codec,
+                coding,
+                param=self.params[name],
+                gradient=gradient,
+                coded=[spec.local_coded(state, moment) for moment in spec.moments],
+                hyper=self._optimizer.hyper(group),
+                step=int(state["step"]),
+                block_size=group["block_size"],
+                gradient_scale=gradient_scale,
+                nonfinite=group["nonfinite"],
+                weights=spec.weights,
+                low_bits=spec.local_low_bits(state),
+                noise_key=noise_key(group["stochastic_rounding_seed"], place),
+            )
+            self.params[name] = stepped.param
+            if stepped.low_bits is not None:
+                state["master_low_bits"] = stepped.low_bits
+            for moment, coded in zip(spec.moments, stepped.coded, strict=True):
+                state[spec.codes_name(moment)] = coded.codes
+                if coded.scales is not None:
+                    state[spec.scales_name(moment)] = coded.scales
+            self.nonfinite += stepped.nonfinite
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    saved = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(saved)
+
+
+def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options: Any) -> None:
+    """Demands the reference's bits after each step on every instruction set, on one or two threads."""
+    oracle = Oracle(*make(rule, codec, initial, **options))
+    wanted: list[Snapshot] = []
+    for gradient in steps:
+        oracle.step(gradient)
+        wanted.append(oracle.snapshot())
+    for index, target in enumerate(_C.cpu_targets()):
+        params, optimizer = make(rule, codec, initial, **options)
+        with using(target, threads=1 + index % 2):
+            for gradient, expected in zip(steps, wanted, strict=True):
+                step(optimizer, params, gradient)
+                assert_same(snapshot(params, optimizer), expected)
+        assert optimizer.nonfinite_count == oracle.nonfinite > 0
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_the_reference(rule: str, codec: str, weights: str) -> None:
+    for dtype in (BF16, FP32):
+        compare(rule, codec, start(BF16), [gradients(t, dtype) for t in range(1, STEPS + 1)], **FORMATS[weights])
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("block_size", [16, 64, 4096])
+@pytest.mark.parametrize("codec", ["log8", "dynamic8"])
+def test_block_sizes(codec: str, block_size: int, weights: str) -> None:
+    shapes = ((2, 5000), (3, 257), (2, 4097))
+    steps = [gradients(t, BF16, shapes) for t in (1, 3)]
+    compare("adamw", codec, start(BF16, shapes), steps, block_size=block_size, **FORMATS[weights])
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("codec", ["log8", "fp32"])
+def test_many_elements_on_two_threads(codec: str, weights: str) -> None:
+    shapes = ((1, 100_003), (397, 257), (70_001,))
+    compare("adamw", codec, start(BF16, shapes), [gradients(t, BF16, shapes) for t in (1, 3)], **FORMATS[weights])
+
+
+def written(x: Tensor, target: str, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a kernel writes for these weights: 0 - 1 * -x."""
+    param = Parameter(torch.zeros(x.shape, dtype=BF16))
+    optimizer = RULES["sgd"].make([param], lr=1.0, weight_decay=0.0, nonfinite="propagate", **options)
+    with using(target, threads=2):
+        step(optimizer, {"": param}, {"": -x})
+    return param.detach(), optimizer.state[param]
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+@pytest.mark.parametrize("bits", LOW)
+def test_kernels_split_as_the_formulas(bits: int, target: str) -> None:
+    x = torch.cat([every_mantissa(127), -every_mantissa(254)[::3], every_mantissa(0)[1::5], special_values()])
+    x = x[x != 0]  # 0 - -0 is 0
+    high, low = split_weight(x, LOW[bits])
+    param, state = written(x, target, master_weight_bits=bits)
+    found = integers(state["master_low_bits"], bits)
+    assert torch.equal(int_bits(param.abs()), int_bits(high.abs()))
+    assert torch.equal(param.signbit()[~x.isnan()], high.signbit()[~x.isnan()])
+    assert torch.equal(found.int(), low)
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+@pytest.mark.parametrize("bits", LOW)
+def test_a_step_of_nothing_keeps_every_weight(bits: int, target: str) -> None:
+    """Each bfloat16 that is a number with low bits all over their range."""
+    high = torch.arange(2**16).to(torch.int32)
+    high = high[(high & 0x7FFF) < 0x7F80].to(torch.int16).view(BF16)[:, None]
+    half = 2 ** (LOW[bits] - 1)
+    low = torch.arange(-half, half, half // 64)
+    param = Parameter(high.expand(-1, len(low)).contiguous())
+    optimizer = RULES["sgd"].make([param], lr=0.0, weight_decay=0.0, master_weight_bits=bits)
+    step(optimizer, {"": param}, {"": torch.ones_like(param)})
+    low = torch.where((high == 0) & (low < 0), 0, low)  # no weight is split so
+    low = low.to(torch.int8) if bits == 24 else low.to(torch.int16).unsqueeze(-1).view(torch.int8)
+    optimizer.state[param]["master_low_bits"].copy_(low)
+    before = everything(optimizer)
+    with using(target, threads=2):
+        step(optimizer, {"": param}, {"": torch.ones_like(param)})
+    optimizer.state[param]["step"].fill_(1)
+    assert_same(everything(optimizer), before)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_32_bits_are_float32(rule: str, codec: str) -> None:
+    """After every step the weights and the moments are those of float32 parameters, and the bfloat16 is the nearest."""
+    initial = start(BF16)
+    params, optimizer = make(rule, codec, initial, master_weight_bits=32)
+    wide, expected = make(rule, codec, {name: x.float() for name, x in initial.items()})
+    for t in range(1, STEPS + 3):
+        grads = gradients(t, BF16)
+        with using(_C.cpu_targets()[0], threads=1):
+            step(optimizer, params, grads)
+            step(expected, wide, {name: gradient.float() for name, gradient in grads.items()})
+        for name, param in params.items():
+            assert torch.equal(int_bits(master_weights(optimizer, param)), int_bits(wide[name].detach()))
+            high, _ = split_weight(wide[name].detach(), 16)
+            assert torch.equal(int_bits(param.detach()), int_bits(high))
+            state = {key: x for key, x in optimizer.state[param].items() if key != "master_low_bits"}
+            assert_same(state, expected.state[wide[name]])
+
+
+def test_24_bits_are_nearer_to_float32_than_bfloat16() -> None:
+    """Lion's equal steps of 1/50 of a last place: bfloat16 stands still."""
+    found = {}
+    for bits in (None, 24, 32):
+        param = Parameter(torch.full((64, 128), 1.0, dtype=BF16))
+        optimizer = RULES["lion"].make([param], lr=2.0**-8 / 50, weight_decay=0.0, master_weight_bits=bits)
+        for _ in range(100):
+            step(optimizer, {"": param}, {"": torch.ones_like(param)})
+        found[bits] = (1 - param.detach().float()).mean().item()
+    assert found[None] == 0
+    assert found[24] == pytest.approx(2 * 2.0**-8, rel=0.05)
+    assert found[32] == pytest.approx(2 * 2.0**-8, rel=0.001)
+
+
+# Stochastic rounding.
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+def test_the_mean_is_exact(target: str) -> None:
+    """Of 2^20 roundings, within 5 standard deviations of it; each to one of the two neighbours."""
+    n = 2**20
+    for fraction in (1, 0x100, 0x4000, 0x8000, 0xC001, 0xFFFF):
+        for start_bits in (0x3F800000, 0x42FF0000, 0x00120000, -0x40010000):
+            constant = torch.tensor(start_bits + fraction, dtype=torch.int32).view(FP32)
+            param, _ = written(constant.expand(n).contiguous(), target, stochastic_rounding=True)
+            neighbours = (torch.tensor([start_bits, start_bits + 0x10000], dtype=torch.int32)).view(FP32).double()
+            up = (param.double() == neighbours[1]).sum().item()
+            assert up + (param.double() == neighbours[0]).sum().item() == n
+            share = fraction / 2**16
+            assert abs(up / n - share) < 5 * (share * (1 - share) / n) ** 0.5
+
+
+def test_small_updates_are_not_lost() -> None:
+    """The nearest value never moves; the mean of values at random does by what all updates make together."""
+    steps, n, last_place = 40, 2**16, 2.0**-8  # of bfloat16 below 1
+    lr = last_place / 37
+    moved = {}
+    for stochastic in (False, True):
+        param = Parameter(torch.ones(n, dtype=BF16))
+        optimizer = RULES["sgd"].make([param], lr=lr, weight_decay=0.0, stochastic_rounding=stochastic)
+        for _ in range(steps):
+            step(optimizer, {"": param}, {"": torch.ones_like(param)})
+        moved[stochastic] = (1 - param.detach().double()).mean().item()
+    assert moved[False] == 0
+    deviation = last_place * (steps * (1 / 37) * (36 / 37) / n) ** 0.5
+    assert abs(moved[True] - steps * lr) < 5 * deviation
+
+
+def rounded(seed: int = 0, place: int = 0, steps: int = 1) -> Tensor:
+    """The bits of a parameter after steps that begin from the same weights each time."""
+    params = [Parameter(torch.zeros(64, 128, dtype=BF16)) for _ in range(place + 1)]
+    groups = [{"params": [param]} for param in params]
+    optimizer = RULES["sgd"].make(
+        groups, lr=1.0, weight_decay=0.0, stochastic_rounding=True, stochastic_rounding_seed=seed
+    )
+    gradient = values((64, 128), 3)
+    for _ in range(steps):
+        params[place].data.zero_()
+        step(optimizer, {"": params[place]}, {"": gradient})
+    return int_bits(params[place].detach())
+
+
+def test_the_same_noise_again_and_other_noise_elsewhere() -> None:
+    one = rounded()
+    assert torch.equal(rounded(), one)
+    for other in (rounded(seed=1), rounded(place=1), rounded(steps=2)):
+        assert 0.3 < (other != one).float().mean() < 0.5  # a third of uniform fractions disagree, zeros never
+
+
+def test_the_seed_may_change_between_steps() -> None:
+    """The tables that are kept notice it."""
+    changed, expected = (make("adamw", "log8", start(BF16), **FORMATS["stochastic"]) for _ in range(2))
+    for params, optimizer in (changed, expected):
+        step(optimizer, params, gradients(1, BF16))
+    changed[1].param_groups[0]["stochastic_rounding_seed"] = 8
+    step(changed[1], changed[0], gradients(2, BF16))
+    step(expected[1], expected[0], gradients(2, BF16))
+    assert not all(torch.equal(a, b) for a, b in zip(changed[0].values(), expected[0].values(), strict=True))
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+def test_infinities_and_nan_are_not_rounded_at_random(target: str) -> None:
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], dtype=FP32).repeat(100)
+    param, _ = written(special, target, stochastic_rounding=True)
+    assert torch.equal(param.float().nan_to_num(7.0), special.nan_to_num(7.0))
+
+
+# As options of an optimizer.
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_float32_parameters_need_nothing(weights: str) -> None:
+    """In the same group as bfloat16 ones; their steps are as without the option."""
+    initial = {"narrow": values((64, 130), 1, BF16), "wide": values((64, 130), 2), "bias": values((7,), 3, BF16)}
+    params, optimizer = make("adamw", "log8", initial, **FORMATS[weights])
+    plain, expected = make("adamw", "log8", initial)
+    for t in range(3):
+        grads = {name: values(tuple(x.shape), 10 * t + i, x.dtype) for i, (name, x) in enumerate(initial.items())}
+        step(optimizer, params, grads)
+        step(expected, plain, grads)
+    assert_same(optimizer.state[params["wide"]], expected.state[plain["wide"]])
+    assert torch.equal(params["wide"], plain["wide"])
+    for name in ("narrow", "bias"):
+        shape = {"24": initial[name].shape, "32": (*initial[name].shape, 2)}.get(weights)
+        low_bits = optimizer.state[params[name]].get("master_low_bits")
+        assert (None if low_bits is None else (low_bits.dtype, low_bits.shape)) == (shape and (torch.int8, shape))
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_float16_is_refused(weights: str) -> None:
+    half = Parameter(torch.zeros(4, 64, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"got .* for a parameter of torch.float16, expected torch.bfloat16"):
+        RULES["adamw"].make([half], **FORMATS[weights])
+    optimizer = RULES["adamw"].make([Parameter(torch.zeros(4, 64))], **FORMATS[weights])
+    with pytest.raises(ValueError, match=r"torch.float16"):
+        optimizer.add_param_group({"params": [half]})
+    assert len(optimizer.param_groups) == 1
+    param, _ = single(optimizer)
+    param.data = param.data.half()
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"torch.float16"):
+        optimizer.step()
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    for bits in LOW:
+        params, optimizer = make("adamw", "log8", start(BF16), master_weight_bits=bits)
+        for t in (1, 2):
+            step(optimizer, params, gradients(t, BF16))
+        before = everything(optimizer)
+        with using(_C.cpu_targets()[0], threads=1):
+            step(optimizer, params, {name: torch.full_like(x, torch.nan) for name, x in gradients(1, BF16).items()})
+        for state in optimizer.state.values():
+            state["step"] -= 1
+        assert_same(everything(optimizer), before)
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(2.0)
+        step(optimizer, params, gradients(3, BF16))
+        assert_same(everything(optimizer), before)
+
+
+def test_a_parameter_set_by_others_keeps_its_low_bits() -> None:
+    """At most half a last place away; also from zero, where low bits below it count for nothing."""
+    for bits in LOW:
+        param = Parameter(values((64, 130), 1, BF16))
+        optimizer = RULES["sgd"].make([param], lr=1e-3, weight_decay=0.0, master_weight_bits=bits)
+        step(optimizer, {"": param}, {"": values((64, 130), 2, BF16)})
+        low = integers(optimizer.state[param]["master_low_bits"], bits).clone()
+        assert (low < 0).any()
+        new = values((64, 130), 3, BF16)
+        new[:32] = 0
+        new[16:32] = -new[16:32]
+        param.data.copy_(new)
+        optimizer.param_groups[0]["lr"] = 0.0
+        step(optimizer, {"": param}, {"": torch.ones_like(param)})
+        assert torch.equal(int_bits(param.detach()), int_bits(new))
+        expected = torch.where(new == 0, low.clamp(min=0), low)
+        assert torch.equal(integers(optimizer.state[param]["master_low_bits"], bits), expected)
+
+
+def test_state_without_low_bits_is_told() -> None:
+    param = Parameter(values((64, 130), 1, BF16))
+    optimizer = RULES["adamw"].make([param])
+    step(optimizer, {"": param}, {"": torch.ones_like(param)})
+    optimizer.param_groups[0]["master_weight_bits"] = 24
+    with pytest.raises(RuntimeError, match="got state without master_low_bits, expected it with master_weight_bits=24"):
+        step(optimizer, {"": param}, {"": torch.ones_like(param)})
