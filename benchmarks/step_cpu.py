@@ -1,25 +1,29 @@
 """Time of one optimizer step on the CPU, side by side with other optimizers in one interleaved run.
 
 The contenders take turns (A B C A B C ...), so that a machine's changes of pace hit all alike; medians are reported.
-Each contender has its own copy of the parameters; all share one set of gradients. A contender whose package is not
-installed is left out, and standard error says so.
+Each contender has its own copy of the parameters; all share one set of gradients. "roofline" is a bare loop
+(roofline.c). A contender whose package or compiler is missing is left out, and standard error says so.
 
-    python benchmarks/step_cpu.py --numel 67108864 --threads 1 2 --json step_cpu.json
-    pip install bitsandbytes torchao deepspeed     # the peers
+    python benchmarks/step_cpu.py --shapes one transformer --threads 1 2 --json step_cpu.json
+    python benchmarks/step_cpu.py --dtype bfloat16 --threads 2
+    pip install bitsandbytes torchao deepspeed ninja     # the peers
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,8 +67,33 @@ def deepspeed_adamw(params: Params) -> torch.optim.Optimizer:
     return DeepSpeedCPUAdam(params, lr=1e-4, adamw_mode=True)
 
 
-def ours(codec: str) -> Callable[[Params], torch.optim.Optimizer]:
-    return lambda params: shardopt.AdamW(params, lr=1e-4, codec=codec)
+def ours(codec: str, **options: Any) -> Callable[[Params], torch.optim.Optimizer]:
+    return lambda params: shardopt.AdamW(params, lr=1e-4, codec=codec, **options)
+
+
+class Roofline(torch.optim.Optimizer):
+    """AdamW as a bare loop over float32."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {})
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "roofline.so"
+            flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
+            try:
+                subprocess.run(["cc", *flags, str(ROOT / "benchmarks/roofline.c"), "-o", str(library)], check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise ImportError(f"it does not compile: {error}") from error
+            self._adamw = ctypes.CDLL(str(library)).adamw
+        self._moments = [(torch.zeros_like(param), torch.zeros_like(param)) for param in params]
+        self._steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self._steps += 1
+        scalars = (1e-4, 0.9, 0.999, 1e-8, 1e-2, 1 - 0.9**self._steps, (1 - 0.999**self._steps) ** 0.5)
+        for param, moments in zip(self.param_groups[0]["params"], self._moments, strict=True):
+            tensors = [ctypes.c_void_p(t.data_ptr()) for t in (param, param.grad, *moments)]
+            numel = ctypes.c_ssize_t(param.numel())
+            self._adamw(*tensors, numel, torch.get_num_threads(), *map(ctypes.c_float, scalars))
 
 
 CONTENDERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -73,12 +102,18 @@ CONTENDERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "shardopt dynamic8": ours("dynamic8"),
     "shardopt bf16": ours("bf16"),
     "shardopt fp32": ours("fp32"),
+    "shardopt log8 + 24 bits": ours("log8", master_weight_bits=24),
+    "roofline": Roofline,
     "torch fused": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
     "torch foreach": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
     "DeepSpeedCPUAdam": deepspeed_adamw,
     "bitsandbytes AdamW8bit": bitsandbytes_adamw,
     "torchao AdamW8bit": torchao_adamw,
 }
+
+
+#: Contenders that mean something for one dtype only.
+DTYPES = {"shardopt log8 + 24 bits": torch.bfloat16, "roofline": torch.float32}
 
 
 @dataclass
@@ -104,6 +139,8 @@ def measure(names: list[str], shapes: str, numel: int, threads: int, rounds: int
     initial = [torch.randn(size).to(dtype) for size in sizes]
     steps: dict[str, Callable[[], object]] = {}
     for name in names:
+        if DTYPES.get(name, dtype) != dtype:
+            continue
         params = [torch.nn.Parameter(tensor.clone()) for tensor in initial]
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
@@ -146,6 +183,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["one"])
+    parser.add_argument("--transformer-numel", type=int, default=100_000_000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--json", type=Path, help="also write the results there")
@@ -156,13 +194,14 @@ def main() -> None:
     for shapes in args.shapes:
         for threads in args.threads:
             dtype = getattr(torch, args.dtype)
-            found = measure(args.contenders, shapes, args.numel, threads, args.rounds, dtype)
+            numel = args.transformer_numel if shapes == "transformer" else args.numel
+            found = measure(args.contenders, shapes, numel, threads, args.rounds, dtype)
             base = found[0]
             print(f"\n{shapes}: {base.numel:,} parameters, {threads} threads")
-            print(f"{'':26}{'ms':>10}{'ns/param':>10}{'time / ' + base.contender:>24}")
+            print(f"{'':26}{'ms':>10}{'fastest':>10}{'ns/param':>10}{'time / ' + base.contender:>24}")
             for result in found:
-                ratio = result.ms / base.ms
-                print(f"{result.contender:26}{result.ms:10.2f}{result.ns_per_parameter:10.3f}{ratio:24.2f}")
+                row = f"{result.contender:26}{result.ms:10.2f}{result.fastest_ms:10.2f}{result.ns_per_parameter:10.3f}"
+                print(f"{row}{result.ms / base.ms:24.2f}")
             results += found
     if args.json:
         header = {"machine": machine(), "commit": commit(), "dtype": args.dtype, "command": sys.argv}

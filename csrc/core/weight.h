@@ -36,7 +36,9 @@ SHARDOPT_HD SplitWeight<IntOf<F>> split_weight(F x) {
 // `low` as a signed number.
 template <int kLowBits, class I>
 SHARDOPT_HD auto join_weight(I high, I low) {
-  return float_from_bits((high << 16) + (low << (16 - kLowBits)));
+  const I nearest = high << 16, joined = nearest + (low << (16 - kLowBits));
+  // Another sign: the bfloat16 was set to zero from outside, and the low bits are still those of another weight.
+  return float_from_bits(select((joined ^ nearest) < 0, nearest, joined));
 }
 
 // Random bits by counter: of a parameter, a step and an element's index in the flattened global parameter (modulo

@@ -19,19 +19,29 @@ struct Task {
   int64_t begin, end;  // blocks
 };
 
+// The tasks that one thread begins with: neighbours, and the same ones in every step, so that memory stays near it.
+struct alignas(64) Share {
+  std::atomic<size_t> next{0};
+  size_t end = 0;
+};
+
 struct Work {
   const CpuCall& call;
   std::vector<Task> tasks;
-  std::atomic<size_t> next{0};
+  std::vector<Share> shares;
   std::atomic<int64_t> nonfinite{0};
 };
 
-void run_tasks(void* context, int) {
+// A thread that is done with its own share helps with the others'.
+void run_tasks(void* context, int worker) {
   Work& work = *static_cast<Work*>(context);
   int64_t nonfinite = 0;
-  for (size_t i; (i = work.next.fetch_add(1)) < work.tasks.size();) {
-    const Task& task = work.tasks[i];
-    nonfinite += task.kernel(work.call, *task.entry, task.begin, task.end);
+  for (size_t offset = 0; offset < work.shares.size(); ++offset) {
+    Share& share = work.shares[(static_cast<size_t>(worker) + offset) % work.shares.size()];
+    for (size_t i; (i = share.next.fetch_add(1)) < share.end;) {
+      const Task& task = work.tasks[i];
+      nonfinite += task.kernel(work.call, *task.entry, task.begin, task.end);
+    }
   }
   work.nonfinite += nonfinite;
 }
@@ -67,7 +77,8 @@ std::vector<std::string> cpu_targets() {
 
 int64_t step_cpu(const CpuCall& call, int64_t entries, int threads, const std::string& target) {
   const KernelOf kernel_of = kernels_of(target);
-  Work work{call, {}};
+  Work work{call, {}, {}};
+  int64_t elements = 0;
   for (int64_t i = 0; i < entries; ++i) {
     const TensorEntry& entry = call.entries[i];
     const CpuKernel kernel = kernel_of(entry.codec, call.groups[entry.group].rule);
@@ -76,9 +87,18 @@ int64_t step_cpu(const CpuCall& call, int64_t entries, int threads, const std::s
     for (int64_t begin = 0; begin < blocks; begin += blocks_per_task) {
       work.tasks.push_back({&entry, kernel, begin, std::min(begin + blocks_per_task, blocks)});
     }
+    elements += entry.rows * entry.cols;
   }
-  const int workers = static_cast<int>(std::min<size_t>(std::max(threads, 1), work.tasks.size()));
-  if (workers > 0) run_on_threads(workers, run_tasks, &work);
+  if (work.tasks.empty()) return 0;
+  // A thread that has less than a task's worth to do costs more than it brings.
+  const int64_t useful = std::min<int64_t>((elements + kTaskElements - 1) / kTaskElements, std::max(threads, 1));
+  const size_t workers = static_cast<size_t>(std::max<int64_t>(useful, 1)), count = work.tasks.size();
+  work.shares = std::vector<Share>(workers);
+  for (size_t w = 0; w < workers; ++w) {
+    work.shares[w].next = count * w / workers;
+    work.shares[w].end = count * (w + 1) / workers;
+  }
+  run_on_threads(static_cast<int>(workers), run_tasks, &work);
   return work.nonfinite;
 }
 

@@ -247,8 +247,8 @@ class BlockStepper {
       }
     }
     if constexpr (kUnsigned >= 0) {
-  #pragma GCC unroll 1
-    for (int b = 0; b < kCount; ++b) {
+#pragma GCC unroll 1
+      for (int b = 0; b < kCount; ++b) {
         const Unsigned coder(unsigned_scale[b], table_);
         LaneExtremes extremes;
         for (int i = 0; i < n; i += kStep) {
@@ -265,22 +265,22 @@ class BlockStepper {
         }
         if (kRelative) kept[b].extremes[kSigned] = extremes;
       }
-  #pragma GCC unroll 1
-    for (int b = 0; b < kCount; ++b) {
+#pragma GCC unroll 1
+      for (int b = 0; b < kCount; ++b) {
         if (stores) store_scales<Unsigned>(kUnsigned, blocks[b], unsigned_scale[b]);
       }
       if (!kAlwaysStores && kRelative && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
     }
     if constexpr (kHasSigned) {
       if constexpr (kRelative) {
-    #pragma GCC unroll 1
-    for (int b = 0; b < kCount; ++b) {
+#pragma GCC unroll 1
+        for (int b = 0; b < kCount; ++b) {
           Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kRelative), signed_scale[b]);
         }
       }
       if (!stores) return;
-  #pragma GCC unroll 1
-    for (int b = 0; b < kCount; ++b) {
+#pragma GCC unroll 1
+      for (int b = 0; b < kCount; ++b) {
         const Signed coder(signed_scale[b], table_);
         for (int i = 0; i < n; i += kStep) {
           store_lanes(blocks[b].codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));

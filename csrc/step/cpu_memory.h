@@ -180,39 +180,18 @@ struct FastTable {
 };
 
 #if defined(SHARDOPT_BYTE_TABLES)
-template <class Coder, class = void>
-struct EdgeTable {
-  SHARDOPT_HD explicit EdgeTable(const float*) {}
-  SHARDOPT_HD auto encode(const Coder& coder, Floats<4> x) const { return coder.encode(x); }
-};
-
-// A coder that settles a guess by an edge of a table.
 template <class Coder>
-struct EdgeTable<Coder, std::void_t<decltype(Coder::kEdges)>> {
-  native::ByteTable<Coder::kEdges> table;
-
-  SHARDOPT_HD explicit EdgeTable(const float* t) : table(Coder::edges(t)) {}
-
-  SHARDOPT_HD auto encode(const Coder& coder, Floats<4> x) const {
-    return coder.encode(x, [this](Ints<4> index) {
-      Floats<4> found;
-      table.look_up(index.x, found.x);
-      return found;
-    });
-  }
-};
-
-template <class Coder>
-struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> : EdgeTable<Coder> {
+struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
   native::ByteTable<Coder::kTable> table;
 
-  SHARDOPT_HD explicit FastTable(const float* t) : EdgeTable<Coder>(t), table(Coder::entries(t)) {}
+  SHARDOPT_HD explicit FastTable(const float* t) : table(Coder::entries(t)) {}
 
   SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes) const {
     Floats<4> found;
     table.look_up(codes, found.x);
     return found * coder.scale;
   }
+  SHARDOPT_HD auto encode(const Coder& coder, Floats<4> x) const { return coder.encode(x); }
 };
 #endif
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.numeric import divide
 
-
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
 #: The same for roots, whose squares must not be zero.

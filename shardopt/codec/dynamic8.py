@@ -1,19 +1,22 @@
 """dynamic8: the dynamic map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861, section 1.3).
 
-Nearest value, ties toward zero; zero is exact, and a second moment above zero has a code above zero.
+Nearest value; zero is exact, and a second moment above zero has a code above zero.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, units_in
+from shardopt.kernels.numeric import fma
 
 _DECADES = 7
+_WHOLE_BITS = 0x4B400000  # of 1.5 * 2**23, where the float grid is the integers
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
@@ -30,10 +33,7 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 
 def edges(*, signed: bool) -> Tensor:
-    """Between each two neighbouring magnitudes of the map the largest float32 not above their midpoint.
-
-    The index of the magnitude nearest to y, counted from zero, ties toward zero, is the number of edges below y.
-    """
+    """Between each two neighbouring magnitudes of the map the largest float32 not above their midpoint."""
     values = dynamic_map(signed=signed)
     magnitudes = values[values >= 0].double()
     midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
@@ -42,33 +42,52 @@ def edges(*, signed: bool) -> Tensor:
     return torch.where(rounded.double() > midpoints, below, rounded)
 
 
-def _table(*, signed: bool) -> Tensor:
-    """What csrc/codecs/dynamic8.h looks up for one of the maps, laid out as it says there.
+class Lines(NamedTuple):
+    """How the index of the nearest magnitude is found: one line for each of nine parts, which are zero, the decades and one.
 
-    Within a decade ``[10**(d - 7), 10**(d - 6)]`` the edges are evenly spaced, the first one a fifth of a space after
-    the decade's start: a straight line, rounded, gives the index or the one below. 0.001 keeps it from giving the one
-    above.
+    The index of y is ``min(round(slope * y + offset), last)`` of the part that y is in, the last one whose ``start`` is
+    below y. The starts are edges; within a decade the edges are evenly spaced but for rounding, so that the index is that
+    of the nearest magnitude except within 2**-16 of a space from an edge.
     """
-    padded_edges = torch.full((256,), torch.inf)
-    padded_edges[: len(edges(signed=signed))] = edges(signed=signed)
-    starts = [10.0 ** (d - 7) for d in range(1, _DECADES)]
-    start_within = torch.full((32,), torch.inf)
-    decade_before = torch.zeros(32, dtype=torch.int32)
-    for exponent in range(32):
-        low, high = 2.0 ** (exponent - 31), 2.0 ** (exponent - 30)
-        decade_before[exponent] = sum(start <= low for start in starts)
-        for start in starts:
-            if low < start < high:
-                start_within[exponent] = start
-    slopes, offsets = torch.zeros(16), torch.zeros(16)
-    for decade in range(_DECADES):
-        count = 2**decade if signed else 2 ** (decade + 1)
-        first = 2**decade if signed else 2 ** (decade + 1) - 1
+
+    starts: Tensor  # float32, of all parts but the first
+    slopes: Tensor  # float32
+    offsets: Tensor  # float32
+    lasts: Tensor  # int32
+
+
+def lines(*, signed: bool) -> Lines:
+    """The lines of one of the maps."""
+    between = edges(signed=signed)
+    counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(_DECADES)]
+    firsts = [0, *(count if signed else count - 1 for count in counts), len(between)]
+    slopes, offsets = [0.0], [0.0]
+    for decade, (count, first) in enumerate(zip(counts, firsts[1:], strict=False)):
         start, space = 10.0 ** (decade - 7), 0.9 * 10.0 ** (decade - 6) / count
-        slopes[decade] = 1 / space
-        offsets[decade] = first - 0.5 - start / space - 0.2 - 0.001
-    parts = [dynamic_map(signed=signed), padded_edges, start_within, decade_before.view(torch.float32), slopes, offsets]
-    return torch.cat(parts)
+        slopes.append(1 / space)
+        offsets.append(first - 0.5 - start / space)
+    return Lines(
+        torch.stack([between[first - 1] for first in firsts[1:]]),
+        torch.tensor([*slopes, 0.0]),
+        torch.tensor([*offsets, float(len(between))]),
+        torch.tensor([*(first - 1 for first in firsts[1:]), len(between)], dtype=torch.int32),
+    )
+
+
+def _table(*, signed: bool) -> Tensor:
+    """What csrc/codecs/dynamic8.h looks up for one of the maps, laid out as it says there."""
+    line = lines(signed=signed)
+    powers = torch.ldexp(torch.ones(33), torch.arange(-31, 2))
+    within, before = torch.full((32,), torch.inf), torch.zeros(32, dtype=torch.int32)
+    for index in range(32):
+        low, high = powers[index], powers[index + 1]
+        before[index] = (line.starts < low).sum()
+        for start in line.starts[(low <= line.starts) & (line.starts < high)]:
+            within[index] = start
+    padding = (0, 16 - len(line.slopes))
+    lasts = torch.nn.functional.pad(line.lasts + _WHOLE_BITS, padding).view(torch.float32)
+    slopes, offsets = (torch.nn.functional.pad(x, padding) for x in (line.slopes, line.offsets))
+    return torch.cat([dynamic_map(signed=signed), within, before.view(torch.float32), slopes, offsets, lasts])
 
 
 class Dynamic8(Codec):
@@ -77,8 +96,8 @@ class Dynamic8(Codec):
     signed_zero = 127
 
     @cached_property
-    def _maps(self) -> dict[bool, tuple[Tensor, Tensor]]:
-        return {signed: (dynamic_map(signed=signed), edges(signed=signed)) for signed in (True, False)}
+    def _maps(self) -> dict[bool, tuple[Tensor, Lines]]:
+        return {signed: (dynamic_map(signed=signed), lines(signed=signed)) for signed in (True, False)}
 
     @cached_property
     def table(self) -> Tensor:
@@ -86,7 +105,10 @@ class Dynamic8(Codec):
         return torch.cat([_table(signed=True), _table(signed=False)])
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        index = torch.bucketize(x.abs() * units_in(1, scales), self._maps[signed][1].to(x.device))
+        line = Lines(*(values.to(x.device) for values in self._maps[signed][1]))
+        y = x.abs() * units_in(1, scales)
+        part = torch.bucketize(y, line.starts)
+        index = torch.minimum(torch.round(fma(y, line.slopes[part], line.offsets[part])).int(), line.lasts[part])
         if signed:
             q = 127 + torch.where(x < 0, -index.clamp(max=127), index)  # there is a 1 but no -1
         else:

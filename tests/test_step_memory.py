@@ -1,0 +1,40 @@
+"""A step makes no temporaries: the resident memory's peak hardly rises, however many parameters there are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import sys
+
+import torch
+
+import shardopt
+
+
+def resident(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+
+param = torch.nn.Parameter(torch.zeros(100_000, 1000, dtype=getattr(torch, sys.argv[2])))
+param.grad = torch.full_like(param, 1e-3)
+optimizer = shardopt.AdamW([param], codec=sys.argv[1])
+optimizer.step()
+with open("/proc/self/clear_refs", "w") as control:
+    control.write("5")  # sets the peak back to what is resident now
+before = resident("VmRSS")
+optimizer.step()
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(("codec", "dtype"), [("log8", "float32"), ("dynamic8", "bfloat16")])
+def test_a_step_on_100m_parameters_needs_no_memory(codec: str, dtype: str) -> None:
+    command = [sys.executable, "-c", _PROGRAM, codec, dtype]
+    growth = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    assert growth < 2**20
