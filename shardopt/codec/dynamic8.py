@@ -43,11 +43,11 @@ def edges(*, signed: bool) -> Tensor:
 
 
 class Lines(NamedTuple):
-    """How the index of the nearest magnitude is found: one line for each of nine parts, which are zero, the decades and one.
+    """How the index of the nearest magnitude is found: one line for each of nine parts: zero, the decades, and one.
 
-    The index of y is ``min(round(slope * y + offset), last)`` of the part that y is in, the last one whose ``start`` is
-    below y. The starts are edges; within a decade the edges are evenly spaced but for rounding, so that the index is that
-    of the nearest magnitude except within 2**-16 of a space from an edge.
+    The index of y is ``min(round(slope * y + offset), last)`` of the part that y is in, the last one whose ``start``
+    is below y. The starts are edges; within a decade the edges are evenly spaced but for rounding, so that the index is
+    that of the nearest magnitude except within 2**-16 of a space from an edge.
     """
 
     starts: Tensor  # float32, of all parts but the first
