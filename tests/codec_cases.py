@@ -1,4 +1,6 @@
-"""The coders of every 8-bit codec, and blocks of numbers for them. Hypothesis draws what makes a block.
+"""The coders of every 8-bit codec, blocks of numbers for them, and dynamic8's codes by other means.
+
+Hypothesis draws what makes a block.
 
 Signed moments are coded as they are. Unsigned ones are coded by their root where ``codec.root``: ``x`` is what
 :meth:`Codec.encode` is given.
@@ -7,14 +9,17 @@ Signed moments are coded as they are. Unsigned ones are coded by their root wher
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import EIGHT_BIT
 from shardopt.codec import CODECS, Moment
+from shardopt.codec.dynamic8 import dynamic_map, edges
 from shardopt.kernels.numeric import square_root
 
 V = Moment("v", signed=False)
@@ -74,3 +79,38 @@ def reciprocal(scales: Tensor) -> tuple[Tensor, Tensor]:
     """The float32 nearest to ``1 / scales``, and its relative error: at most EPS, and more above 2^126 only."""
     inverse = torch.from_numpy(1 / scales.numpy())
     return inverse, (inverse.double() * scales.double() - 1).abs()
+
+
+def numpy_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """``a * b + c`` of float32 numbers by way of float64, where the product is exact."""
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+def dynamic8_by_the_formula(y: Tensor, *, signed: bool) -> Tensor:
+    """The codes as the README defines them, by NumPy's operations and lines from exact fractions."""
+    counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(7)]
+    firsts = [1 + sum(counts[:decade]) for decade in range(8)]  # indices: of each decade, and of one
+    spaces = [Fraction(9, 10 * count) * Fraction(10) ** (decade - 6) for decade, count in enumerate(counts)]
+    starts = [first - Fraction(1, 2) - Fraction(count, 9) for first, count in zip(firsts, counts, strict=False)]
+    slopes = np.array([0.0, *(float(1 / space) for space in spaces), 0.0], dtype=np.float32)
+    offsets = np.array([0.0, *(float(start) for start in starts), firsts[-1]], dtype=np.float32)
+    lasts = np.array([first - 1 for first in firsts] + [firsts[-1]])
+    magnitude = np.abs(y.numpy())
+    part = np.searchsorted(edges(signed=signed).numpy()[np.array(firsts) - 1], magnitude)
+    line = numpy_fma(magnitude, slopes[part], offsets[part])
+    index = torch.from_numpy(np.minimum(np.rint(line).astype(np.int32), lasts[part].astype(np.int32)))
+    if signed:
+        return 127 + torch.where(y < 0, -index.clamp(max=127), index)  # there is a 1 but no -1
+    return torch.where(y > 0, index.clamp(min=1), index)
+
+
+def nearest_in_dynamic_map(y: Tensor, *, signed: bool) -> Tensor:
+    """The codes of the nearest of all values, of two the one nearer to zero; above zero not zero where unsigned.
+
+    Differences between a float32 and the two values that it lies between are exact in float64.
+    """
+    values = dynamic_map(signed=signed).double()
+    from_zero = values.abs().argsort(stable=True)
+    chunks = y.double().split(2**14)
+    codes = torch.cat([from_zero[(c[:, None] - values[from_zero]).abs().min(1).indices] for c in chunks]).int()
+    return codes if signed else torch.where(y > 0, codes.clamp(min=1), 0)

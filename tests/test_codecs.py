@@ -164,7 +164,8 @@ def test_zero_is_zero_and_nothing_else_is(codec: str, seed: int, spread: float, 
     assert decoded.root is not None
     assert torch.equal(decoded.root == 0, v == 0)
     assert torch.equal(decoded.values[0] == 0, v == 0)
-    assert decoded.values[0].isfinite().all()
+    most = torch.finfo(torch.bfloat16).max if codec == "bf16" else math.inf  # more may round to infinity
+    assert decoded.values[0][v <= most].isfinite().all()
     m = block(Kind(codec, signed=True), seed, spread, size, largest)
     (coded,) = encode_moments(get_codec(codec), [M], [m])
     assert (decode_moments(get_codec(codec), [M], [coded]).values[0][m == 0] == 0).all()

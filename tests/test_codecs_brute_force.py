@@ -16,11 +16,26 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from codec_cases import EPS, KINDS, Kind, M, V, block, largest, reciprocal, seeds, sizes, spreads
+from codec_cases import (
+    EPS,
+    KINDS,
+    Kind,
+    M,
+    V,
+    block,
+    dynamic8_by_the_formula,
+    largest,
+    nearest_in_dynamic_map,
+    numpy_fma,
+    reciprocal,
+    seeds,
+    sizes,
+    spreads,
+)
 from helpers import EIGHT_BIT, RULES, with_gradient
 from shardopt import _C
 from shardopt.codec import encode_moments, get_codec
-from shardopt.codec.dynamic8 import dynamic_map, edges
+from shardopt.codec.dynamic8 import dynamic_map, edges, lines
 from shardopt.kernels.dispatch import use_cpu_target
 from shardopt.kernels.numeric import bits, float32, float_from_bits, fma
 
@@ -101,19 +116,15 @@ def test_companded8_roots_are_nearest(seed: int, spread: float, size: int, large
 def by_the_formula(kind: Kind, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """The codes of magnitudes above zero as the README defines them, by NumPy's float32 operations."""
     f = np.float32
-
-    def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        return (a.astype(np.float64) * b + c).astype(np.float32)
-
     scale = scales[..., :1]
     if kind == Kind("log8", signed=False):
         levels = (scale.view(np.int32) - x.view(np.int32)).astype(np.float32) * (f(1) / scales[..., 1:])
         return 255 - np.minimum(np.rint(levels), 254)
     if kind == Kind("log8", signed=True):
         y = x * (f(1) / scale)
-        return np.rint(y * fma(f(-0.7) * f(127), y, f(1.7) * f(127)))
+        return np.rint(y * numpy_fma(f(-0.7) * f(127), y, f(1.7) * f(127)))
     if kind.signed:
-        return np.rint(x * (f(254) / scale) / fma(x, f(1) / scale, f(1)))
+        return np.rint(x * (f(254) / scale) / numpy_fma(x, f(1) / scale, f(1)))
     return np.maximum(np.rint(x * (f(255) / scale)), 1)
 
 
@@ -142,18 +153,6 @@ def test_codes_near_every_midpoint_are_those_of_the_formula(kind: Kind) -> None:
         assert torch.equal(kind.rank(kind.encode(-x, scales)), -wanted)
 
 
-def nearest_in_dynamic_map(y: Tensor, *, signed: bool) -> Tensor:
-    """The codes of the nearest of all values, of two the one nearer to zero; above zero not zero where unsigned.
-
-    Differences between a float32 and the two values that it lies between are exact in float64.
-    """
-    values = dynamic_map(signed=signed).double()
-    from_zero = values.abs().argsort(stable=True)
-    chunks = y.double().split(2**14)
-    codes = torch.cat([from_zero[(c[:, None] - values[from_zero]).abs().min(1).indices] for c in chunks]).int()
-    return codes if signed else torch.where(y > 0, codes.clamp(min=1), 0)
-
-
 def test_the_oracle_for_dynamic8_breaks_ties_toward_zero() -> None:
     """The differences to zero and to the smallest magnitude are the same number."""
     for signed, code in ((True, 127), (False, 1)):
@@ -170,9 +169,41 @@ def test_the_oracle_for_dynamic8_breaks_ties_toward_zero() -> None:
     assert nearest_in_dynamic_map(torch.tensor([-1.0, 1.0]), signed=True).tolist() == [0, 255]
 
 
+#: In spaces: how far from the midpoint of two neighbours of a decade dynamic8 may still choose the farther one.
+NEAR_MIDPOINT = 1.25 * 2.0**-16
+
+
+def assert_nearest_in_dynamic_map(y: Tensor, codes: Tensor, nearest: Tensor, *, signed: bool) -> None:
+    """Where the code is not the nearest, it is the neighbour across a midpoint that is as near as that.
+
+    The neighbour is farther away by twice the distance to the midpoint.
+    """
+    values = dynamic_map(signed=signed).double()
+    chosen, best = values[codes.long()], values[nearest.long()]
+    assert ((codes - nearest).abs() <= 1).all()
+    excess = (y.double() - chosen).abs() - (y.double() - best).abs()
+    assert (excess <= 2 * NEAR_MIDPOINT * (chosen - best).abs()).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_dynamic8_lines_are_halfway_at_every_midpoint(signed: bool) -> None:
+    """But for rounding: of the map's values, of slopes and offsets, and of the fma, whose result is below 256."""
+    values = dynamic_map(signed=signed)
+    magnitudes = values[values >= 0].double()
+    midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
+    line, between = lines(signed=signed), edges(signed=signed)
+    part = torch.bucketize(between, line.starts)
+    exact = line.slopes[part].double() * midpoints + line.offsets[part].double()
+    within = ~torch.isin(between, line.starts)
+    assert within.sum() == len(between) - 8
+    half_ulp = 2.0**-17
+    off = (exact - torch.arange(len(between)) - 0.5).abs()
+    assert (off + half_ulp <= NEAR_MIDPOINT)[within].all()
+
+
 @given(seed=seeds, spread=spreads, size=sizes, largest=largest)
 @settings(max_examples=60, deadline=None)
-def test_dynamic8_is_nearest_with_ties_toward_zero(seed: int, spread: float, size: int, largest: float) -> None:
+def test_dynamic8_is_nearest_but_near_midpoints(seed: int, spread: float, size: int, largest: float) -> None:
     for signed in (True, False):
         kind = Kind("dynamic8", signed)
         x = block(kind, seed, spread, size, largest)
@@ -180,9 +211,12 @@ def test_dynamic8_is_nearest_with_ties_toward_zero(seed: int, spread: float, siz
         if not len(x):
             continue
         scales = kind.measure(x)
-        codes = nearest_in_dynamic_map(x * reciprocal(scales)[0], signed=signed)
-        codes = codes if signed else codes.clamp(min=1)  # x is above zero, even where the product is not
-        assert torch.equal(kind.encode(x, scales).int(), codes)
+        y = x * reciprocal(scales)[0]
+        least = 0 if signed else 1  # x is above zero, even where y is not
+        codes = kind.encode(x, scales).int()
+        assert torch.equal(codes, dynamic8_by_the_formula(y, signed=signed).clamp(min=least))
+        nearest = nearest_in_dynamic_map(y, signed=signed).clamp(min=least)
+        assert_nearest_in_dynamic_map(y, codes, nearest, signed=signed)
 
 
 def test_an_edge_is_the_last_float_of_its_code() -> None:
@@ -199,26 +233,35 @@ def test_an_edge_is_the_last_float_of_its_code() -> None:
 def near_steps_of_dynamic8(*, signed: bool) -> tuple[Tensor, Tensor]:
     """All floats in (0, 1] within 64 of an edge, of the start of a decade and of a power of two, and their codes.
 
-    Between such starts the kernels' guess and the true index both only rise. A guess that is too high or too low
-    somewhere is so at an edge, right after one, or at a start.
+    Between two of these steps the code is the same all along, as lines only rise: it is right if it is so at both.
 
     Returns:
-        Two tensors of shape ``(steps, 129)``.
+        Two tensors of shape ``(steps, 129)``, those of the edges first.
     """
     starts = torch.tensor([*(10.0**-d for d in range(9)), *(2.0**-e for e in range(1, 41))])
     steps = torch.cat([edges(signed=signed), starts])
     y = float_from_bits(bits(steps)[:, None] + torch.arange(-64, 65, dtype=torch.int32)).clamp(max=1)
-    return y, nearest_in_dynamic_map(y.flatten(), signed=signed).view_as(y)
+    return y, dynamic8_by_the_formula(y, signed=signed)
 
 
-def test_dynamic8_near_every_step() -> None:
-    one = torch.ones(1)
-    for signed in (True, False):
-        y, codes = near_steps_of_dynamic8(signed=signed)
-        assert torch.equal(get_codec("dynamic8").encode(y, one, signed=signed).int(), codes)
+@pytest.mark.parametrize("signed", [True, False])
+def test_dynamic8_near_every_step(signed: bool) -> None:
+    y, codes = near_steps_of_dynamic8(signed=signed)
+    assert torch.equal(get_codec("dynamic8").encode(y, torch.ones(1), signed=signed).int(), codes)
+    assert (codes.diff() >= 0).all()
+    nearest = nearest_in_dynamic_map(y.flatten(), signed=signed).view_as(y)
+    assert_nearest_in_dynamic_map(y, codes, nearest, signed=signed)
+    between = edges(signed=signed)
+    parts = torch.isin(between, lines(signed=signed).starts).nonzero()[:, 0]
+    assert torch.equal(codes[parts], nearest[parts])
+
+
+def test_dynamic8_near_every_step_below_zero() -> None:
     y, _ = near_steps_of_dynamic8(signed=True)
-    codes = nearest_in_dynamic_map(-y.flatten(), signed=True).view_as(y)
-    assert torch.equal(get_codec("dynamic8").encode(-y, one, signed=True).int(), codes)
+    codes = dynamic8_by_the_formula(-y, signed=True)
+    assert torch.equal(get_codec("dynamic8").encode(-y, torch.ones(1), signed=True).int(), codes)
+    nearest = nearest_in_dynamic_map(-y.flatten(), signed=True).view_as(y)
+    assert_nearest_in_dynamic_map(-y, codes, nearest, signed=True)
 
 
 # The kernels' codes, from steps whose new moments are known.
@@ -294,7 +337,7 @@ def dense_sample(*, signed: bool) -> tuple[Tensor, Tensor]:
     x = torch.arange(first, last + 1, 1499 if signed else 751, dtype=torch.int32).view(torch.float32)
     x = torch.cat([x, torch.tensor([0.0, 2.0**-149, 2.0**-126, 2.0**-60, 1.0])])
     x = torch.cat([x, -x])
-    return x, nearest_in_dynamic_map(x if signed else x * x, signed=signed)
+    return x, dynamic8_by_the_formula(x if signed else x * x, signed=signed)
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())
@@ -311,16 +354,20 @@ def test_dynamic8_kernels_on_all_floats(octave: int) -> None:
     x = torch.arange(2**23, dtype=torch.int32).view(torch.float32)
     x = float_from_bits(bits(x) + bits(torch.tensor([2.0**octave])))
     for signed in (True, False):
-        magnitudes = dynamic_map(signed=signed)[127 if signed else 0 :].double()
+        y = x if signed else x * x
+        codes = dynamic8_by_the_formula(y, signed=signed)
+        assert (codes.diff() >= 0).all()
+        zero = 127 if signed else 0
+        magnitudes = dynamic_map(signed=signed)[zero:].double()
         midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
-        index = torch.bucketize((x if signed else x * x).double(), midpoints, out_int32=True)  # ties to the lower
+        nearest = zero + torch.bucketize(y.double(), midpoints, out_int32=True)
+        assert_nearest_in_dynamic_map(y, codes, nearest.clamp(min=1), signed=signed)
         for target in _C.cpu_targets():
             with use_cpu_target(target):
+                assert torch.equal(dynamic8_kernel_codes(x, signed=signed), codes)
                 if signed:
-                    assert torch.equal(dynamic8_kernel_codes(x, signed=True), 127 + index)
-                    assert torch.equal(dynamic8_kernel_codes(-x, signed=True), 127 - index.clamp(max=127))
-                else:
-                    assert torch.equal(dynamic8_kernel_codes(x, signed=False), index.clamp(min=1))
+                    mirrored = torch.where(codes == 255, 0, 254 - codes)  # there is a 1 but no -1
+                    assert torch.equal(dynamic8_kernel_codes(-x, signed=True), mirrored)
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())

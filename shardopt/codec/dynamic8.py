@@ -47,7 +47,7 @@ class Lines(NamedTuple):
 
     The index of y is ``min(round(slope * y + offset), last)`` of the part that y is in, the last one whose ``start``
     is below y. The starts are edges; within a decade the edges are evenly spaced but for rounding, so that the index is
-    that of the nearest magnitude except within 2**-16 of a space from an edge.
+    that of the nearest magnitude except within 2**-15 of a space from an edge.
     """
 
     starts: Tensor  # float32, of all parts but the first
