@@ -9,7 +9,8 @@
 namespace shardopt {
 namespace {
 
-constexpr int64_t kTaskElements = 32768;
+constexpr int64_t kTaskElements = 131072;
+constexpr int64_t kWorthAThread = 32768;  // elements: with less to do, a thread costs more than it brings
 
 using KernelOf = CpuKernel (*)(int codec, int rule);
 
@@ -79,19 +80,19 @@ int64_t step_cpu(const CpuCall& call, int64_t entries, int threads, const std::s
   const KernelOf kernel_of = kernels_of(target);
   Work work{call, {}, {}};
   int64_t elements = 0;
+  for (int64_t i = 0; i < entries; ++i) elements += call.entries[i].rows * call.entries[i].cols;
+  const int64_t useful = std::min<int64_t>((elements + kWorthAThread - 1) / kWorthAThread, std::max(threads, 1));
+  const int64_t task_elements = std::min(kTaskElements, elements / (4 * std::max<int64_t>(useful, 1)) + 1);
   for (int64_t i = 0; i < entries; ++i) {
     const TensorEntry& entry = call.entries[i];
     const CpuKernel kernel = kernel_of(entry.codec, call.groups[entry.group].rule);
     const int64_t blocks = entry.rows * ((entry.cols + entry.block_size - 1) / entry.block_size);
-    const int64_t blocks_per_task = std::max<int64_t>(1, kTaskElements / entry.block_size);
+    const int64_t blocks_per_task = std::max<int64_t>(1, task_elements / entry.block_size);
     for (int64_t begin = 0; begin < blocks; begin += blocks_per_task) {
       work.tasks.push_back({&entry, kernel, begin, std::min(begin + blocks_per_task, blocks)});
     }
-    elements += entry.rows * entry.cols;
   }
   if (work.tasks.empty()) return 0;
-  // A thread that has less than a task's worth to do costs more than it brings.
-  const int64_t useful = std::min<int64_t>((elements + kTaskElements - 1) / kTaskElements, std::max(threads, 1));
   const size_t workers = static_cast<size_t>(std::max<int64_t>(useful, 1)), count = work.tasks.size();
   work.shares = std::vector<Share>(workers);
   for (size_t w = 0; w < workers; ++w) {
