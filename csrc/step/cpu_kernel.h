@@ -69,8 +69,10 @@ class BlockStepper {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t col = in_row * entry_.block_size, left = entry_.cols - col;
       const Block block = at(row, in_row, col, static_cast<int>(left < entry_.block_size ? left : entry_.block_size));
-      if (block.n % kStep != 0 || (kWhole != 0 && block.n != kWhole)) {
+      if (block.n % kStep != 0) {
         nonfinite += step_in_copy(block);
+      } else if (kWhole != 0 && block.n != kWhole) {
+        nonfinite += step_short(block);
       } else {
         whole[waiting++] = block;
         if (waiting == kTogether) {
@@ -129,7 +131,7 @@ class BlockStepper {
       __builtin_memcpy(codes[k], block.codes[k], sizeof(Code) * count);
       for (uint64_t i = count; i < padded; ++i) codes[k][i] = zero;
     }
-    const int64_t nonfinite = step_at<0, 1>(&copy);
+    const int64_t nonfinite = step_short(copy);
     if (stores_) {
       __builtin_memcpy(block.weights.words, weights, weight_bytes * count);
       if (low_bytes) __builtin_memcpy(block.weights.low_bits, low_bits, low_bytes * count);
@@ -137,6 +139,8 @@ class BlockStepper {
     }
     return nonfinite;
   }
+
+  __attribute__((noinline)) int64_t step_short(const Block& block) { return step_at<0, 1>(&block); }
 
   template <int kStatic, int kCount>
   SHARDOPT_HD int64_t step_at(const Block* blocks) {
