@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pybind11
 import pytest
 import torch
 from torch import Tensor
@@ -24,11 +24,8 @@ EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
 def build(folder: Path) -> ModuleType:
-    """Builds the extension that stands in for the CUDA part of ``shardopt._C``; skips where it cannot be built."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    pybind11 = pytest.importorskip("pybind11")
-    if compiler is None or not (ROOT / SOURCES[0]).exists():
-        pytest.skip("needs a C++ compiler and the source tree")
+    """Builds the extension that stands in for the CUDA part of ``shardopt._C``."""
+    compiler = os.environ.get("CXX", "c++")
     library = folder / "cuda_emulated.so"
     headers = ["tests/cuda_emulation", "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
     # Types under names of their own: a build with CUDA has registered those of the real ones with NumPy.

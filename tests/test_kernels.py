@@ -43,6 +43,7 @@ DTYPES = {
 SHAPES: tuple[Shape, ...] = (
     *((), (0,), (0, 64), (1,), (31,), (127,), (128,), (129,), (257,)),
     *((3, 31), (5, 32), (4, 33), (1, 127), (1, 128), (2, 129), (3, 130), (2, 257), (4, 5, 7, 3)),
+    *((3, 144), (5, 192)),  # last blocks that are short, but whole vectors
 )
 VARIANTS = [(target, threads) for target in _C.cpu_targets() for threads in (1, 2)]
 PRIME = 1_000_003
