@@ -50,21 +50,37 @@ py::dict describe_codecs(generic::List<Codec...>) {
   return codecs;
 }
 
-void count_steps(const Table<uint64_t>& steps) {
-  for (py::ssize_t i = 0; i < steps.size(); ++i) *reinterpret_cast<float*>(steps.at(i)) += 1.0f;
-}
-
-int64_t step_on_cpu(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups, const Table<uint64_t>& steps,
-                    const Table<uint64_t>& tables, Phase phase, int threads, const std::string& target) {
-  if (tables.size() != generic::Codecs::kCount) {
-    throw std::invalid_argument("got " + std::to_string(tables.size()) + " codec tables, expected " +
-                                std::to_string(generic::Codecs::kCount));
+// CpuStep with its tables.
+class CpuStepOfTables {
+ public:
+  CpuStepOfTables(Table<TensorEntry> entries, Table<uint64_t> steps, Table<uint64_t> tables)
+      : entries_(std::move(entries)),
+        steps_(std::move(steps)),
+        tables_(std::move(tables)),
+        step_(entries_.data(), entries_.size()) {
+    if (tables_.size() != generic::Codecs::kCount) {
+      throw std::invalid_argument("got " + std::to_string(tables_.size()) + " codec tables, expected " +
+                                  std::to_string(generic::Codecs::kCount));
+    }
   }
-  if (phase == Phase::kStep) count_steps(steps);
-  const CpuCall call{entries.data(), groups.data(), reinterpret_cast<const float* const*>(tables.data()), phase};
-  py::gil_scoped_release release;
-  return step_cpu(call, entries.size(), threads, target);
-}
+
+  int64_t run(const Table<GroupEntry>& groups, Phase phase, int threads, const std::string& target) {
+    if (phase == Phase::kStep) count_steps();
+    const auto tables = reinterpret_cast<const float* const*>(tables_.data());
+    py::gil_scoped_release release;
+    return step_.run(groups.data(), tables, phase, threads, target);
+  }
+
+ private:
+  void count_steps() {
+    const uint64_t* steps = steps_.data();
+    for (py::ssize_t i = 0; i < steps_.size(); ++i) *reinterpret_cast<float*>(steps[i]) += 1.0f;
+  }
+
+  const Table<TensorEntry> entries_;
+  const Table<uint64_t> steps_, tables_;
+  CpuStep step_;
+};
 
 }  // namespace
 
@@ -91,15 +107,24 @@ PYBIND11_MODULE(_C, m) {
       .value("float32", DType::kFloat32)
       .value("bfloat16", DType::kBFloat16)
       .value("float16", DType::kFloat16);
+  py::enum_<WeightFormat>(m, "WeightFormat")
+      .value("float32", WeightFormat::kFloat32)
+      .value("bfloat16", WeightFormat::kBFloat16)
+      .value("float16", WeightFormat::kFloat16)
+      .value("bfloat16_plus8", WeightFormat::kBFloat16Plus8)
+      .value("bfloat16_plus16", WeightFormat::kBFloat16Plus16)
+      .value("bfloat16_stochastic", WeightFormat::kBFloat16Stochastic);
   py::enum_<Phase>(m, "Phase")
       .value("step", Phase::kStep)
       .value("relative", Phase::kRelative)
       .value("finish", Phase::kFinish);
   py::enum_<NonFinite>(m, "NonFinite").value("skip", NonFinite::kSkip).value("propagate", NonFinite::kPropagate);
   m.def("cpu_targets", &cpu_targets, "The instruction sets that this machine runs, best first.");
-  m.def("step_cpu", &step_on_cpu, py::arg("entries"), py::arg("groups"), py::arg("steps"), py::arg("tables"),
-        py::arg("phase"), py::arg("threads"), py::arg("target"),
-        "Steps the entries; returns the number of elements that were skipped.");
+  py::class_<CpuStepOfTables>(m, "CpuStep", "Steps of the same entries on the CPU.")
+      .def(py::init<Table<TensorEntry>, Table<uint64_t>, Table<uint64_t>>(), py::arg("entries").noconvert(),
+           py::arg("steps"), py::arg("tables"))
+      .def("run", &CpuStepOfTables::run, py::arg("groups"), py::arg("phase"), py::arg("threads"), py::arg("target"),
+           "Steps the entries; returns the number of elements that were skipped.");
   bind_watch(m);
 #if defined(SHARDOPT_WITH_CUDA)
   m.attr("with_cuda") = true;

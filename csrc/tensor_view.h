@@ -5,7 +5,6 @@
 #include <Python.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace shardopt {
 
@@ -45,55 +44,43 @@ struct DLPackExchangeAPI {
   void* current_work_stream;
 };
 
-// A tensor's address, device, dtype and shape: all that the kernels' tables depend on.
+inline uint64_t address_of(const DLTensor& tensor) {
+  return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
+}
+
+// The number of elements of a contiguous tensor, -1 of another.
+inline int64_t contiguous_numel(const DLTensor& tensor) {
+  int64_t numel = 1;
+  bool dense = true;
+  for (int32_t i = tensor.ndim - 1; i >= 0; --i) {
+    if (tensor.shape[i] == 0) return 0;
+    dense = dense && (tensor.strides == nullptr || tensor.shape[i] == 1 || tensor.strides[i] == numel);
+    numel *= tensor.shape[i];
+  }
+  return dense ? numel : -1;
+}
+
+// What the kernels' tables depend on of a tensor whose shape they do not know: address, device, dtype and, as it is
+// contiguous, the number of elements.
 class TensorView {
  public:
   TensorView() = default;
   explicit TensorView(const DLTensor& tensor)
-      : data_(address_of(tensor)),
-        device_(tensor.device),
-        dtype_(tensor.dtype),
-        shape_(tensor.shape, tensor.shape + tensor.ndim) {}
+      : data_(address_of(tensor)), numel_(contiguous_numel(tensor)), device_(tensor.device), dtype_(tensor.dtype) {}
 
-  bool has_shape_of(const DLTensor& tensor) const {
-    if (static_cast<size_t>(tensor.ndim) != shape_.size()) return false;
-    for (size_t i = 0; i < shape_.size(); ++i) {
-      if (tensor.shape[i] != shape_[i]) return false;
-    }
-    return true;
-  }
   bool has_device_of(const DLTensor& tensor) const {
     return tensor.device.device_type == device_.device_type && tensor.device.device_id == device_.device_id;
   }
-  bool has_dtype_of(const DLTensor& tensor) const {
-    return tensor.dtype.code == dtype_.code && tensor.dtype.bits == dtype_.bits;
-  }
   bool operator==(const DLTensor& tensor) const {
-    return address_of(tensor) == data_ && has_dtype_of(tensor) && has_device_of(tensor) && has_shape_of(tensor) &&
-           is_contiguous(tensor);
-  }
-
-  static uint64_t address_of(const DLTensor& tensor) {
-    return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
-  }
-
-  static bool is_contiguous(const DLTensor& tensor) {
-    if (tensor.strides == nullptr) return true;
-    int64_t expected = 1;
-    bool dense = true;
-    for (int32_t i = tensor.ndim - 1; i >= 0; --i) {
-      if (tensor.shape[i] == 0) return true;
-      dense = dense && (tensor.shape[i] == 1 || tensor.strides[i] == expected);
-      expected *= tensor.shape[i];
-    }
-    return dense;
+    return address_of(tensor) == data_ && tensor.dtype.code == dtype_.code && tensor.dtype.bits == dtype_.bits &&
+           has_device_of(tensor) && contiguous_numel(tensor) == numel_;
   }
 
  private:
   uint64_t data_ = 0;
+  int64_t numel_ = 0;
   DLDevice device_{};
   DLDataType dtype_{};
-  std::vector<int64_t> shape_;
 };
 
 }  // namespace shardopt

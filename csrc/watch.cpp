@@ -1,5 +1,6 @@
 #include "watch.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -7,12 +8,11 @@
 namespace shardopt {
 namespace {
 
-constexpr uint8_t kNoGradient = 255;
-
 struct Torch {
   PyTypeObject* tensor;
   const DLPackExchangeAPI* exchange;
   PyObject* grad;
+  PyObject* grad_of_tensor;  // the attribute of the class
   PyObject* params;
 };
 
@@ -30,7 +30,8 @@ const Torch& torch() {
                                " without DLPack's exchange interface of version 1, expected PyTorch 2.11 or newer");
     }
     const auto type = [](const py::object& object) { return reinterpret_cast<PyTypeObject*>(object.inc_ref().ptr()); };
-    return Torch{type(tensor), api, PyUnicode_InternFromString("grad"), PyUnicode_InternFromString("params")};
+    return Torch{type(tensor), api, PyUnicode_InternFromString("grad"), py::object(tensor.attr("grad")).release().ptr(),
+                 PyUnicode_InternFromString("params")};
   }();
   return found;
 }
@@ -48,14 +49,22 @@ py::object local_of(const py::object& local, PyObject* tensor) {
   return local(py::handle(tensor));
 }
 
-// As DType, kNoGradient if it is none of them.
+// How `grad` is read from tensors of a type, without the search for the attribute: nullptr where that is not known.
+getter grad_getter(PyTypeObject* type) {
+  const py::object found = py::handle(reinterpret_cast<PyObject*>(type)).attr("grad");
+  if (!found.is(py::handle(torch().grad_of_tensor)) || Py_TYPE(found.ptr()) != &PyGetSetDescr_Type) return nullptr;
+  const PyGetSetDef* definition = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
+  return definition->closure == nullptr ? definition->get : nullptr;
+}
+
+// As DType, Watch::kNoGradient if it is none of them.
 uint8_t dtype_of(const DLTensor& tensor) {
   const DLDataType& dtype = tensor.dtype;
-  if (dtype.lanes != 1) return kNoGradient;
+  if (dtype.lanes != 1) return Watch::kNoGradient;
   if (dtype.code == kDLFloat && dtype.bits == 32) return static_cast<uint8_t>(DType::kFloat32);
   if (dtype.code == kDLFloat && dtype.bits == 16) return static_cast<uint8_t>(DType::kFloat16);
   if (dtype.code == kDLBfloat && dtype.bits == 16) return static_cast<uint8_t>(DType::kBFloat16);
-  return kNoGradient;
+  return Watch::kNoGradient;
 }
 
 // Whether an option is what it was as long as it is the same object.
@@ -87,18 +96,7 @@ Watch::Watch(const py::list& param_groups, const py::object& state, const py::li
     for (const py::handle param : params) {
       const size_t place = parameters_.size();
       places[param.ptr()] = place;
-      Parameter& parameter = parameters_.emplace_back();
-      parameter.param = param.ptr();
-      parameter.type = Py_TYPE(param.ptr());
-      parameter.shard = shards[place];
-      parameter.local = parameter.shard.is_none() ? py::none() : py::object(parameter.shard.attr("local"));
-      parameter.planned = !entries[place].is_none();
-      if (!parameter.planned) continue;
-      DLTensor tensor;
-      const py::object local = local_of(parameter.local, param.ptr());
-      if (!read(local.ptr(), tensor)) throw std::invalid_argument("got a parameter that is not a dense tensor");
-      parameter.dtype = dtype_of(tensor);
-      parameter.view = TensorView(tensor);
+      add_parameter(param, shards[place], !entries[place].is_none());
     }
   }
   options_changed(param_groups);
@@ -108,22 +106,46 @@ Watch::Watch(const py::list& param_groups, const py::object& state, const py::li
     const auto found = places.find(key);
     const bool watched = found != places.end() && parameters_[found->second].planned;
     state_.push_back({key, watched ? static_cast<int64_t>(found->second) : -1});
-    if (!watched) continue;
-    if (!PyDict_Check(value)) throw std::invalid_argument("got a parameter's state that is no dict, expected one");
-    Parameter& parameter = parameters_[found->second];
-    PyObject *name, *item;
-    for (Py_ssize_t i = 0; PyDict_Next(value, &i, &name, &item);) {
-      Entry entry{py::reinterpret_borrow<py::object>(name),
-                  py::bool_(entries[found->second].contains(py::handle(name)))};
-      DLTensor tensor;
-      const py::object local = entry.needed ? local_of(parameter.local, item) : py::none();
-      if (entry.needed) {
-        if (!read(local.ptr(), tensor)) throw std::invalid_argument("got state that is not a dense tensor");
-        entry.view = TensorView(tensor);
-      }
-      parameter.entries.push_back(std::move(entry));
-    }
+    if (watched) add_state(parameters_[found->second], value, entries[found->second]);
   }
+}
+
+void Watch::add_parameter(const py::handle& param, const py::object& shard, bool planned) {
+  Parameter& parameter = parameters_.emplace_back();
+  parameter.param = param.ptr();
+  parameter.type = Py_TYPE(param.ptr());
+  parameter.shard = shard;
+  parameter.local = shard.is_none() ? py::none() : py::object(shard.attr("local"));
+  parameter.grad = grad_getter(parameter.type);
+  parameter.planned = planned;
+  if (!planned) return;
+  DLTensor tensor;
+  const py::object local = local_of(parameter.local, param.ptr());
+  if (!read(local.ptr(), tensor)) throw std::invalid_argument("got a parameter that is not a dense tensor");
+  parameter.dtype = dtype_of(tensor);
+  parameter.view = TensorView(tensor);
+  parameter.first_size = sizes_.size();
+  parameter.ndim = tensor.ndim;
+  sizes_.insert(sizes_.end(), tensor.shape, tensor.shape + tensor.ndim);
+}
+
+void Watch::add_state(Parameter& parameter, const py::handle& entries, const py::handle& needed) {
+  if (!PyDict_Check(entries.ptr())) {
+    throw std::invalid_argument("got a parameter's state that is no dict, expected one");
+  }
+  parameter.first_entry = entries_.size();
+  PyObject *name, *item;
+  for (Py_ssize_t at = 0; PyDict_Next(entries.ptr(), &at, &name, &item);) {
+    Entry entry{py::reinterpret_borrow<py::object>(name), needed.contains(py::handle(name)), {}};
+    if (entry.needed) {
+      DLTensor tensor;
+      const py::object local = local_of(parameter.local, item);
+      if (!read(local.ptr(), tensor)) throw std::invalid_argument("got state that is not a dense tensor");
+      entry.view = TensorView(tensor);
+    }
+    entries_.push_back(std::move(entry));
+  }
+  parameter.entry_count = entries_.size() - parameter.first_entry;
 }
 
 bool Watch::same_groups(const py::object& param_groups) const {
@@ -145,14 +167,20 @@ bool Watch::same_parameter(const Parameter& parameter) const {
   if (!parameter.shard.is_none() && !shard_of_(py::handle(parameter.param)).is(parameter.shard)) return false;
   const py::object local = local_of(parameter.local, parameter.param);
   DLTensor tensor;
-  return read(local.ptr(), tensor) && parameter.view == tensor;
+  return read(local.ptr(), tensor) && parameter.view == tensor && has_shape_of(parameter, tensor);
+}
+
+bool Watch::has_shape_of(const Parameter& parameter, const DLTensor& tensor) const {
+  return tensor.ndim == parameter.ndim &&
+         std::equal(tensor.shape, tensor.shape + tensor.ndim, sizes_.data() + parameter.first_size);
 }
 
 bool Watch::same_entries(const Parameter& parameter, PyObject* entries) const {
-  if (!PyDict_Check(entries) || static_cast<size_t>(PyDict_GET_SIZE(entries)) != parameter.entries.size()) return false;
+  if (!PyDict_Check(entries) || static_cast<size_t>(PyDict_GET_SIZE(entries)) != parameter.entry_count) return false;
   PyObject *name, *value;
   Py_ssize_t at = 0;
-  for (const Entry& entry : parameter.entries) {
+  for (size_t i = 0; i < parameter.entry_count; ++i) {
+    const Entry& entry = entries_[parameter.first_entry + i];
     if (!PyDict_Next(entries, &at, &name, &value) || name != entry.name.ptr()) return false;
     if (!entry.needed) continue;
     const py::object local = local_of(parameter.local, value);
@@ -176,11 +204,19 @@ bool Watch::same_state(const py::object& state) const {
 bool Watch::accept(Parameter& parameter, const DLTensor& gradient) const {
   const uint8_t dtype = dtype_of(gradient);
   if (dtype != parameter.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
-  if (!parameter.view.has_shape_of(gradient) || !parameter.view.has_device_of(gradient)) return false;
-  if (!TensorView::is_contiguous(gradient)) return false;
-  parameter.gradient = TensorView::address_of(gradient);
+  if (!has_shape_of(parameter, gradient) || !parameter.view.has_device_of(gradient)) return false;
+  if (contiguous_numel(gradient) < 0) return false;
+  parameter.gradient = address_of(gradient);
   parameter.gradient_dtype = dtype;
   return true;
+}
+
+py::object Watch::gradient_of(const Parameter& parameter) const {
+  PyObject* gradient = parameter.grad != nullptr && Py_TYPE(parameter.param) == parameter.type
+                           ? parameter.grad(parameter.param, nullptr)
+                           : PyObject_GetAttr(parameter.param, torch().grad);
+  if (gradient == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(gradient);
 }
 
 py::object Watch::refresh(const py::object& param_groups, const py::object& state) {
@@ -188,10 +224,9 @@ py::object Watch::refresh(const py::object& param_groups, const py::object& stat
   py::list gradients(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    PyObject* gradient = PyObject_GetAttr(parameter.param, torch().grad);
-    if (gradient == nullptr) throw py::error_already_set();
+    PyObject* gradient = gradient_of(parameter).release().ptr();
     PyList_SET_ITEM(gradients.ptr(), i, gradient);
-    parameter.gradient_dtype = kNoGradient;
+    parameter.gradient_dtype = Watch::kNoGradient;
     if (gradient == Py_None) continue;
     if (!parameter.planned || !same_parameter(parameter)) return py::none();
     DLTensor tensor;
@@ -267,11 +302,13 @@ void bind_watch(py::module_& m) {
            "The gradients, or None if the tables must be made anew.")
       .def("take", &Watch::take, py::arg("parameter"), py::arg("gradient"),
            "Takes this rank's part of a gradient; False if the tables must be made anew.")
-      .def("gradient_dtypes", &Watch::gradient_dtypes, "Per parameter the gradient's DType, 255 where there is none.")
+      .def("gradient_dtypes", &Watch::gradient_dtypes,
+           "Per parameter the gradient's DType, `no_gradient` where there is none.")
       .def("options_changed", &Watch::options_changed, py::arg("param_groups"),
            "Whether options of a param group may differ from those at the last call.")
-      .def("fill", &Watch::fill, py::arg("table"), py::arg("parameters"), py::arg("first_elements"),
-           "Puts the gradients' addresses into a table; returns whether a row changed.");
+      .def("fill", &Watch::fill, py::arg("table").noconvert(), py::arg("parameters"), py::arg("first_elements"),
+           "Puts the gradients' addresses into a table; returns whether a row changed.")
+      .attr("no_gradient") = Watch::kNoGradient;
 }
 
 }  // namespace shardopt

@@ -17,9 +17,10 @@ namespace py = pybind11;
 template <class T>
 using Column = py::array_t<T, py::array::c_style>;
 
-// Of each parameter, state entry and gradient it compares address, device, dtype and shape in every step. It holds none
-// of them, since their memory is the optimizer's to free: a tensor that takes the place of another with the very same
-// address, device, dtype and shape makes no difference to the tables.
+// Of each parameter, state entry and gradient it compares in every step what the tables depend on: address, device,
+// dtype and size. It holds none of them, since their memory is the optimizer's to free: a tensor that takes the place
+// of another and agrees in all of these makes no difference to the tables. All that it compares with lies in a few
+// arrays, in the order in which it is needed.
 class Watch {
  public:
   // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order, `shards` says how its local
@@ -35,7 +36,10 @@ class Watch {
   // Takes this rank's part of the gradient of a parameter; false if the kernels cannot step it.
   bool take(size_t parameter, const py::object& gradient);
 
-  // The dtype of each parameter's gradient (`DType`), or 255 where there is none.
+  // In the place of a gradient's dtype (`DType`) where there is no gradient.
+  static constexpr uint8_t kNoGradient = 255;
+
+  // The dtype of each parameter's gradient.
   py::bytes gradient_dtypes() const;
 
   // Whether options of a param group may differ from those at the last call.
@@ -55,12 +59,15 @@ class Watch {
     PyObject* param = nullptr;  // borrowed: alive as long as it stands in the optimizer's groups
     PyTypeObject* type = nullptr;
     py::object shard, local;  // none for a plain tensor
-    bool planned = false;     // whether it is in a table
-    uint8_t dtype = 0;
+    getter grad = nullptr;    // of torch.Tensor; nullptr for a type that has its own
     TensorView view;
-    std::vector<Entry> entries;
+    size_t first_size = 0;  // its shape's place in sizes_
+    int32_t ndim = 0;
+    bool planned = false;  // whether it is in a table
+    uint8_t dtype = 0;
+    uint8_t gradient_dtype = kNoGradient;
     uint64_t gradient = 0;
-    uint8_t gradient_dtype = 0;
+    size_t first_entry = 0, entry_count = 0;  // its state's place in entries_
   };
   struct Group {
     size_t count = 0;                                        // of parameters
@@ -71,15 +78,21 @@ class Watch {
     int64_t parameter;  // -1: not watched
   };
 
+  void add_parameter(const py::handle& param, const py::object& shard, bool planned);
+  void add_state(Parameter& parameter, const py::handle& entries, const py::handle& needed);
   bool same_groups(const py::object& param_groups) const;
   bool same_state(const py::object& state) const;
   bool same_parameter(const Parameter& parameter) const;
   bool same_entries(const Parameter& parameter, PyObject* entries) const;
+  bool has_shape_of(const Parameter& parameter, const DLTensor& tensor) const;
+  py::object gradient_of(const Parameter& parameter) const;
   bool accept(Parameter& parameter, const DLTensor& gradient) const;
 
   std::vector<Group> groups_;
   std::vector<Parameter> parameters_;
+  std::vector<int64_t> sizes_;  // of the parameters' dimensions
   std::vector<StateItem> state_;
+  std::vector<Entry> entries_;
   py::object shard_of_;
 };
 

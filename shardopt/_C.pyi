@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,14 @@ class DType(enum.IntEnum):
     float32 = ...
     bfloat16 = ...
     float16 = ...
+
+class WeightFormat(enum.IntEnum):
+    float32 = ...
+    bfloat16 = ...
+    float16 = ...
+    bfloat16_plus8 = ...
+    bfloat16_plus16 = ...
+    bfloat16_stochastic = ...
 
 class Phase(enum.IntEnum):
     step = ...
@@ -67,18 +75,19 @@ def step_cuda(
     stream: int,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...
-def step_cpu(
-    entries: npt.NDArray[Any],
-    groups: npt.NDArray[Any],
-    steps: npt.NDArray[np.uint64],
-    tables: npt.NDArray[np.uint64],
-    phase: Phase,
-    threads: int,
-    target: str,
-) -> int: ...
+
+class CpuStep:
+    """Steps of the same entries on the CPU."""
+
+    def __init__(
+        self, entries: npt.NDArray[Any], steps: npt.NDArray[np.uint64], tables: npt.NDArray[np.uint64]
+    ) -> None: ...
+    def run(self, groups: npt.NDArray[Any], phase: Phase, threads: int, target: str) -> int: ...
 
 class Watch:
     """Notices whether what a step's tables were made of is still as it was."""
+
+    no_gradient: ClassVar[int]
 
     def __init__(
         self,

@@ -14,8 +14,9 @@ import shardopt.codec as coding
 from ranks.snapshot import Snapshot, snapshot
 from shardopt.codec import CODECS
 from shardopt.kernels import reference
+from shardopt.kernels.weights import noise_key
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.state import ParameterState
+from shardopt.optim.state import LOW_BITS, ParameterState
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]
@@ -58,6 +59,16 @@ def step(optimizer: ShardedOptimizer, params: Mapping[str, Tensor], gradients: M
     optimizer.step()
 
 
+def stepped(gradient: Tensor, rule: str, codec: str, **hyper: Any) -> dict[str, Tensor]:
+    """The state after the first step of the compiled kernels, in blocks of 256."""
+    param = Parameter(torch.zeros_like(gradient))
+    options = {"codec": codec, "block_size": 256, "min_quantized_numel": 0}
+    optimizer = RULES[rule].make([param], **{"weight_decay": 0.0, **hyper, **options})
+    with_gradient(param, gradient)
+    optimizer.step()
+    return optimizer.state[param]
+
+
 def parameters(values: Mapping[str, Tensor]) -> Named:
     """Parameters with copies of these values."""
     return {name: Parameter(value.clone()) for name, value in values.items()}
@@ -81,6 +92,7 @@ class ReferenceOptimizer:
     def __init__(self, params: Mapping[str, Tensor], optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
         self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+        self._places = {param: place for place, param in enumerate(self._groups)}
         self._originals = dict(params)
         self.params = {name: param.detach().clone() for name, param in params.items()}
         self.state: dict[str, dict[str, Tensor]] = {}
@@ -91,7 +103,8 @@ class ReferenceOptimizer:
 
     def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
         for name, gradient in gradients.items():
-            group, spec, state = self._groups[self._originals[name]], self._spec(name), self.state[name]
+            original, spec, state = self._originals[name], self._spec(name), self.state[name]
+            group = self._groups[original]
             state["step"] += 1
             stepped = reference.step(
                 self._optimizer.rule(group).name,
@@ -106,8 +119,13 @@ class ReferenceOptimizer:
                 block_size=group["block_size"],
                 gradient_scale=gradient_scale,
                 nonfinite=group["nonfinite"],
+                weights=spec.weights,
+                low_bits=spec.local_low_bits(state),
+                noise_key=noise_key(group["stochastic_rounding_seed"], self._places[original]),
             )
             self.params[name] = stepped.param
+            if stepped.low_bits is not None:
+                state[LOW_BITS] = stepped.low_bits
             for moment, coded in zip(spec.moments, stepped.coded, strict=True):
                 state[spec.codes_name(moment)] = coded.codes
                 if coded.scales is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import shardopt.codec as coding
 from helpers import CODEC_NAMES, RULES, Named, ReferenceOptimizer, everything, single, step
 from ranks.layouts import values
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
-from shardopt.kernels import reference
-from shardopt.kernels.weights import join_weight, noise_key, split_weight
+from shardopt.kernels.weights import join_weight, split_weight
 from shardopt.optim import ShardedOptimizer
 from test_kernels import STEPS, gradients, make, start, using
 from test_weight_formulas import every_mantissa, int_bits, special_values
@@ -43,40 +40,6 @@ def master_weights(optimizer: ShardedOptimizer, param: Tensor) -> Tensor:
     return join_weight(param.detach(), integers(optimizer.state[param]["master_low_bits"], bits), LOW[bits])
 
 
-class Oracle(ReferenceOptimizer):
-    """The reference with weight formats."""
-
-    def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
-        for place, (name, gradient) in enumerate(gradients.items()):
-            group, spec, state = self._groups[self._originals[name]], self._spec(name), self.state[name]
-            state["step"] += 1
-            stepped = reference.step(
-                self._optimizer.rule(group).name,
-                spec.moments,
-                spec.codec,
-                coding,
-                param=self.params[name],
-                gradient=gradient,
-                coded=[spec.local_coded(state, moment) for moment in spec.moments],
-                hyper=self._optimizer.hyper(group),
-                step=int(state["step"]),
-                block_size=group["block_size"],
-                gradient_scale=gradient_scale,
-                nonfinite=group["nonfinite"],
-                weights=spec.weights,
-                low_bits=spec.local_low_bits(state),
-                noise_key=noise_key(group["stochastic_rounding_seed"], place),
-            )
-            self.params[name] = stepped.param
-            if stepped.low_bits is not None:
-                state["master_low_bits"] = stepped.low_bits
-            for moment, coded in zip(spec.moments, stepped.coded, strict=True):
-                state[spec.codes_name(moment)] = coded.codes
-                if coded.scales is not None:
-                    state[spec.scales_name(moment)] = coded.scales
-            self.nonfinite += stepped.nonfinite
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
     saved = torch.get_num_threads()
@@ -87,7 +50,7 @@ def one_thread() -> Any:
 
 def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options: Any) -> None:
     """Demands the reference's bits after each step on every instruction set, on one or two threads."""
-    oracle = Oracle(*make(rule, codec, initial, **options))
+    oracle = ReferenceOptimizer(*make(rule, codec, initial, **options))
     wanted: list[Snapshot] = []
     for gradient in steps:
         oracle.step(gradient)

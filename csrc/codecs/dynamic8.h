@@ -15,7 +15,7 @@ struct DynamicMap {
                        kLasts = kOffsets + 16, kSize = kLasts + 16;
   static constexpr int32_t kSmallest = (127 - 31) << 23;
 
-  // The index, plus kWholeBits, of the magnitude nearest to y >= 0, which is in units of the block's maximum.
+  // The index of the magnitude nearest to y >= 0, which is in units of the block's maximum.
   template <class F>
   SHARDOPT_HD static IntOf<F> nearest(const float* table, F y) {
     using I = IntOf<F>;
@@ -23,7 +23,7 @@ struct DynamicMap {
     const I before = bits(lookup<32>(table + kParts, exponent));
     const I part = select(y > lookup<32>(table + kStarts, exponent), before + 1, before);
     const F line = fma(y, lookup<16>(table + kSlopes, part), lookup<16>(table + kOffsets, part));
-    return min_int(bits(line + kWhole), bits(lookup<16>(table + kLasts, part)));
+    return min_int(round_to_int(line), bits(lookup<16>(table + kLasts, part)));
   }
 };
 
@@ -51,10 +51,10 @@ struct Dynamic8 {
       using I = IntOf<F>;
       const I index = DynamicMap::nearest(table, magnitude(x) * inverse);
       if constexpr (kUnsigned) {
-        return max_int(index, min_int(bits(x), spread<I>(1)) + kWholeBits);
+        return max_int(index, min_int(bits(x), spread<I>(1)));
       } else {
         const I sign = bits(x) >> 31;
-        return max_int(((index - kWholeBits) ^ sign) - sign, spread<I>(-127)) + 127;  // there is a 1 but no -1
+        return max_int((index ^ sign) - sign, spread<I>(-127)) + 127;  // there is a 1 but no -1
       }
     }
   };

@@ -8,15 +8,6 @@
 SHARDOPT_BEGIN_NAMESPACE
 namespace native {
 
-using Mask = Ints;
-
-SHARDOPT_HD Mask equal(Ints a, Ints b) { return a == b; }
-SHARDOPT_HD Mask greater(Ints a, Ints b) { return a > b; }
-SHARDOPT_HD Mask at_least(Ints a, Ints b) { return a >= b; }
-SHARDOPT_HD Mask less(Ints a, Ints b) { return a < b; }
-SHARDOPT_HD Mask greater(Floats a, Floats b) { return a > b; }
-SHARDOPT_HD Mask less(Floats a, Floats b) { return a < b; }
-SHARDOPT_HD Mask not_equal(Floats a, Floats b) { return a != b; }
 SHARDOPT_HD bool any(Mask m) { return _mm256_movemask_ps((__m256)m) != 0; }
 SHARDOPT_HD int count(Mask m) { return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps((__m256)m))); }
 

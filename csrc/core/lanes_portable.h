@@ -7,15 +7,6 @@
 SHARDOPT_BEGIN_NAMESPACE
 namespace native {
 
-using Mask = Ints;
-
-SHARDOPT_HD Mask equal(Ints a, Ints b) { return a == b; }
-SHARDOPT_HD Mask greater(Ints a, Ints b) { return a > b; }
-SHARDOPT_HD Mask at_least(Ints a, Ints b) { return a >= b; }
-SHARDOPT_HD Mask less(Ints a, Ints b) { return a < b; }
-SHARDOPT_HD Mask greater(Floats a, Floats b) { return a > b; }
-SHARDOPT_HD Mask less(Floats a, Floats b) { return a < b; }
-SHARDOPT_HD Mask not_equal(Floats a, Floats b) { return a != b; }
 SHARDOPT_HD int count(Mask m) {
   int total = 0;
   for (int i = 0; i < kLanes; ++i) total -= m[i];

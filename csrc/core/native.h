@@ -28,5 +28,16 @@ SHARDOPT_HD Floats to_float(Ints a) { return __builtin_convertvector(a, Floats);
 SHARDOPT_HD UnsignedInts as_unsigned(Ints a) { return reinterpret_cast<UnsignedInts>(a); }
 SHARDOPT_HD Ints as_signed(UnsignedInts a) { return reinterpret_cast<Ints>(a); }
 
+#if !defined(__AVX512F__)  // it has registers for masks; elsewhere they are vectors
+using Mask = Ints;
+SHARDOPT_HD Mask equal(Ints a, Ints b) { return a == b; }
+SHARDOPT_HD Mask greater(Ints a, Ints b) { return a > b; }
+SHARDOPT_HD Mask at_least(Ints a, Ints b) { return a >= b; }
+SHARDOPT_HD Mask less(Ints a, Ints b) { return a < b; }
+SHARDOPT_HD Mask greater(Floats a, Floats b) { return a > b; }
+SHARDOPT_HD Mask less(Floats a, Floats b) { return a < b; }
+SHARDOPT_HD Mask not_equal(Floats a, Floats b) { return a != b; }
+#endif
+
 }  // namespace native
 SHARDOPT_END_NAMESPACE

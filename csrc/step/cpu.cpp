@@ -10,42 +10,8 @@ namespace shardopt {
 namespace {
 
 constexpr int64_t kTaskElements = 131072;
+constexpr size_t kFetchedAhead = 4;       // tasks
 constexpr int64_t kWorthAThread = 32768;  // elements: with less to do, a thread costs more than it brings
-
-using KernelOf = CpuKernel (*)(int codec, int rule);
-
-struct Task {
-  const TensorEntry* entry;
-  CpuKernel kernel;
-  int64_t begin, end;  // blocks
-};
-
-// The tasks that one thread begins with: neighbours, and the same ones in every step, so that memory stays near it.
-struct alignas(64) Share {
-  std::atomic<size_t> next{0};
-  size_t end = 0;
-};
-
-struct Work {
-  const CpuCall& call;
-  std::vector<Task> tasks;
-  std::vector<Share> shares;
-  std::atomic<int64_t> nonfinite{0};
-};
-
-// A thread that is done with its own share helps with the others'.
-void run_tasks(void* context, int worker) {
-  Work& work = *static_cast<Work*>(context);
-  int64_t nonfinite = 0;
-  for (size_t offset = 0; offset < work.shares.size(); ++offset) {
-    Share& share = work.shares[(static_cast<size_t>(worker) + offset) % work.shares.size()];
-    for (size_t i; (i = share.next.fetch_add(1)) < share.end;) {
-      const Task& task = work.tasks[i];
-      nonfinite += task.kernel(work.call, *task.entry, task.begin, task.end);
-    }
-  }
-  work.nonfinite += nonfinite;
-}
 
 KernelOf kernels_of(const std::string& target) {
   const std::vector<std::string> usable = cpu_targets();
@@ -58,6 +24,17 @@ KernelOf kernels_of(const std::string& target) {
   if (target == "avx2") return avx2::cpu_kernel;
 #endif
   return portable::cpu_kernel;
+}
+
+// Small tensors lie anywhere: the processor does not see them coming.
+void fetch(const TensorEntry& entry) {
+  const auto one = [](uint64_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address), 1); };
+  one(entry.param);
+  one(entry.gradient);
+  for (int k = 0; k < kMaxMoments; ++k) {
+    one(entry.codes[k]);
+    one(entry.scales[k]);
+  }
 }
 
 }  // namespace
@@ -76,30 +53,63 @@ std::vector<std::string> cpu_targets() {
   return targets;
 }
 
-int64_t step_cpu(const CpuCall& call, int64_t entries, int threads, const std::string& target) {
-  const KernelOf kernel_of = kernels_of(target);
-  Work work{call, {}, {}};
+struct CpuStep::Work {
+  CpuStep& step;
+  const CpuCall call;
+  std::atomic<int64_t> nonfinite{0};
+};
+
+CpuStep::CpuStep(const TensorEntry* entries, int64_t count) : entries_(entries), count_(count) {}
+
+void CpuStep::deal_out(int threads) {
   int64_t elements = 0;
-  for (int64_t i = 0; i < entries; ++i) elements += call.entries[i].rows * call.entries[i].cols;
+  for (int64_t i = 0; i < count_; ++i) elements += entries_[i].rows * entries_[i].cols;
   const int64_t useful = std::min<int64_t>((elements + kWorthAThread - 1) / kWorthAThread, std::max(threads, 1));
-  const int64_t task_elements = std::min(kTaskElements, elements / (4 * std::max<int64_t>(useful, 1)) + 1);
-  for (int64_t i = 0; i < entries; ++i) {
-    const TensorEntry& entry = call.entries[i];
-    const CpuKernel kernel = kernel_of(entry.codec, call.groups[entry.group].rule);
-    const int64_t blocks = entry.rows * ((entry.cols + entry.block_size - 1) / entry.block_size);
-    const int64_t blocks_per_task = std::max<int64_t>(1, task_elements / entry.block_size);
+  const auto workers = static_cast<size_t>(std::max<int64_t>(useful, 1));
+  const int64_t task_elements = std::min(kTaskElements, elements / (4 * static_cast<int64_t>(workers)) + 1);
+  tasks_.clear();
+  for (const TensorEntry* entry = entries_; entry < entries_ + count_; ++entry) {
+    const int64_t blocks = entry->rows * ((entry->cols + entry->block_size - 1) / entry->block_size);
+    const int64_t blocks_per_task = std::max<int64_t>(1, task_elements / entry->block_size);
     for (int64_t begin = 0; begin < blocks; begin += blocks_per_task) {
-      work.tasks.push_back({&entry, kernel, begin, std::min(begin + blocks_per_task, blocks)});
+      tasks_.push_back({entry, begin, std::min(begin + blocks_per_task, blocks)});
     }
   }
-  if (work.tasks.empty()) return 0;
-  const size_t workers = static_cast<size_t>(std::max<int64_t>(useful, 1)), count = work.tasks.size();
-  work.shares = std::vector<Share>(workers);
+  shares_ = std::vector<Share>(workers);
   for (size_t w = 0; w < workers; ++w) {
-    work.shares[w].next = count * w / workers;
-    work.shares[w].end = count * (w + 1) / workers;
+    shares_[w].begin = tasks_.size() * w / workers;
+    shares_[w].end = tasks_.size() * (w + 1) / workers;
   }
-  run_on_threads(static_cast<int>(workers), run_tasks, &work);
+  threads_ = threads;
+}
+
+// A thread that is done with its own share helps with the others'.
+void CpuStep::run_tasks(void* context, int worker) {
+  Work& work = *static_cast<Work*>(context);
+  const CpuStep& step = work.step;
+  int64_t nonfinite = 0;
+  for (size_t offset = 0; offset < step.shares_.size(); ++offset) {
+    Share& share = work.step.shares_[(static_cast<size_t>(worker) + offset) % step.shares_.size()];
+    for (size_t i; (i = share.next.fetch_add(1)) < share.end;) {
+      if (i + kFetchedAhead < share.end) fetch(*step.tasks_[i + kFetchedAhead].entry);
+      const Task& task = step.tasks_[i];
+      const CpuKernel kernel = step.kernel_of_(task.entry->codec, work.call.groups[task.entry->group].rule);
+      nonfinite += kernel(work.call, *task.entry, task.begin, task.end);
+    }
+  }
+  work.nonfinite += nonfinite;
+}
+
+int64_t CpuStep::run(const GroupEntry* groups, const float* const* tables, Phase phase, int threads,
+                     const std::string& target) {
+  if (target != target_) {
+    kernel_of_ = kernels_of(target);
+    target_ = target;
+  }
+  if (threads != threads_) deal_out(threads);
+  for (Share& share : shares_) share.next = share.begin;
+  Work work{*this, {entries_, groups, tables, phase}};
+  run_on_threads(static_cast<int>(shares_.size()), run_tasks, &work);
   return work.nonfinite;
 }
 

@@ -1,6 +1,7 @@
 // The step on the CPU.
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -8,11 +9,44 @@
 
 namespace shardopt {
 
-// The instruction sets that this machine runs, best first: "avx512", "avx2", "portable".
+// The instruction sets that this machine runs, best first: "avx512vbmi", "avx512", "avx2", "portable".
 std::vector<std::string> cpu_targets();
 
-// Steps all entries on `threads` threads and returns the number of elements that were skipped. The result does not
-// depend on `threads` or `target`.
-int64_t step_cpu(const CpuCall& call, int64_t entries, int threads, const std::string& target);
+using KernelOf = CpuKernel (*)(int codec, int rule);
+
+// Steps of the same entries, which are cut into tasks once.
+class CpuStep {
+ public:
+  // The entries stay the caller's; their sizes must not change.
+  CpuStep(const TensorEntry* entries, int64_t count);
+
+  // Steps all entries on at most `threads` threads and returns the number of elements that were skipped. The result
+  // does not depend on `threads` or `target`.
+  int64_t run(const GroupEntry* groups, const float* const* tables, Phase phase, int threads,
+              const std::string& target);
+
+ private:
+  struct Task {
+    const TensorEntry* entry;
+    int64_t begin, end;  // blocks
+  };
+  // The tasks that one thread begins with: neighbours, and the same ones in every step, so that memory stays near it.
+  struct alignas(64) Share {
+    size_t begin, end;
+    std::atomic<size_t> next;
+  };
+  struct Work;
+
+  void deal_out(int threads);
+  static void run_tasks(void* work, int worker);
+
+  const TensorEntry* const entries_;
+  const int64_t count_;
+  int threads_ = 0;
+  std::vector<Task> tasks_;
+  std::vector<Share> shares_;
+  std::string target_;
+  KernelOf kernel_of_ = nullptr;  // of the target
+};
 
 }  // namespace shardopt

@@ -11,6 +11,24 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
+// The rule's scalars. Entries mostly share them with the one before, and to make them takes longer than to step a small
+// entry, so that each thread keeps the last ones.
+template <class Rule>
+Rule rule_of(const double* hyper, float step) {
+  struct Made {
+    double hyper[kMaxHyper];
+    float step;
+    Rule rule;
+  };
+  static thread_local Made last{{}, __builtin_nanf(""), {}};
+  if (last.step != step || __builtin_memcmp(last.hyper, hyper, sizeof last.hyper) != 0) {
+    __builtin_memcpy(last.hyper, hyper, sizeof last.hyper);
+    last.step = step;
+    last.rule = Rule::make(hyper, step);
+  }
+  return last.rule;
+}
+
 // Steps blocks of one entry. kWhole: elements in a whole block, or 0 for any number.
 template <class Rule, class Codec, class Format, int kPack, int kWhole>
 class BlockStepper {
@@ -53,7 +71,7 @@ class BlockStepper {
         phase_(call.phase),
         stores_(!entry.cut || call.phase == Phase::kFinish),
         propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
-        rule_(Rule::make(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
+        rule_(rule_of<Rule>(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
         gradient_scale_(call.groups[entry.group].gradient_scale),
         table_(call.tables[entry.codec]),
         format_(entry),

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 
 from torch import Tensor
+from torch.nn import Module
 
-from shardopt.layout import Shard, register
+from shardopt.layout import Shard, register, register_model_reader
 
 
 def _resolve_dtensor(param: Tensor) -> Shard | None:
@@ -21,4 +22,22 @@ def _resolve_dtensor(param: Tensor) -> Shard | None:
     return shard_of_dtensor(param)
 
 
+def _resolve_fsdp1(param: Tensor) -> Shard | None:
+    if getattr(param, "_fsdp_flattened", False):
+        raise RuntimeError(
+            "got a parameter of FullyShardedDataParallel, which does not say what part of the model's it holds; call "
+            "optimizer.attach(model) once after wrapping the model, before the first step"
+        )
+    return None
+
+
+def _read_fsdp1(model: Module) -> None:
+    if "torch.distributed.fsdp" in sys.modules:  # without it no model is an FSDP1 one
+        from shardopt.integrations.fsdp1 import read_fsdp1
+
+        read_fsdp1(model)
+
+
 register(_resolve_dtensor)
+register(_resolve_fsdp1)
+register_model_reader(_read_fsdp1)

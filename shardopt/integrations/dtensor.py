@@ -42,15 +42,23 @@ class MeshExchange:
         return cls(tuple(mesh.get_group(dim) for dim in dims), mesh.device_type)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, ReduceOp.MAX)
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, ReduceOp.SUM)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         on_mesh = tensor.to(self.device_type)  # of an offloaded parameter it lies on the host, out of NCCL's reach
         for group in self.groups:
-            all_reduce(on_mesh, ReduceOp.MAX, group=group)
+            all_reduce(on_mesh, op, group=group)
         if on_mesh is not tensor:
             tensor.copy_(on_mesh)
 
 
 class DTensorShard(Shard):
     """The part of a DTensor parameter on this rank."""
+
+    plain = False
 
     def __init__(self, global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         if any(placement.is_partial() for placement in placements):
@@ -64,6 +72,7 @@ class DTensorShard(Shard):
         self._placements = placements
         local_shape, offset = self._part_of(global_shape, tuple(coordinate))
         super().__init__(global_shape, local_shape)
+        self.offset = tuple(offset)
         self._first_row = offset[0] if offset else 0
         self.first_col = offset[1] * math.prod(global_shape[2:]) if len(offset) > 1 else 0
         self._blocks: dict[int, LocalBlocks] = {}

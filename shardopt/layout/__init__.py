@@ -1,16 +1,36 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, Rectangle, is_quantized, rectangles
-from shardopt.layout.shard import Exchange, LocalBlocks, Shard, register, shard_of
+from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
+from shardopt.layout.shard import (
+    Band,
+    Exchange,
+    LocalBlocks,
+    Shard,
+    assign,
+    assigned,
+    read_model,
+    register,
+    register_model_reader,
+    shard_of,
+)
 
 __all__ = [
+    "Band",
     "BlockGrid",
     "Exchange",
+    "FlatBuffer",
+    "FlatShard",
     "LocalBlocks",
     "Rectangle",
+    "Segment",
     "Shard",
+    "assign",
+    "assigned",
     "is_quantized",
+    "read_model",
     "rectangles",
     "register",
+    "register_model_reader",
     "shard_of",
 ]

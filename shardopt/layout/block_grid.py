@@ -48,6 +48,16 @@ class BlockGrid:
         """Whether no block has elements on both sides of the column ``col`` of a row."""
         return col % self.block_size == 0 or col == self.row_numel
 
+    def block_of(self, element: int) -> int:
+        """The number of the block that an element of the flattened parameter is in; blocks are counted row by row."""
+        row, col = divmod(element, self.row_numel)
+        return row * self.blocks_per_row + col // self.block_size
+
+    def first_element(self, block: int) -> int:
+        """The index in the flattened parameter of the first element of a block."""
+        row, index = divmod(block, self.blocks_per_row)
+        return row * self.row_numel + index * self.block_size
+
     def scales_shape(self, scales_per_block: int) -> tuple[int, ...]:
         """``(rows, blocks_per_row)``, with a last dimension where there are several scales per block."""
         shape = (self.rows, self.blocks_per_row)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
 
@@ -20,6 +21,9 @@ class Exchange(Protocol):
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Replaces an int32 tensor by its elementwise maximum over those ranks. All of them must call it."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replaces a float32 tensor by its elementwise sum over those ranks. All of them must call it."""
 
 
 class LocalBlocks(NamedTuple):
@@ -34,12 +38,37 @@ class LocalBlocks(NamedTuple):
     exchange: Exchange | None
 
 
+class Band(NamedTuple):
+    """Elements of a shard that form a matrix: the same columns of some successive rows.
+
+    Attributes:
+        element: the index of the first in the local tensor; ``cols`` further on begins the next row.
+        first_element: the same in the flattened global parameter, where that makes sense.
+        rows: how many.
+        first_col: of the global row.
+        cols: how many.
+        block: the index, in the local scales, of the block that the first element is in.
+        blocks_stride: blocks from row to row in the local scales.
+    """
+
+    element: int
+    first_element: int
+    rows: int
+    first_col: int
+    cols: int
+    block: int
+    blocks_stride: int
+
+
 class Shard:
     """The part of one parameter on this rank: local rows, and of each the columns ``[first_col, first_col + cols)``.
 
-    This base class is the whole, unsharded parameter. Rows and columns are those of the parameter seen as the matrix
-    ``(shape[0], row_numel)``.
+    This base class is for parts that are a matrix; as it stands, for the whole, unsharded parameter. Rows and columns
+    are those of the parameter seen as the matrix ``(shape[0], row_numel)``.
     """
+
+    #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
+    plain = True
 
     def __init__(self, global_shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
         self.global_shape = tuple(global_shape)
@@ -47,6 +76,8 @@ class Shard:
         self.rows = local_shape[0] if local_shape else 1
         self.cols = math.prod(local_shape[1:])
         self.first_col = 0
+        #: Where the part begins in the global parameter, per dimension.
+        self.offset: tuple[int, ...] = (0,) * len(self.global_shape)
 
     @property
     def row_numel(self) -> int:
@@ -61,6 +92,21 @@ class Shard:
             RuntimeError: they do not: rows, or columns of one, are not next to each other in the parameter.
         """
         return 0
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the part's elements follow one another in the flattened parameter."""
+        return self.cols == self.row_numel
+
+    def bands(self, grid: BlockGrid) -> list[Band]:
+        """The part as matrices, for its blocks."""
+        covered = self.local_blocks(grid)
+        block = self.first_col // grid.block_size - covered.first
+        return [Band(0, 0, self.rows, self.first_col, self.cols, block, covered.per_row)]
+
+    def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
+        """The shape of the local scales of codecs with one scale per block."""
+        return (self.rows, self.local_blocks(grid).per_row)
 
     @property
     def holders(self) -> Exchange | None:
@@ -105,6 +151,9 @@ class Shard:
 
 Resolver = Callable[[Tensor], Shard | None]
 _resolvers: list[Resolver] = []
+ModelReader = Callable[[Module], None]
+_model_readers: list[ModelReader] = []
+_ASSIGNED = "_shardopt_shard"
 
 
 def register(resolver: Resolver) -> None:
@@ -112,8 +161,32 @@ def register(resolver: Resolver) -> None:
     _resolvers.append(resolver)
 
 
+def register_model_reader(reader: ModelReader) -> None:
+    """Adds a function that finds parameters of a model which do not say what shard they are, and assigns it to them."""
+    _model_readers.append(reader)
+
+
+def read_model(model: Module) -> None:
+    """Assigns shards to all parameters of a model that a registered reader knows of."""
+    for reader in _model_readers:
+        reader(model)
+
+
+def assign(param: Tensor, shard: Shard) -> None:
+    """Says what shard a parameter is: it stands with the parameter, as long as that lives."""
+    setattr(param, _ASSIGNED, shard)
+
+
+def assigned(param: Tensor) -> Shard | None:
+    """What :func:`assign` said."""
+    return getattr(param, _ASSIGNED, None)
+
+
 def shard_of(param: Tensor) -> Shard:
     """The shard that ``param`` is."""
+    shard = assigned(param)
+    if shard is not None:
+        return shard
     for resolve in _resolvers:
         shard = resolve(param)
         if shard is not None:

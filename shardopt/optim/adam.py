@@ -25,7 +25,11 @@ class AdamW(ShardedOptimizer):
         exp_avg_codes      1        exp_avg_scales      4 / 128
         exp_avg_sq_codes   1        exp_avg_sq_scales   8 / 128 (log8), 4 / 128 (others)
 
-    that is 2.094 with "log8".
+    that is 2.094 with "log8". A bfloat16 parameter with ``master_weight_bits`` has, whatever the codec, also::
+
+        master_low_bits    1 (24 bits), 2 (32 bits)
+
+    that is 3.094 or 4.094 with "log8".
 
     Args:
         params: parameters or param groups, as for torch.optim.

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
-from shardopt.kernels.skipped import SkippedElements
-from shardopt.kernels.weights import WeightFormat, noise_key
-from shardopt.layout import Exchange, Shard
-from shardopt.optim.entries import Group, PlannedParameter
+from shardopt.kernels.dispatch import LossScaling
+from shardopt.kernels.weights import WeightFormat
+from shardopt.layout import read_model
+from shardopt.optim.entries import Group
+from shardopt.optim.flat_state import AnyState, encode_flat_moments, state_of
 from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
-from shardopt.optim.plan import Plan
+from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
-from shardopt.optim.state import ParameterState, StateDict
-
-_WIDTH = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
+from shardopt.optim.state import StateDict
+from shardopt.optim.stepper import Stepper
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ShardedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
-        self._skipped = SkippedElements()
+        self._stepper = Stepper()
         super().__init__(params, {**defaults, **with_defaults(options)})
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -67,7 +67,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def nonfinite_count(self) -> int:
         """Gradient elements that were NaN or Inf, or overflowed, and were skipped by this rank so far."""
-        return self._skipped.count(wait=True)
+        return self._count_skipped(wait=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
@@ -86,6 +86,25 @@ class ShardedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    def attach(self, model: Module) -> None:
+        """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
+
+        That is so under FSDP1 (``FullyShardedDataParallel``): call this after wrapping the model and before the first
+        step. Other models need no call, and lose nothing by one.
+
+        Args:
+            model: the wrapped model.
+
+        Raises:
+            RuntimeError: the model is sharded in a way that shardopt does not know.
+        """
+        read_model(model)
+        self._forget_plans()
+
+    def state_spec(self, param: Tensor, group: Mapping[str, Any]) -> AnyState:
+        """What the state of one of the parameters looks like, given its param group."""
+        return state_of(param, group, self.rule(group).moments)
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -96,6 +115,9 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes a step on every parameter that has a gradient.
 
+        While gradients are released (:func:`shardopt.release_gradients`) these are the parameters that were not stepped
+        during the backward pass: usually none.
+
         Args:
             closure: evaluates the model again and returns the loss.
 
@@ -104,24 +126,23 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step. Nothing
-                was changed.
+                was changed. Or gradients are released, and there is a closure or a torch.amp.GradScaler.
             ValueError: a parameter's dtype is not one for the weight format that its options ask for. Nothing was
                 changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
+        scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if self._released is not None:
+            self._released.check_step(closure, scaling)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._warn_of_nonfinite()
-        scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        plan, self._plan = self._plan, None  # put back only after a step that went well
-        if plan is None or not self._refresh(plan):
-            plan = self._new_plan(scaling)
-        elif scaling.found_inf is None:
-            _demand_finite(plan.gradients_of("raise"))
-        plan.run(scaling)
-        self._plan = plan
+        if self._released is None or any(param.grad is not None for _, param in self._all_params()):
+            self._stepper.step(self.param_groups, self.state, self._group, scaling)
+        if self._released is not None:
+            self._released.next_step()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -140,7 +161,7 @@ class ShardedOptimizer(Optimizer):
             state = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
                 if index in state:
-                    spec = ParameterState.of(param, group, self.rule(group).moments)
+                    spec = self.state_spec(param, group)
                     state[index] = {"step": state[index]["step"], **spec.decode(state[index])}
         return state_dict
 
@@ -163,11 +184,42 @@ class ShardedOptimizer(Optimizer):
                 if isinstance(value, _Adopted):
                     state["state"][param] = value.state
         super().__setstate__(state)
-        self._plan = None
-        self._skipped = getattr(self, "_skipped", None) or SkippedElements()
+        self._stepper = getattr(self, "_stepper", None) or Stepper()
+        self._forget_plans()
 
-    _plan: Plan | None = None  # of the last step
+    _released: ReleasedParameters | None = None  # those that are stepped during the backward pass
     _skipped_reported = 0
+    _skipped_released = 0  # elements of released gradients, of releases that were removed
+
+    def release(self, params: Collection[Tensor]) -> ReleasedParameters:
+        """Has some parameters stepped one by one by the caller; for :func:`shardopt.release_gradients`.
+
+        Raises:
+            RuntimeError: that is so already.
+            ValueError: a param group has ``nonfinite="raise"``.
+        """
+        if self._released is not None:
+            raise RuntimeError(
+                "got an optimizer whose gradients are released already, expected one release at a time; call remove() "
+                "on the first one"
+            )
+        self._released = ReleasedParameters(self, params)
+        return self._released
+
+    def end_release(self) -> None:
+        """Ends what :meth:`release` began."""
+        if self._released is not None:
+            self._skipped_released += self._released.nonfinite(wait=True)
+            self._released = None
+
+    def _forget_plans(self) -> None:
+        self._stepper.forget()
+        if self._released is not None:
+            self._released.forget()
+
+    def _count_skipped(self, *, wait: bool) -> int:
+        released = 0 if self._released is None else self._released.nonfinite(wait=wait)
+        return self._stepper.skipped.count(wait=wait) + self._skipped_released + released
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self.param_groups:
@@ -182,74 +234,8 @@ class ShardedOptimizer(Optimizer):
             return Group.of(options, self.rule(options), self.hyper({**options, "lr": 0.0}), lr)
         return Group.of(options, self.rule(options), self.hyper(options), None)
 
-    def _refresh(self, plan: Plan) -> bool:
-        """Whether the plan of the last step serves for this one."""
-        if plan.options_changed(self.param_groups) and not plan.set_groups([self._group(g) for g in self.param_groups]):
-            return False
-        return plan.refresh(self.param_groups, self.state)
-
-    def _new_plan(self, scaling: LossScaling) -> Plan:
-        """The plan of this step and those to come. Raises before anything is changed."""
-        groups = [self._group(group) for group in self.param_groups]
-        checked: list[tuple[str, Shard, Tensor]] = []
-        planned: list[PlannedParameter | None] = []
-        ready: list[tuple[int, str, int, ParameterState, Tensor]] = []
-        gradients: dict[int, Tensor] = {}
-        for index, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                place = len(planned)
-                planned.append(None)
-                if param.grad is None:
-                    planned[place] = self._plan_idle(param, index, position, place, groups[index].rule)
-                    continue
-                spec = ParameterState.of(param, group, groups[index].rule.moments)
-                name = _name_of(group, index, position, spec)
-                if param.grad.is_sparse or param.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"{name}: got a sparse gradient, expected a dense one; "
-                        "make it dense (e.g. nn.Embedding(sparse=False))"
-                    )
-                local, gradient = spec.shard.local(param), spec.shard.local_gradient(param.grad)
-                _check_tensors(name, local, gradient)
-                if group["nonfinite"] == "raise" and scaling.found_inf is None:
-                    checked.append((name, spec.shard, gradient))
-                ready.append((place, name, index, spec, param))
-                gradients[place] = gradient
-        _demand_finite(checked)
-        for place, name, index, spec, param in ready:
-            local, state = spec.shard.local(param), self.state[param]
-            if not state:
-                state.update(spec.new(local.device))
-            planned[place] = PlannedParameter.of(name, index, spec, local, state, self._noise_key(index, place))
-        self._skipped.retire()
-        plan = Plan(self.param_groups, self.state, groups, planned, self._skipped)
-        if not plan.refresh(self.param_groups, self.state, gradients):
-            raise RuntimeError(
-                "got a gradient or state that is not in memory as a dense tensor, expected ones that the kernels can "
-                "read; step such parameters with another optimizer"
-            )
-        return plan
-
-    def _noise_key(self, index: int, place: int) -> int:
-        """Of stochastic rounding, for the parameter at a place among all, in the param group of this index."""
-        return noise_key(self.param_groups[index]["stochastic_rounding_seed"], place)
-
-    def _plan_idle(self, param: Tensor, index: int, position: int, place: int, rule: Rule) -> PlannedParameter | None:
-        """The rows of a parameter that has state but no gradient now, so that one coming needs no new plan."""
-        state = self.state.get(param)
-        if not state:
-            return None
-        try:
-            spec = ParameterState.of(param, self.param_groups[index], rule.moments)
-            name = _name_of(self.param_groups[index], index, position, spec)
-            local = spec.shard.local(param)
-            _check_tensors(name, local, local)
-            return PlannedParameter.of(name, index, spec, local, state, self._noise_key(index, place))
-        except (RuntimeError, KeyError, ValueError):
-            return None  # what is wrong with it is to be told when it is stepped
-
     def _warn_of_nonfinite(self) -> None:
-        known = self._skipped.count(wait=False)
+        known = self._count_skipped(wait=False)
         new = known - self._skipped_reported
         if new > 0:
             self._skipped_reported = known
@@ -284,75 +270,14 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         check_options(groups[-1])
         optimizer.check_group(groups[-1])
     ids = [index for group in saved for index in group["params"]]
+    specs = [optimizer.state_spec(param, group) for group, param in optimizer._all_params()]
+    given = encode_flat_moments(specs, [state_dict["state"].get(index) for index in ids])
     state: StateDict = {}
     of_torch = all("master_weight_bits" not in group for group in saved)  # or dequantized: neither knows of them
-    for position, (index, (group, param)) in enumerate(zip(ids, optimizer._all_params(), strict=True)):
-        if index in state_dict["state"]:
-            spec = ParameterState.of(param, group, optimizer.rule(group).moments)
-            loaded = state_dict["state"][index]
+    params = [param for _, param in optimizer._all_params()]
+    for position, (index, param, spec, loaded) in enumerate(zip(ids, params, specs, given, strict=True)):
+        if loaded is not None:
             device = spec.shard.local(param).device
             adopted = spec.adopt(loaded, device, f"parameter {position}", of_torch=of_torch) if loaded else {}
             state[index] = _Adopted(adopted)
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _name_of(group: Mapping[str, Any], index: int, position: int, spec: ParameterState) -> str:
-    """How errors name a parameter."""
-    names = group.get("param_names")
-    name = names[position] if names else f"parameter {position} of param group {index}"
-    return f"{name} {spec.shard.global_shape}"
-
-
-def _demand_finite(gradients: Sequence[tuple[str, Shard, Tensor]]) -> None:
-    """Raises on all ranks that hold parts of a parameter if one of them has NaN or Inf in its gradient.
-
-    Args:
-        gradients: name, shard and this rank's part of the gradient. Ranks that share parameters pass the same ones.
-
-    Raises:
-        FloatingPointError: there are such gradients.
-    """
-    together: dict[tuple[Exchange | None, torch.device], list[tuple[str, Tensor]]] = {}
-    for name, shard, gradient in gradients:
-        low, high = torch.aminmax(gradient) if gradient.numel() else gradient.new_zeros(2)
-        flag = torch.isfinite(low + high * 0).logical_not().int()
-        together.setdefault((shard.holders, gradient.device), []).append((name, flag))
-    bad: list[str] = []
-    for (holders, _), flags in together.items():
-        found = torch.stack([flag for _, flag in flags])
-        if holders is not None:
-            holders.all_reduce_max(found)
-        bad += [name for (name, _), flag in zip(flags, found.tolist(), strict=True) if flag]
-    if bad:
-        raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
-
-
-def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
-    """Checks that the kernels can step this rank's part of a parameter.
-
-    Raises:
-        RuntimeError: they cannot.
-    """
-    check_device(name, param.device)
-    supported = ", ".join(str(dtype) for dtype in DTYPES)
-    for what, tensor in (("parameter", param), ("gradient", gradient)):
-        if tensor.dtype not in DTYPES:
-            remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
-            raise RuntimeError(f"{name}: got a {what} of {tensor.dtype}, expected {supported}; {remedy}")
-        if not tensor.is_contiguous():
-            raise RuntimeError(
-                f"{name}: got a {what} with strides {tensor.stride()}, expected a contiguous one; "
-                f"make it so with .contiguous() before the step"
-            )
-    if gradient.device != param.device or gradient.shape != param.shape:
-        raise RuntimeError(
-            f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
-            f"expected {tuple(param.shape)} on {param.device}"
-        )
-    if _WIDTH[gradient.dtype] < _WIDTH[param.dtype] or (
-        gradient.dtype != param.dtype and gradient.dtype != torch.float32
-    ):
-        raise RuntimeError(
-            f"{name}: got a gradient of {gradient.dtype} for a parameter of {param.dtype}, "
-            "expected the same dtype or float32; cast the gradient"
-        )

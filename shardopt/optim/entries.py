@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES
-from shardopt.layout import LocalBlocks, Rectangle, rectangles
-from shardopt.optim.cut_blocks import CutParameter
+from shardopt.kernels.weights import noise_key
+from shardopt.layout import Band, FlatShard, Rectangle, rectangles
+from shardopt.optim.cut_blocks import CutParameter, FlatCuts
+from shardopt.optim.flat_state import AnyState
 from shardopt.optim.options import TABLE_FORMAT
 from shardopt.optim.rule import Rule
-from shardopt.optim.state import LOW_BITS, ParameterState, StateDict
+from shardopt.optim.state import LOW_BITS, Part, StateDict
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
 
@@ -68,12 +71,12 @@ class PlannedParameter(NamedTuple):
         rows: of ``_C.tensor_entry``, with the gradient's address and dtype left open.
         first_elements: per row, the gradient's element with which it begins.
         step: its step count.
-        cut: what its owners exchange, where blocks are cut.
+        cut: what its owners exchange, where a column shard cuts blocks.
     """
 
     name: str
     group: int
-    spec: ParameterState
+    spec: AnyState
     device: torch.device
     rows: list[tuple[object, ...]]
     first_elements: list[int]
@@ -82,90 +85,169 @@ class PlannedParameter(NamedTuple):
 
     @classmethod
     def of(
-        cls, name: str, group: int, spec: ParameterState, param: Tensor, state: StateDict, noise_key: int
+        cls,
+        name: str,
+        group: int,
+        spec: AnyState,
+        param: Tensor,
+        state: StateDict,
+        noise: Noise,
+        flat_cuts: FlatCuts,
     ) -> PlannedParameter:
         """The rows for ``param``, this rank's part, and its state.
 
         Raises:
             RuntimeError: the state is not what the kernels can step with this parameter.
         """
-        device, shard, stochastic = param.device, spec.shard, spec.weights.stochastic
-        coded = [spec.local_coded(state, moment) for moment in spec.moments]
-        widths = [spec.codec.scales(signed=moment.signed) for moment in spec.moments]
-        rows, cols, size = shard.rows, shard.cols, spec.grid.block_size
-        if spec.codec.blockwise:
-            blocks = shard.local_blocks(spec.grid)
-        else:
-            size = _PLAIN_BLOCK
-            if not (stochastic and cols != shard.row_numel):  # all that the shard holds is then one long row
-                rows, cols = 1, param.numel()
-            blocks = LocalBlocks(0, -(-cols // size), None)
-        parts = [Rectangle(0, cols, blocks.first, cut=False)]
-        low_bits = _low_bits(name, spec, param, state)
-        first_element = shard.first_element if stochastic else 0
-        _check(name, "step", state["step"], torch.float32, 1, device)
-        for moment, (codes, scales), width in zip(spec.moments, coded, widths, strict=True):
-            _check(name, spec.codes_name(moment), codes, spec.codec.code_dtype, param.numel(), device)
-            if scales is not None:
-                numel = rows * blocks.per_row * width
-                _check(name, spec.scales_name(moment), scales, torch.float32, numel, device)
-        extremes: list[Tensor] = []
+        _check(name, "step", state["step"], torch.float32, 1, param.device)
+        for key in spec.state_names:
+            if key not in state:
+                raise RuntimeError(
+                    f"{name}: got state without {key}, expected {', '.join(sorted(spec.state_names))}; set the options "
+                    "when the optimizer is made, or load a state that has it"
+                )
+        rows: list[tuple[object, ...]] = []
+        first_elements: list[int] = []
         cut = None
-        if blocks.exchange is not None:
-            parts = rectangles(spec.grid, shard.first_col, cols)
+        for part in spec.parts(param, state):
+            rectangles, cut = _rectangles(name, part, flat_cuts)
+            noise_of = noise_key(noise.seed, noise.place if part.place is None else part.place)
+            rows += [_row(part, rectangle, noise_of, group) for rectangle in rectangles]
+            first_elements += [part.first + rectangle.element for rectangle in rectangles]
+        return cls(name, group, spec, param.device, rows, first_elements, state["step"], cut)
+
+
+class Noise(NamedTuple):
+    """What the noise of stochastic rounding depends on, for one parameter: the option, and its place among all."""
+
+    seed: int
+    place: int
+
+
+class _Entry(NamedTuple):
+    """What the kernels step in one go: elements of a part that form a matrix, of whole blocks or of cut ones.
+
+    Attributes:
+        element: index of the first in the part.
+        first_element: the same in the flattened global parameter.
+        rows: how many.
+        cols: how many.
+        row_stride: elements from row to row.
+        codes: per moment.
+        scales: addresses, per moment.
+        extremes: addresses, per moment.
+        blocks_stride: blocks from row to row.
+        block_size: elements per block.
+        low_bits: address.
+        cut: whether other ranks hold parts of its blocks.
+    """
+
+    element: int
+    first_element: int
+    rows: int
+    cols: int
+    row_stride: int
+    codes: list[int]
+    scales: list[int]
+    extremes: list[int]
+    blocks_stride: int
+    block_size: int
+    low_bits: int
+    cut: bool
+
+
+def _row(part: Part, entry: _Entry, key: int, group: int) -> tuple[object, ...]:
+    """A row of ``_C.tensor_entry``."""
+    spec = part.spec
+    return (
+        _address(part.param, entry.element),
+        0,
+        part.state["step"].data_ptr(),
+        entry.low_bits,
+        entry.codes,
+        entry.scales,
+        entry.extremes,
+        entry.rows,
+        entry.cols,
+        entry.row_stride,
+        entry.blocks_stride,
+        entry.first_element,
+        spec.shard.row_numel,
+        key,
+        entry.block_size,
+        spec.weights.index,
+        DTYPES[part.param.dtype],
+        spec.codec.index,
+        group,
+        entry.cut,
+    )
+
+
+def _rectangles(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry], CutParameter | None]:
+    """Divides a part into what the kernels can step in one go.
+
+    Returns:
+        The entries; and what its owners exchange, if it is a column shard that cuts blocks.
+    """
+    spec, _, param, state, _ = part
+    shard, size = spec.shard, spec.grid.block_size
+    coded = [spec.local_coded(state, moment) for moment in spec.moments]
+    widths = [spec.codec.scales(signed=moment.signed) for moment in spec.moments]
+    low_bits = spec.local_low_bits(state)
+    for moment, (codes, scales), width in zip(spec.moments, coded, widths, strict=True):
+        _check(name, spec.codes_name(moment), codes, spec.codec.code_dtype, param.numel(), param.device)
+        if scales is not None:
+            numel = math.prod(shard.scales_shape(spec.grid)) * width
+            _check(name, spec.scales_name(moment), scales, torch.float32, numel, param.device)
+    if low_bits is not None:
+        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, param.device)
+    cut: CutParameter | None = None
+    if spec.codec.blockwise:
+        bands = shard.bands(spec.grid)
+        covered = shard.local_blocks(spec.grid)
+        if covered.exchange is not None:
             scales_of = [c.scales for c in coded if c.scales is not None]
-            extremes = [torch.zeros((rows, blocks.per_row, 2), dtype=torch.int32, device=device) for _ in scales_of]
-            cut = CutParameter(spec, blocks, scales_of, extremes)
-        parts = [part for part in parts if rows * part.cols]
-        table: list[tuple[object, ...]] = [
-            (
-                _address(param, part.col),
-                0,
-                state["step"].data_ptr(),
-                0 if low_bits is None else low_bits.data_ptr() + part.col * spec.weights.low_bits // 8,
-                _addresses([c.codes for c in coded], part.col),
-                _addresses([c.scales for c in coded], part.block - blocks.first, widths),
-                _addresses(extremes, part.block - blocks.first, [2] * len(extremes)),
-                rows,
-                part.cols,
-                cols,
-                blocks.per_row,
-                first_element + part.col,
-                shard.row_numel,
-                noise_key,
-                size,
-                spec.weights.index,
-                DTYPES[param.dtype],
-                spec.codec.index,
-                group,
-                part.cut,
+            shape = (shard.rows, covered.per_row, 2)
+            extremes = [torch.zeros(shape, dtype=torch.int32, device=param.device) for _ in scales_of]
+            cut = CutParameter(spec, covered, scales_of, extremes)
+    else:
+        size = _PLAIN_BLOCK
+        rows, cols = shard.rows, shard.cols
+        if shard.is_range or not spec.weights.stochastic:  # all that the shard holds is then one long row
+            rows, cols = 1, param.numel()
+        first = shard.first_element if spec.weights.stochastic else 0
+        bands = [Band(0, first, rows, 0, cols, 0, -(-cols // size))]
+    entries: list[_Entry] = []
+    for band in bands:
+        pieces = [Rectangle(0, band.cols, band.first_col // size, cut=False)]
+        if spec.codec.blockwise and (cut is not None or isinstance(shard, FlatShard)):
+            pieces = rectangles(spec.grid, band.first_col, band.cols)
+        for piece in pieces:
+            if band.rows * piece.cols == 0:
+                continue
+            element, block = band.element + piece.col, band.block + piece.block - band.first_col // size
+            shared: list[int] = []
+            if piece.cut and cut is not None:
+                shared = _addresses(cut.extremes, block, [2] * len(cut.extremes))
+            elif piece.cut:
+                shared = flat_cuts.addresses(spec, spec.grid.block_of(band.first_element + piece.col))
+            entries.append(
+                _Entry(
+                    element,
+                    band.first_element + piece.col,
+                    band.rows,
+                    piece.cols,
+                    band.cols,
+                    _addresses([c.codes for c in coded], element),
+                    _addresses([c.scales for c in coded], block, widths),
+                    shared or _addresses([], 0),
+                    band.blocks_stride,
+                    size,
+                    0 if low_bits is None else low_bits.data_ptr() + element * spec.weights.low_bits // 8,
+                    bool(shared),
+                )
             )
-            for part in parts
-        ]
-        return cls(name, group, spec, device, table, [part.col for part in parts], state["step"], cut)
-
-    @property
-    def state_names(self) -> frozenset[str]:
-        """The state entries that the rows point to."""
-        spec = self.spec
-        codes = [spec.codes_name(moment) for moment in spec.moments]
-        scales = [spec.scales_name(moment) for moment in spec.moments] if spec.codec.blockwise else []
-        low_bits = [LOW_BITS] if spec.weights.low_bits else []
-        return frozenset(["step", *codes, *scales, *low_bits])
-
-
-def _low_bits(name: str, spec: ParameterState, param: Tensor, state: StateDict) -> Tensor | None:
-    """This rank's low bits of the master weights, where the weight format has some."""
-    if not spec.weights.low_bits:
-        return None
-    if LOW_BITS not in state:
-        raise RuntimeError(
-            f"{name}: got state without {LOW_BITS}, expected it with master_weight_bits={16 + spec.weights.low_bits}; "
-            "set the option when the optimizer is made, or load a state that has it"
-        )
-    low_bits = spec.shard.local(state[LOW_BITS])
-    _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, param.device)
-    return low_bits
+    return entries, cut
 
 
 def _check(name: str, key: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:

@@ -37,6 +37,9 @@ class Options(TypedDict, total=False):
             small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in
             the optimizer and the element's in the parameter, not on the shard or device.
         stochastic_rounding_seed: of that noise, the same on all ranks.
+        exact_cut_blocks: flat shards (FSDP1, ZeRO) begin and end within blocks. Their owners agree on the scales of
+            such blocks by a small collective per step, and results do not depend on the number of ranks. False leaves
+            it out: each fragment gets a scale of its own.
         offload: None; not in this version.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: the same.
@@ -52,6 +55,7 @@ class Options(TypedDict, total=False):
     master_weight_bits: int | None
     stochastic_rounding: bool
     stochastic_rounding_seed: int
+    exact_cut_blocks: bool
     offload: str | None
     foreach: bool | None
     fused: bool | None
@@ -68,6 +72,7 @@ DEFAULTS: Options = {
     "master_weight_bits": None,
     "stochastic_rounding": False,
     "stochastic_rounding_seed": 0,
+    "exact_cut_blocks": True,
     "offload": None,
     "foreach": None,
     "fused": None,
@@ -79,7 +84,7 @@ DEFAULTS: Options = {
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
 #: What the tables of a step depend on.
-TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
+TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed", "exact_cut_blocks")
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,6 +117,8 @@ def check_options(group: Mapping[str, Any]) -> None:
     if group["nonfinite"] not in ("skip", "raise", "propagate"):
         raise ValueError(f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'")
     _check_weight_options(group)
+    if not isinstance(group["exact_cut_blocks"], bool):
+        raise ValueError(f"exact_cut_blocks: got {group['exact_cut_blocks']!r}, expected True or False")
     if group["offload"] is not None:
         raise ValueError(
             f"offload: got {group['offload']!r}, but this version supports only None; leave the option out"

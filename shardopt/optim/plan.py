@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,29 @@ from shardopt.codec import CODECS
 from shardopt.kernels.dispatch import Call, LossScaling, Tables, make_call
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Shard, shard_of
-from shardopt.optim.cut_blocks import CutBlocks
+from shardopt.optim.cut_blocks import CutBlocks, FlatCuts
 from shardopt.optim.entries import Group, PlannedParameter
 
 _TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 
 _NO_GRADIENT = 255  # of Watch.gradient_dtypes
+
+
+#: Name, shard and this rank's part of the gradient of a parameter.
+FiniteCheck = tuple[str, Shard, Tensor]
+
+
+class FlatParameters(NamedTuple):
+    """What an optimizer has under flat shards, of which every rank has to know.
+
+    Attributes:
+        cuts: the blocks that they cut, by device.
+        without_gradient: their places among all parameters, with index of the param group, name, shard, and an empty
+            tensor that stands for a gradient that only other ranks may have.
+    """
+
+    cuts: Mapping[torch.device, FlatCuts]
+    without_gradient: Mapping[int, tuple[int, FiniteCheck]]
 
 
 class Plan:
@@ -33,6 +50,7 @@ class Plan:
         state: the optimizer's.
         groups: one per param group.
         planned: one per parameter, in the groups' order; None for one that is in no table.
+        flat: what flat shards share.
         skipped: where skipped elements are counted.
     """
 
@@ -42,20 +60,25 @@ class Plan:
         state: Mapping[Tensor, Any],
         groups: list[Group],
         planned: Sequence[PlannedParameter | None],
+        flat: FlatParameters,
         skipped: SkippedElements,
     ) -> None:
         self.groups = groups
         self._planned = planned
+        self._flat = flat
         self._gradients: list[Tensor | None] = []  # kept alive during a step: a redistributed one is nobody else's
-        shards = [None if p is None or type(p.spec.shard) is Shard else p.spec.shard for p in planned]
+        shards = [None if p is None or p.spec.shard.plain else p.spec.shard for p in planned]
         self._sharded = [index for index, shard in enumerate(shards) if shard is not None]
-        names = [None if p is None else p.state_names for p in planned]
+        names = [None if p is None else p.spec.state_names for p in planned]
         self._watch = _C.Watch(param_groups, state, shards, names, shard_of)
-        by_device: dict[torch.device, list[tuple[int, PlannedParameter]]] = {}
+        by_device: dict[torch.device, list[tuple[int, PlannedParameter]]] = {device: [] for device in flat.cuts}
         for index, parameter in enumerate(planned):
             if parameter is not None:
                 by_device.setdefault(parameter.device, []).append((index, parameter))
-        self._devices = [_DeviceTables(device, found, skipped) for device, found in by_device.items()]
+        self._devices = [
+            _DeviceTables(device, found, flat.cuts.get(device) or FlatCuts([], device), skipped)
+            for device, found in by_device.items()
+        ]
         self._new_groups = True
 
     def options_changed(self, param_groups: list[dict[str, Any]]) -> bool:
@@ -97,15 +120,17 @@ class Plan:
             gradients[index] = part
         return True
 
-    def gradients_of(self, nonfinite: str) -> list[tuple[str, Shard, Tensor]]:
+    def gradients_of(self, nonfinite: str) -> list[FiniteCheck]:
         """Name, shard and this rank's part of the gradient of all parameters in groups with that ``nonfinite``."""
         if all(group.nonfinite != nonfinite for group in self.groups):
             return []
-        return [
-            (parameter.name, parameter.spec.shard, gradient)
-            for parameter, gradient in zip(self._planned, self._gradients, strict=True)
-            if parameter is not None and gradient is not None and self.groups[parameter.group].nonfinite == nonfinite
-        ]
+        found = {
+            place: (parameter.group, (parameter.name, parameter.spec.shard, gradient))
+            for place, (parameter, gradient) in enumerate(zip(self._planned, self._gradients, strict=True))
+            if parameter is not None and gradient is not None
+        }
+        found = {**self._flat.without_gradient, **found}
+        return [found[place][1] for place in sorted(found) if self.groups[found[place][0]].nonfinite == nonfinite]
 
     def run(self, scaling: LossScaling) -> None:
         """Carries out the step."""
@@ -123,10 +148,15 @@ class _DeviceTables:
     """The rows of all parameters on one device, and the call with those of them that have a gradient."""
 
     def __init__(
-        self, device: torch.device, planned: list[tuple[int, PlannedParameter]], skipped: SkippedElements
+        self,
+        device: torch.device,
+        planned: list[tuple[int, PlannedParameter]],
+        flat_cuts: FlatCuts,
+        skipped: SkippedElements,
     ) -> None:
         self._device = device
         self._planned = planned
+        self._flat_cuts = flat_cuts
         self._skipped = skipped
         self._all_entries = np.array([row for _, p in planned for row in p.rows], dtype=_C.tensor_entry)
         self._all_parameters = np.array([i for i, p in planned for _ in p.rows], dtype=np.int64)
@@ -135,7 +165,7 @@ class _DeviceTables:
         self._groups = np.zeros(0, dtype=_C.group_entry)
         self._call: Call | None = None
         self._dtypes: bytes | None = None
-        self._select(bytes([_NO_GRADIENT]) * (1 + max(index for index, _ in planned)))
+        self._select(bytes([_NO_GRADIENT]) * (1 + max((index for index, _ in planned), default=-1)))
 
     def prepare(self, watch: _C.Watch, dtypes: bytes, groups: Sequence[Group] | None, scaling: LossScaling) -> None:
         """Fills in what is new in this step.
@@ -162,18 +192,21 @@ class _DeviceTables:
 
     def run(self) -> None:
         """Runs all phases of the step."""
-        if self._call is None:
-            return
-        self._skipped.keep_if_captured(self._call, (self._lr, self._cut))
+        if self._call is not None:
+            self._skipped.keep_if_captured(self._call, (self._lr, self._cut))
         self._cut.clear_extremes()
-        self._call.run(_C.Phase.step)
-        if self._cut.parameters:
+        self._run(_C.Phase.step)
+        if self._cut:
             self._cut.exchange_extremes()
-            if any(cut.spec.relative for cut in self._cut.parameters):
-                self._call.run(_C.Phase.relative)
+            if self._cut.relative:
+                self._run(_C.Phase.relative)
                 self._cut.exchange_extremes()
-            self._call.run(_C.Phase.finish)
+            self._run(_C.Phase.finish)
             self._cut.share_scales()
+
+    def _run(self, phase: _C.Phase) -> None:
+        if self._call is not None:  # else other ranks have something to step, this one has not
+            self._call.run(phase)
 
     def _select(self, dtypes: bytes) -> None:
         """Makes the tables of the parameters that have a gradient."""
@@ -186,7 +219,7 @@ class _DeviceTables:
         self._first_elements = self._all_first_elements[rows]
         planned = [p for i, p in self._planned if has_gradient[i]]
         self._tables = Tables(self._all_entries[rows], [p.step for p in planned], _TABLES)
-        self._cut = CutBlocks([p.cut for p in planned if p.cut is not None])
+        self._cut = CutBlocks([p.cut for p in planned if p.cut is not None], self._flat_cuts)
         self._dtypes = dtypes
 
     def _learning_rate(self, index: int, group: Group) -> tuple[float | None, Tensor | None]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,24 @@ StateDict = dict[str, Any]
 
 #: The state entry with what a bfloat16 parameter lacks of its master weight.
 LOW_BITS = "master_low_bits"
+
+
+class Part(NamedTuple):
+    """One parameter, or this rank's part of it, with its state: what the kernels step.
+
+    Attributes:
+        spec: what its state looks like.
+        first: where its elements begin in the local tensor of the optimizer's parameter.
+        param: its elements.
+        state: its state, views of the optimizer's.
+        place: its place among the model's parameters, where the optimizer's parameter holds several.
+    """
+
+    spec: ParameterState
+    first: int
+    param: Tensor
+    state: StateDict
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class ParameterState:
     codec: Codec
     moments: tuple[Moment, ...]
     weights: WeightFormat
+    exact_cut_blocks: bool
 
     @classmethod
     def of(cls, param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> ParameterState:
@@ -44,16 +63,31 @@ class ParameterState:
         Raises:
             ValueError: the group's weight format is not for the parameter's dtype.
         """
-        shard = shard_of(param)
+        return cls.of_shard(shard_of(param), param.dtype, group, moments)
+
+    @classmethod
+    def of_shard(
+        cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]
+    ) -> ParameterState:
+        """The state that a parameter of this shard and dtype has; see :meth:`of`."""
         quantized = bool(moments) and is_quantized(shard.global_shape, group["min_quantized_numel"])
         codec = get_codec(group["codec"] if quantized else "fp32")
-        weights = WeightFormat.of(param.dtype, group)
-        return cls(shard, BlockGrid(shard.global_shape, group["block_size"]), codec, moments, weights)
+        weights = WeightFormat.of(dtype, group)
+        grid = BlockGrid(shard.global_shape, group["block_size"])
+        return cls(shard, grid, codec, moments, weights, group["exact_cut_blocks"])
 
     @property
     def relative(self) -> bool:
         """Whether a signed moment is coded in units of the unsigned one beside it."""
         return self.codec.relative and any(not moment.signed for moment in self.moments)
+
+    @property
+    def state_names(self) -> frozenset[str]:
+        """The entries that its state has."""
+        codes = [self.codes_name(moment) for moment in self.moments]
+        scales = [self.scales_name(moment) for moment in self.moments] if self.codec.blockwise else []
+        low_bits = [LOW_BITS] if self.weights.low_bits else []
+        return frozenset(["step", *codes, *scales, *low_bits])
 
     def codes_name(self, moment: Moment) -> str:
         """The state entry with a moment's codes."""
@@ -80,41 +114,78 @@ class ParameterState:
             self._put(state, moment, Coded(codes, scales))
         return {**state, **self._new_low_bits(device)}
 
+    def parts(self, param: Tensor, state: StateDict) -> Iterator[Part]:
+        """What the kernels step, given the parameter's local tensor."""
+        yield Part(self, 0, param, state)
+
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
         """The state entries for float moments by name, each sharded as the parameter is.
 
-        Where blocks are cut this gathers the moments, and all ranks must call it.
+        Where blocks are cut this gathers the moments, and all ranks must call it. For flat shards with cut blocks see
+        :func:`shardopt.optim.flat_state.encode_flat`.
+        """
+        if self._exchanges:
+            return self._encode_gathered(values)
+        return self.encode_local([self.shard.local(values[m.name]) for m in self.moments])
+
+    def encode_local(
+        self, values: Sequence[Tensor], cut_blocks: Mapping[int, Sequence[Tensor]] | None = None
+    ) -> StateDict:
+        """The state entries for this rank's part of the moments.
+
+        Args:
+            values: one tensor of the part's shape per moment.
+            cut_blocks: per cut block, by its number in the grid, all its elements for each moment: float32,
+                ``(block_size,)``.
         """
         state: StateDict = {}
+        local = [x.float() for x in values]
         if not self.codec.blockwise:
-            local = [self.shard.local(values[m.name]).float() for m in self.moments]
             for moment, coded in zip(self.moments, encode_moments(self.codec, self.moments, local), strict=True):
                 self._put(state, moment, coded)
             return state
-        gathered = self._exchanges
-        take = self.shard.whole if gathered else self.shard.local
-        parts = [take(values[m.name]).float() for m in self.moments]
-        blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in parts]
-        for moment, part, coded in zip(
-            self.moments, parts, encode_moments(self.codec, self.moments, blocks), strict=True
-        ):
-            assert coded.scales is not None
-            codes = from_blocks(coded.codes, math.prod(part.shape[1:])).reshape(part.shape)
-            scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
-            if gathered:
-                codes = self.shard.part(codes)
-                scales = self.shard.scales_part(scales, self.grid)
-            self._put(state, moment, Coded(codes.contiguous(), scales.contiguous()))
+        size, shape = self.grid.block_size, self.shard.local_shape
+        codes = [torch.empty(x.numel(), dtype=self.codec.code_dtype, device=x.device) for x in local]
+        scales = [
+            torch.zeros(self._local_scales_shape(m), dtype=torch.float32, device=x.device)
+            for m, x in zip(self.moments, local, strict=True)
+        ]
+        for band in self.shard.bands(self.grid):
+            numel, lead = band.rows * band.cols, band.first_col % size
+            if numel == 0:
+                continue
+            elements = slice(band.element, band.element + numel)
+            blocks = [to_blocks(_padded(x.reshape(-1)[elements].view(band.rows, -1), lead), size) for x in local]
+            if cut_blocks and band.rows == 1:
+                first = self.grid.block_of(band.first_element)
+                for number in range(blocks[0].shape[1]):
+                    for x, whole in zip(blocks, cut_blocks.get(first + number, ()), strict=False):
+                        x[0, number] = whole
+            covered = slice(band.block, band.block + band.rows * blocks[0].shape[1])
+            for k, coded in enumerate(encode_moments(self.codec, self.moments, blocks)):
+                assert coded.scales is not None
+                codes[k][elements] = from_blocks(coded.codes, lead + band.cols)[:, lead:].reshape(-1)
+                flat = scales[k].view(-1, coded.scales.shape[-1])
+                flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
+        for moment, c, s in zip(self.moments, codes, scales, strict=True):
+            self._put(state, moment, Coded(c.view(shape), s))
         return state
 
     def decode(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """The moments as float32, each sharded as the parameter is."""
-        local = [self.local_coded(state, moment) for moment in self.moments]
-        if not self.codec.blockwise:
-            values = decode_moments(self.codec, self.moments, local).values
-        else:
-            values = self._decode_blocks(local)
+        values = self._decode([self.local_coded(state, moment) for moment in self.moments])
         return {moment.name: self.shard.like_parameter(x) for moment, x in zip(self.moments, values, strict=True)}
+
+    def decode_local(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        """This rank's part of the moments as float32, for its part of the entries: plain tensors."""
+        return self._decode([Coded(state[self.codes_name(m)], state.get(self.scales_name(m))) for m in self.moments])
+
+    def _decode(self, local: list[Coded]) -> list[Tensor]:
+        return (
+            self._decode_blocks(local)
+            if self.codec.blockwise
+            else decode_moments(self.codec, self.moments, local).values
+        )
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """This rank's codes and scales of a moment."""
@@ -173,11 +244,10 @@ class ParameterState:
                     raise ValueError(f"{name}: got {key} of {value.dtype}, expected {template[key].dtype}")
             if not self.codec.blockwise:
                 state = self.encode(state)
-        moved = {key: _copy(value, device) for key, value in state.items()}
+        moved = {key: copy_to(value, device) for key, value in state.items()}
         if low_bits is not None:
             moved |= self._adopt_low_bits(loaded, low_bits, device, name)
-        step = loaded.get("step", 1.0)  # torch's SGD counts none: it has a momentum buffer, so it took one
-        return {"step": torch.as_tensor(step, dtype=torch.float32).clone().to(device), **moved}
+        return {"step": checked_step(loaded, device), **moved}
 
     def _new_low_bits(self, device: torch.device) -> StateDict:
         shape = self.weights.low_bits_shape(self.shard.local_shape)
@@ -194,7 +264,7 @@ class ParameterState:
         self._check(found, expected, LOW_BITS, name)
         if found.dtype != expected.dtype:
             raise ValueError(f"{name}: got {LOW_BITS} of {found.dtype}, expected {expected.dtype}")
-        return {LOW_BITS: _copy(found, device)}
+        return {LOW_BITS: copy_to(found, device)}
 
     @property
     def _exchanges(self) -> bool:
@@ -202,30 +272,49 @@ class ParameterState:
 
     def _local_scales_shape(self, moment: Moment) -> tuple[int, ...]:
         shape = self.grid.scales_shape(self.codec.scales(signed=moment.signed))
-        return (self.shard.rows, self.shard.local_blocks(self.grid).per_row, *shape[2:])
+        return (*self.shard.scales_shape(self.grid), *shape[2:])
 
     def _put(self, state: StateDict, moment: Moment, coded: Coded) -> None:
         state[self.codes_name(moment)] = self.shard.like_parameter(coded.codes)
         if coded.scales is not None:
             state[self.scales_name(moment)] = self.shard.like_scales(coded.scales, self.grid)
 
+    def _encode_gathered(self, values: Mapping[str, Tensor]) -> StateDict:
+        """:meth:`encode` where column shards cut blocks: every rank encodes whole rows and keeps its part."""
+        state: StateDict = {}
+        whole = [self.shard.whole(values[m.name]).float() for m in self.moments]
+        blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in whole]
+        for moment, x, coded in zip(self.moments, whole, encode_moments(self.codec, self.moments, blocks), strict=True):
+            assert coded.scales is not None
+            codes = from_blocks(coded.codes, math.prod(x.shape[1:])).reshape(x.shape)
+            scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
+            codes, scales = self.shard.part(codes), self.shard.scales_part(scales, self.grid)
+            self._put(state, moment, Coded(codes.contiguous(), scales.contiguous()))
+        return state
+
     def _decode_blocks(self, local: list[Coded]) -> list[Tensor]:
-        size, shard = self.grid.block_size, self.shard
-        if shard.rows * shard.cols == 0:
-            return [torch.zeros_like(codes, dtype=torch.float32) for codes, _ in local]
-        covered = shard.local_blocks(self.grid)
-        lead = shard.first_col % size
-        first = shard.first_col // size - covered.first
-        coded = []
-        for moment, (codes, scales) in zip(self.moments, local, strict=True):
-            assert scales is not None
-            zero = self.codec.zero_code(signed=moment.signed)
-            padded = torch.nn.functional.pad(codes.reshape(shard.rows, shard.cols), (lead, 0), value=zero)
-            blocks = to_blocks(padded, size, fill=zero)
-            per_block = scales.reshape(shard.rows, covered.per_row, -1)
-            coded.append(Coded(blocks, per_block[:, first : first + blocks.shape[1]]))
-        values = decode_moments(self.codec, self.moments, coded).values
-        return [from_blocks(x, lead + shard.cols)[:, lead:].reshape(shard.local_shape) for x in values]
+        size = self.grid.block_size
+        found = [torch.zeros(codes.numel(), dtype=torch.float32, device=codes.device) for codes, _ in local]
+        for band in self.shard.bands(self.grid):
+            numel, lead = band.rows * band.cols, band.first_col % size
+            if numel == 0:
+                continue
+            elements = slice(band.element, band.element + numel)
+            coded = []
+            for moment, (codes, scales) in zip(self.moments, local, strict=True):
+                assert scales is not None
+                zero = self.codec.zero_code(signed=moment.signed)
+                blocks = to_blocks(
+                    _padded(codes.reshape(-1)[elements].view(band.rows, -1), lead, zero), size, fill=zero
+                )
+                stride, count = band.blocks_stride if band.rows > 1 else blocks.shape[1], blocks.shape[1]
+                width = self.codec.scales(signed=moment.signed)
+                rows = scales.reshape(-1, width)[band.block :][: (band.rows - 1) * stride + count]
+                per_block = rows.as_strided((band.rows, count, width), (stride * width, width, 1))
+                coded.append(Coded(blocks, per_block))
+            for x, values in zip(found, decode_moments(self.codec, self.moments, coded).values, strict=True):
+                x[elements] = from_blocks(values, lead + band.cols)[:, lead:].reshape(-1)
+        return [x.view(self.shard.local_shape) for x in found]
 
     @staticmethod
     def _check(value: Any, expected: Tensor, key: str, name: str) -> None:
@@ -243,6 +332,18 @@ class ParameterState:
             )
 
 
-def _copy(value: Tensor, device: torch.device) -> Tensor:
+def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:
+    """A matrix with ``lead`` more columns in front."""
+    return torch.nn.functional.pad(rows, (lead, 0), value=value) if lead else rows
+
+
+def checked_step(loaded: Mapping[str, Any], device: torch.device) -> Tensor:
+    """The step count among loaded entries."""
+    step = loaded.get("step", 1.0)  # torch's SGD counts none: it has a momentum buffer, so it took one
+    return torch.as_tensor(step, dtype=torch.float32).clone().to(device)
+
+
+def copy_to(value: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device."""
     copy = value.detach().clone()
     return copy if copy.device == device else copy.to(device)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, sigmoid, silu
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks.layouts import values
+from ranks.flat import bare_shapes, is_flat, remember_bare, set_piece_gradients
+from ranks.layouts import Shape, mesh_of, values
 
 TOKENS = 97
 
@@ -40,6 +48,44 @@ class Net(nn.Module):
         return self.head(x * sigmoid(self.gate(x)))
 
 
+class Odds(nn.Module):
+    """Parameters of odd shapes, in submodules: each of ``UNITS`` is one; the last shapes are the model's own."""
+
+    #: A long one beside a bias; fewer elements than there may be ranks; one row; rows that are one block, or less;
+    #: blocks that four ranks share; a row that one rank may hold a single element of.
+    UNITS: tuple[tuple[Shape, ...], ...] = (
+        ((97, 130), (97,)),
+        ((3,),),
+        ((1, 4099),),
+        ((3, 257), (2, 33), (9, 64)),
+        ((1, 64),),
+        ((1, 40),),
+        ((2, 33), (1,)),
+        ((70, 96), (33, 31), (1,)),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        *units, own = self.UNITS
+        self.units = nn.ModuleList(_Holder(shapes, seed) for seed, shapes in enumerate(units))
+        self.own = _Holder(own, len(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in (*self.units, self.own):
+            x = x + unit(x)
+        return x
+
+
+class _Holder(nn.Module):
+    def __init__(self, shapes: tuple[Shape, ...], seed: int) -> None:
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            self.register_parameter(f"weight{index}", nn.Parameter(values(shape, 1000 * seed + index)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((x * param.float()).mean() for param in self.parameters())
+
+
 def make_net(dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
     """The same model on every rank."""
     with torch.random.fork_rng():
@@ -61,11 +107,15 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by the names that they have in the unsharded model."""
-    return {name.removeprefix("module."): param for name, param in model.named_parameters()}
+    named = model.named_parameters()
+    return {name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): param for name, param in named}
 
 
 def set_gradients(model: nn.Module, seed: int) -> None:
     """Gives the parameters the same gradients in every way that the model may be sharded."""
+    if is_flat(model):
+        set_piece_gradients(model, seed)
+        return
     for index, param in enumerate(model.parameters()):
         whole = values(tuple(param.shape), 100 * seed + index, param.dtype)
         if isinstance(param, DTensor):
@@ -109,7 +159,60 @@ def _hsdp(model: nn.Module, replicas: int, **options: object) -> nn.Module:
     return _fsdp(model, mesh, **options)
 
 
+def fsdp1(model: nn.Module, layers: Iterable[str] | None = None, **options: object) -> nn.Module:
+    """FSDP1: these layers are units, and what remains.
+
+    Args:
+        model: wrapped in place.
+        layers: their names; by default every other layer.
+        **options: of ``FullyShardedDataParallel``; ``use_orig_params`` is True unless said otherwise.
+    """
+    bare = bare_shapes(model)
+    wrap = partial(
+        FullyShardedDataParallel, **{"use_orig_params": True, "device_id": torch.device("cpu"), **options}
+    )
+    for path in ("up", "conv") if layers is None else layers:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, wrap(model.get_submodule(path)))
+    return remember_bare(wrap(model), bare)
+
+
+def _fsdp1_nested(model: nn.Module, **options: object) -> nn.Module:
+    """A unit per layer, one of them twice, so that some units have no parameters of their own."""
+    layers = [name for name, _ in model.named_children()]
+    return fsdp1(model, [*layers, "up"], **options)
+
+
+def _fsdp1_hybrid(model: nn.Module, **options: object) -> nn.Module:
+    mesh = mesh_of((2, dist.get_world_size() // 2))
+    return fsdp1(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, **options)
+
+
+def _zero(model: nn.Module) -> nn.Module:
+    """The model under a ZeroRedundancyOptimizer: its parameters are everywhere, its state is not."""
+    return remember_bare(DistributedDataParallel(model), bare_shapes(model))
+
+
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+FSDP1_BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_FLAT = {"use_orig_params": False}
+
+#: Ways to shard a model by FSDP1; those named flat leave the optimizer one parameter per unit.
+FSDP1_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp1": fsdp1,
+    "fsdp1 flat": partial(fsdp1, **_FLAT),
+    "fsdp1 grad": partial(fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp1 grad flat": partial(fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, **_FLAT),
+    "fsdp1 none": partial(fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD),
+    "fsdp1 none flat": partial(fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD, **_FLAT),
+    "fsdp1 hybrid": _fsdp1_hybrid,
+    "fsdp1 hybrid flat": partial(_fsdp1_hybrid, **_FLAT),
+    "fsdp1 bf16": partial(fsdp1, mixed_precision=FSDP1_BFLOAT16),
+    "fsdp1 bf16 flat": partial(fsdp1, mixed_precision=FSDP1_BFLOAT16, **_FLAT),
+    "fsdp1 nested": _fsdp1_nested,
+    "fsdp1 nested flat": partial(_fsdp1_nested, **_FLAT),
+}
 
 #: Ways to shard a model, in place.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -125,4 +228,6 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "tp": lambda model: _tensor_parallel(model, _mesh((dist.get_world_size(),), "tensor")),
     "fsdp tp": _fsdp_tensor_parallel,
     "fsdp columns tp": lambda model: _fsdp_tensor_parallel(model, columns=dist.get_world_size()),
+    **FSDP1_WAYS,
+    "zero": _zero,
 }

@@ -7,16 +7,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
 from helpers import RULES
+from ranks.flat import gathered, is_flat
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
 from ranks.snapshot import Snapshot, snapshot
 from shardopt.optim import ShardedOptimizer
+
+SMALL = {"min_quantized_numel": 64}
+
+
+def make_optimizer(way: str, model: nn.Module, rule: str = "adamw", **options: Any) -> ShardedOptimizer:
+    """The optimizer for a model sharded in one of the ``WAYS``; under "zero" the one around it."""
+    case, options = RULES[rule], {**SMALL, **options}
+    if way == "zero":
+        hyper = {**case.hyper, **options}
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=case.optimizer, **hyper)
+    optimizer = case.make(model.parameters(), **options)
+    if way.startswith("fsdp1"):
+        optimizer.attach(model)
+    return optimizer
 
 
 def trained(way: str, steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     """The model sharded in one of the ``WAYS`` and its optimizer, after so many :func:`step_with`."""
     model = WAYS[way](make_net())
-    optimizer = RULES[rule].make(model.parameters(), min_quantized_numel=64, **options)
+    optimizer = make_optimizer(way, model, rule, **options)
     for step in range(steps):
         step_with(model, optimizer, step)
     return model, optimizer
@@ -31,4 +48,6 @@ def step_with(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
 
 def snapshot_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     """The run in full; all ranks must call this."""
+    if is_flat(model):
+        return gathered(model, optimizer)
     return snapshot(named_parameters(model), optimizer)

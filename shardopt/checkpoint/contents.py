@@ -1,0 +1,149 @@
+"""What of a model and its optimizer belongs into a checkpoint, seen from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, pieces_of, state_chunks
+from shardopt.layout import read_model
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.flat_state import BufferState, encode_flat, shared_blocks
+from shardopt.optim.state import ParameterState
+
+
+class Owner(NamedTuple):
+    """The optimizer of a model's parameters.
+
+    Attributes:
+        groups: all param groups, whether this rank has state of their parameters or not.
+        sharded: the optimizer that has this rank's state: the one inside a ZeroRedundancyOptimizer.
+    """
+
+    groups: list[dict[str, Any]]
+    sharded: ShardedOptimizer
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Owner:
+        """Looks into a ZeroRedundancyOptimizer.
+
+        Raises:
+            TypeError: the optimizer is none of shardopt's.
+        """
+        inner = optimizer if isinstance(optimizer, ShardedOptimizer) else getattr(optimizer, "optim", None)
+        if not isinstance(inner, ShardedOptimizer):
+            raise TypeError(
+                f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's; save others with "
+                "torch.distributed.checkpoint"
+            )
+        return cls(optimizer.param_groups, inner)
+
+    def group_of(self) -> dict[Tensor, int]:
+        """The index of each parameter's group."""
+        return {param: index for index, group in enumerate(self.groups) for param in group["params"]}
+
+
+class Content(NamedTuple):
+    """One parameter of the bare model and its state: this rank's part.
+
+    Attributes:
+        piece: the parameter.
+        group: the index of its param group; None if no optimizer has it.
+        spec: what its state looks like; None likewise.
+        state: the state's entries as plain tensors; empty if there is none on this rank.
+    """
+
+    piece: Piece
+    group: int | None
+    spec: ParameterState | None
+    state: Mapping[str, Tensor]
+
+
+def contents_of(model: Module, owner: Owner | None) -> list[Content]:
+    """All parameters of a model, in the same order on all ranks.
+
+    Raises:
+        CheckpointError: the optimizer has parameters that the model has not.
+    """
+    read_model(model)
+    group_of = {} if owner is None else owner.group_of()
+    pieces = list(pieces_of(model))
+    strangers = set(group_of) - {piece.param for piece in pieces}
+    if strangers:
+        shapes = sorted(tuple(param.shape) for param in strangers)
+        raise CheckpointError(
+            f"got an optimizer with {len(strangers)} parameters that the model has not, of shapes {shapes[:5]}, "
+            "expected the optimizer of this model"
+        )
+    return [_content(piece, group_of.get(piece.param), owner) for piece in pieces]
+
+
+def _content(piece: Piece, group: int | None, owner: Owner | None) -> Content:
+    if group is None or owner is None:
+        return Content(piece, None, None, {})
+    spec = owner.sharded.state_spec(piece.param, owner.groups[group])
+    state = owner.sharded.state.get(piece.param, {})
+    if isinstance(spec, BufferState):
+        assert piece.segment is not None
+        return Content(piece, group, spec.specs[piece.segment], spec.split(state)[piece.segment] if state else {})
+    local = {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()}
+    return Content(piece, group, spec, local)
+
+
+def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
+    """The tensors of the model, by their names in a checkpoint."""
+    pieces = [*(content.piece for content in contents), *buffers_of(model)]
+    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in pieces}
+
+
+def optimizer_chunks(contents: Sequence[Content]) -> dict[str, Chunks]:
+    """The state of the optimizer, by its names in a checkpoint. All ranks must call this."""
+    found: dict[str, Chunks] = {}
+    for content in _with_common_scales(contents):
+        if content.spec is not None and content.state:
+            for entry, chunks in state_chunks(content.spec, content.state).items():
+                found[state_key(content.piece.name, entry)] = chunks
+    return found
+
+
+def model_key(name: str) -> str:
+    """A parameter's or buffer's name in a checkpoint."""
+    return f"model.{name}"
+
+
+def state_key(name: str, entry: str) -> str:
+    """A state entry's name in a checkpoint."""
+    return f"optimizer.{name}.{entry}"
+
+
+def _with_common_scales(contents: Sequence[Content]) -> list[Content]:
+    """The same contents, but for those whose cut blocks have a scale per fragment: those blocks are coded again."""
+    specs, values, at = [], [], []
+    for index, content in enumerate(contents):
+        if content.spec is None or content.spec.exact_cut_blocks:
+            continue
+        exact = replace(content.spec, exact_cut_blocks=True)
+        if shared_blocks(exact):
+            decoded = content.spec.decode(content.state) if content.state else None
+            specs.append(exact)
+            values.append(None if decoded is None else [decoded[moment.name] for moment in exact.moments])
+            at.append(index)
+    found = list(contents)
+    for index, exact, state in zip(at, specs, encode_flat(specs, values), strict=True):
+        if state is not None:
+            found[index] = found[index]._replace(spec=exact, state={**found[index].state, **state})
+    return found
+
+
+def fresh_state(spec: ParameterState) -> dict[str, Tensor]:
+    """Fresh state on the CPU: this rank's part, as plain tensors."""
+    state = spec.new(torch.device("cpu"))
+    return {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()}

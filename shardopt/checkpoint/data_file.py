@@ -1,0 +1,225 @@
+"""The data files of a checkpoint: the bytes of chunks, each verified by its checksum before anything else sees it.
+
+Chunks are written and read in pieces of a few MiB, by threads that are a few of them ahead, so that checksums, disk and
+copies to or from a GPU overlap and no large buffer is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.index import StoredChunk
+from shardopt.checkpoint.pipeline import computed_ahead
+
+_MAX_BYTES = 1 << 23  # of a piece, which is stored as a chunk of its own
+_ALIGNMENT = 64  # bytes
+
+_Piece = tuple[Callable[[], Tensor], tuple[slice, ...], StoredChunk]
+
+
+class DataFileWriter:
+    """A data file to be written.
+
+    Args:
+        path: where there is no file yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = 0
+        self._pieces: list[_Piece] = []
+
+    def add(self, data: Callable[[], Tensor], offsets: Sequence[int], shape: Sequence[int], itemsize: int) -> slice:
+        """Adds a chunk.
+
+        Args:
+            data: gives the chunk, on any device, when it is about to be written.
+            offsets: of the chunk in its global tensor.
+            shape: of the chunk.
+            itemsize: bytes of an element.
+
+        Returns:
+            The chunk's place in what :meth:`write` returns.
+        """
+        first = len(self._pieces)
+        for corner, extents in _pieces(tuple(shape), itemsize):
+            position = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+            size = math.prod(extents) * itemsize
+            self._end = position + size
+            inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
+            stored = StoredChunk(inside, extents, self._path.name, position, size, crc32=0)
+            self._pieces.append((data, rectangle(corner, extents), stored))
+        return slice(first, len(self._pieces))
+
+    def write(self) -> list[StoredChunk]:
+        """Writes all chunks to the disk. On failure there is no file.
+
+        Raises:
+            CheckpointError: the system refused.
+        """
+        with removed_on_failure(self._path, self._end), self._path.open("xb", buffering=0) as file:
+            # Written by one thread: several would wait for each other at the file.
+            jobs = (partial(_with_checksum, chunk, _bytes_of(data()[part])) for data, part, chunk in self._pieces)
+            with computed_ahead(jobs) as checked:
+                stored = [_write_chunk(file.fileno(), chunk, data) for chunk, data in checked]
+            os.fsync(file.fileno())
+            sync_folder(self._path.parent)
+        return stored
+
+
+@contextmanager
+def read_chunks(path: Path, chunks: Iterable[StoredChunk]) -> Iterator[Iterator[tuple[StoredChunk, Tensor]]]:
+    """Chunks of a data file with their bytes (uint8), verified, in the order of the file.
+
+    The bytes stay there until the next chunk is asked for.
+
+    Raises:
+        CheckpointError: the bytes are not those that were saved.
+    """
+    in_order = sorted(chunks, key=lambda chunk: chunk.position)
+    longest = max((chunk.bytes for chunk in in_order), default=0)
+    free: list[Tensor] = []
+
+    def jobs(file: int) -> Iterator[Callable[[], Tensor]]:
+        for chunk in in_order:
+            buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8)
+            yield partial(_read_chunk, file, path, chunk, buffer)
+
+    def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[StoredChunk, Tensor]]:
+        for chunk, buffer in zip(in_order, buffers, strict=True):
+            yield chunk, buffer[: chunk.bytes]
+            free.append(buffer)
+
+    with path.open("rb", buffering=0) as opened, computed_ahead(jobs(opened.fileno())) as buffers:
+        yield verified(buffers)
+
+
+def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
+    """Checks that data files are there in full.
+
+    Args:
+        folder: where they should be.
+        files: their lengths in bytes, by name.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    for name, length in files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be found ({error.strerror}), expected {length} bytes of data; is this a folder that "
+                "all ranks see, and was it left alone by other saves?"
+            ) from error
+        if found != length:
+            raise CheckpointError(
+                f"{path}: got {found} bytes, expected {length}: it is not what was saved; load another checkpoint"
+            )
+
+
+def rectangle(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a rectangle in a tensor."""
+    return tuple(slice(offset, offset + extent) for offset, extent in zip(offsets, shape, strict=True))
+
+
+@contextmanager
+def removed_on_failure(path: Path, size: int) -> Iterator[None]:
+    """Removes a new file when writing it fails.
+
+    Args:
+        path: the file. If there was one before, it stays.
+        size: bytes that are to be written.
+
+    Raises:
+        CheckpointError: the system refused.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, FileExistsError):
+            with suppress(OSError):
+                path.unlink()
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{path}: cannot write {size} bytes: {error.strerror or error}; make room or choose another path. The "
+                "previous checkpoint in this folder, if there was one, is as it was"
+            ) from error
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder outlast a crash, on file systems that can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and shapes of a chunk's pieces of at most ``_MAX_BYTES``.
+
+    Each is a range of one dimension, at one place of those before it and whole in those behind it, so that its elements
+    follow each other in the chunk, too.
+    """
+    if not shape:
+        yield (), ()
+    if 0 in shape or not shape:
+        return
+    dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) * itemsize <= _MAX_BYTES)
+    behind = shape[dim + 1 :]
+    most = _MAX_BYTES // (math.prod(behind) * itemsize)
+    for before in itertools.product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], most):
+            yield (*before, start, *([0] * len(behind))), (*([1] * dim), min(most, shape[dim] - start), *behind)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _with_checksum(chunk: StoredChunk, data: memoryview) -> tuple[StoredChunk, memoryview]:
+    return chunk._replace(crc32=zlib.crc32(data)), data
+
+
+def _write_chunk(file: int, chunk: StoredChunk, data: memoryview) -> StoredChunk:
+    position = chunk.position
+    while len(data):
+        written = os.pwrite(file, data, position)
+        data, position = data[written:], position + written
+    return chunk
+
+
+def _read_chunk(file: int, path: Path, chunk: StoredChunk, buffer: Tensor) -> Tensor:
+    """Reads a chunk into the buffer and verifies it."""
+    data = buffer.numpy().data[: chunk.bytes]
+    filled = 0
+    while filled < chunk.bytes:
+        try:
+            count = os.preadv(file, [data[filled:]], chunk.position + filled)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
+        if count == 0:
+            raise CheckpointError(f"{path}: ended while it was read; was another checkpoint saved there meanwhile?")
+        filled += count
+    found = zlib.crc32(data)
+    if found != chunk.crc32:
+        raise CheckpointError(
+            f"{path}: got checksum {found:08x} of the {chunk.bytes} bytes at {chunk.position}, expected "
+            f"{chunk.crc32:08x}: they were damaged after they were saved; load another checkpoint"
+        )
+    return buffer

@@ -1,0 +1,50 @@
+"""flashoptim: int8 and uint8 codes with float16 scales for groups of 32 elements of the flattened parameter.
+
+``q / 127 = 2 y / (1 + |y|)`` of ``y = m / scale``, and ``q / 255 = sqrt(v) / scale``: companded8's formulas, so codes
+and scales go over as they are. Decoded, a second moment differs by float32's rounding, which is done in another order.
+One above zero that has the code 0, which companded8 never gives, is 0 here as it is there. ``error_bits`` are another
+form of low bits than ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, of_companding
+from shardopt.checkpoint.foreign.peer import Moments, Peer
+from shardopt.codec import Moment
+
+_GROUP = 32
+_CODES, _SCALES, _LOW_BITS = "::quantized", "::scales", "error_bits"
+
+
+class Flashoptim(Peer):
+    name = "flashoptim"
+    form = f"exp_avg{_CODES} and exp_avg{_SCALES}"
+    extra = frozenset([_LOW_BITS])
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        return any(key.endswith(_CODES) for key in state) or _LOW_BITS in state
+
+    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
+        coded = {key.removesuffix(_CODES) for key in state if key.endswith(_CODES)}
+        rest = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALES))}
+        found = super().moments({**rest, **dict.fromkeys(coded)}, expected, name)
+        return {m.name: _read(state, m, name) if m.name in coded else found[m.name] for m in expected}
+
+
+def _read(state: Mapping[str, Any], moment: Moment, name: str) -> CodedMoment:
+    what = f"{name}: {moment.name}"
+    codes, scales = state[moment.name + _CODES], state.get(moment.name + _SCALES)
+    dtype = torch.int8 if moment.signed else torch.uint8
+    if not isinstance(scales, Tensor) or codes.dtype != dtype:
+        got = "no scales" if scales is None else f"codes of {codes.dtype}"
+        raise ValueError(f"{what}: got {got}, expected {dtype} codes and float16 scales")
+    if scales.dtype == torch.bfloat16:  # beside bfloat16 parameters they are float16's bits under that name
+        scales = scales.view(torch.float16)
+    check_blocks(codes, scales, _GROUP, what)
+    return of_companding(codes, scales, _GROUP, signed=moment.signed)

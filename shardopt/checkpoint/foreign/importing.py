@@ -1,0 +1,229 @@
+"""Import: another package's optimizer state becomes ours, code by code where both store the same codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardopt.checkpoint.foreign.bitsandbytes import Bitsandbytes
+from shardopt.checkpoint.foreign.flashoptim import Flashoptim
+from shardopt.checkpoint.foreign.moments import CodedMoment
+from shardopt.checkpoint.foreign.peer import Moments, Peer
+from shardopt.checkpoint.foreign.report import ImportReport, Outcome
+from shardopt.checkpoint.foreign.targets import check_not_flat, name_of, sharded
+from shardopt.checkpoint.foreign.torchao import Torchao
+from shardopt.checkpoint.groups import merged
+from shardopt.codec import Moment
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.options import DEFAULTS
+from shardopt.optim.state import ParameterState, StateDict
+
+_TORCH = Peer()
+_PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), _TORCH)
+
+#: Of the hyper-parameters that are options here, those that others have, too.
+_SHARED_OPTIONS = {"maximize"}
+
+
+class _Source(NamedTuple):
+    """A param group of the source, brought into the order of the optimizer's."""
+
+    group: Mapping[str, Any]
+    states: list[Mapping[str, Any]]  # of its parameters; empty for one without state
+
+
+@torch.no_grad()
+def import_state(
+    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], *, names: Mapping[str, Tensor] | None = None
+) -> ImportReport:
+    """Loads the ``state_dict()`` of another package's optimizer.
+
+    Known are bitsandbytes (Adam, AdamW, Lion, SGD), torchao (8-bit, 4-bit, fp8), flashoptim (compressed or not) and
+    torch.optim, also as ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives it. Codes and
+    scales go over as they are where the optimizer's codec has the same ones and no block crosses a row: from
+    bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
+    flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Elsewhere moments are
+    decoded to float32, and coded anew if the optimizer quantizes the parameter.
+
+    The hyper-parameters that the optimizer knows are taken over, options such as ``codec`` stay. Low bits of master
+    weights are not imported: master weights begin as the parameters stand.
+
+    A sharded optimizer (DTensor parameters) takes its part; all ranks call this with the same state dict, of whole
+    tensors. Costs, beside the new state, a few float32 copies of one parameter's moments at a time.
+
+    Args:
+        optimizer: has the same param groups with the same parameters in the same order.
+        state_dict: the other optimizer's.
+        names: parameters by their fully qualified names, for the report and errors, and to find the parameters of a
+            state dict that has such names.
+
+    Returns:
+        What became of each parameter's moments, and what was left out.
+
+    Raises:
+        ValueError: the state is of no known form, of other parameters or of another kind of optimizer, or the
+            optimizer's parameters are flat. Nothing was changed.
+    """
+    check_not_flat(optimizer)
+    sources = list(_sources(optimizer, state_dict, names))
+    peer = _recognize([state for source in sources for state in source.states])
+    parameters: dict[str, Outcome] = {}
+    ignored: list[str] = []
+    state: dict[int, StateDict] = {}
+    groups = []
+    known = {id(param): name for name, param in (names or {}).items()}
+    place = 0
+    for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
+        taken, left_out = _hyper(optimizer, own, source.group, peer)
+        ignored += [f"{key}={value!r} of param group {index}" for key, value in left_out.items()]
+        ids = list(range(place, place + len(own["params"])))
+        place += len(ids)
+        groups.append({**taken, "params": ids})
+        expected = optimizer.rule(own).moments
+        for position, (param, found) in enumerate(zip(own["params"], source.states, strict=True)):
+            if not found:
+                continue
+            name = known.get(id(param)) or name_of(own, index, position)
+            moments = peer.moments(found, expected, name)
+            spec = ParameterState.of(param, own, expected)
+            _check_layout(spec, param, moments, name)
+            entries, parameters[name] = _converted(spec, moments)
+            state[ids[position]] = entries | ({"step": found["step"]} if "step" in found else {})
+            ignored += [f"{key} of {name}" for key in sorted(peer.extra & found.keys())]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return ImportReport(peer.name, parameters, tuple(ignored))
+
+
+def _sources(
+    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None
+) -> Iterator[_Source]:
+    """The source's param groups in the order of the optimizer's."""
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), Sequence):
+        raise ValueError(
+            f"got a state dict with {', '.join(map(str, list(state_dict)[:5]))}, expected state and param_groups; pass "
+            "what an optimizer's state_dict() or get_optimizer_state_dict() gives, not flattened"
+        )
+    saved, own = state_dict["param_groups"], optimizer.param_groups
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+        raise ValueError(
+            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, expected "
+            f"{[len(group['params']) for group in own]}; make the optimizer with the same param groups"
+        )
+    by_name = names is not None and any(isinstance(key, str) for group in saved for key in group["params"])
+    known = {id(param): name for name, param in (names or {}).items()}
+    for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
+        keys = list(saved_group["params"])
+        if by_name:
+            ours = [known.get(id(param), name_of(group, index, at)) for at, param in enumerate(group["params"])]
+            if set(ours) != set(keys):
+                raise ValueError(
+                    f"param group {index}: got a state dict of {', '.join(map(str, keys))}, expected "
+                    f"{', '.join(ours)}; make the optimizer with the same param groups, of the same model"
+                )
+            keys = ours
+        states = [_without_none(state_dict["state"].get(key, {})) for key in keys]
+        yield _Source({k: v for k, v in saved_group.items() if k not in ("params", "param_names")}, states)
+
+
+def _without_none(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in state.items() if value is not None}
+
+
+def _recognize(states: Sequence[Mapping[str, Any]]) -> Peer:
+    """The package that the state is of."""
+    found: dict[Peer, None] = {}
+    for state in filter(None, states):
+        peer = next((peer for peer in _PEERS if peer.recognizes(state)), None)
+        if peer is None:
+            forms = "; ".join(f"{peer.name} has {peer.form}" for peer in _PEERS)
+            raise ValueError(
+                f"got the state of an unknown optimizer, with {', '.join(map(str, state))}, expected a known one: "
+                f"{forms}. Load shardopt's own with load_state_dict"
+            )
+        found[peer] = None
+    packages = [peer for peer in found if peer is not _TORCH] or list(found)  # others keep some of it as torch does
+    if len(packages) != 1:
+        got = f"the state of {' and '.join(peer.name for peer in packages)}" if packages else "no state at all"
+        raise ValueError(f"got {got}, expected that of one optimizer which has taken a step")
+    return packages[0]
+
+
+def _hyper(
+    optimizer: ShardedOptimizer, own: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The hyper-parameters of a param group that are taken over, and those that are not."""
+    rule = optimizer.rule(own)
+    hyper = {key: _number(value) for key, value in peer.hyper(saved, rule.moments).items()}
+    usable = (own.keys() - DEFAULTS.keys() - {"params", "param_names"}) | _SHARED_OPTIONS | {"initial_lr"}
+    kept = merged(own, {key: value for key, value in hyper.items() if key in usable})
+    taken = {key: kept[key] for key in hyper if key in usable}
+    optimizer.check_group({**hyper, **kept})
+    if optimizer.rule(kept) != rule:
+        changed = {key: value for key, value in taken.items() if own.get(key) != value}
+        raise ValueError(
+            f"got {changed}, which make the optimizer keep "
+            f"{', '.join(m.name for m in optimizer.rule(kept).moments) or 'no moments'}, expected "
+            f"{', '.join(m.name for m in rule.moments) or 'none'}; make the optimizer with such hyper-parameters"
+        )
+    used = {*taken, "decoupled_weight_decay"}  # the latter is checked by check_group
+    left_out = {k: v for k, v in hyper.items() if k not in used and v is not None and v is not False}
+    return taken, left_out
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _check_layout(spec: ParameterState, param: Tensor, moments: Moments, name: str) -> None:
+    """Checks that the moments are whole, or float DTensors sharded as the parameter is.
+
+    Raises:
+        ValueError: one is neither, or not of the parameter's shape.
+    """
+    for key, value in moments.items():
+        found = value.codes if isinstance(value, CodedMoment) else value
+        if tuple(found.shape) != spec.shard.global_shape:
+            raise ValueError(f"{name}: got {key} of shape {tuple(found.shape)}, expected {spec.shard.global_shape}")
+        if isinstance(found, DTensor):
+            plain = found is value and type(found.to_local()) is Tensor
+            if not (plain and isinstance(param, DTensor) and _placed(found) == _placed(param)):
+                raise ValueError(
+                    f"{name}: got {key} as a DTensor on {_placed(found)}, expected whole tensors, or float moments "
+                    "sharded as the parameter is; gather them with StateDictOptions(full_state_dict=True)"
+                )
+
+
+def _placed(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements
+
+
+def _converted(spec: ParameterState, moments: Moments) -> tuple[StateDict, Outcome]:
+    """The state entries for one parameter's moments, and what it took."""
+    coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
+    if len(coded) == len(spec.moments) and all(_is_ours(spec, value) for value in coded.values()):
+        entries: StateDict = {}
+        for moment in spec.moments:
+            entries |= _entries(spec, moment, coded[moment.name])
+        return entries, "exact"
+    values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
+    in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
+    if spec.codec.name != "fp32":
+        return spec.encode(in_parts), "requantized" if coded else "quantized"
+    return spec.encode(in_parts), "as float32" if coded else "exact"
+
+
+def _is_ours(spec: ParameterState, moment: CodedMoment) -> bool:
+    return moment.codec == spec.codec.name and moment.is_laid_out_as(spec.grid)
+
+
+def _entries(spec: ParameterState, moment: Moment, coded: CodedMoment) -> StateDict:
+    """The state entries with these codes and scales."""
+    scales = coded.scales.reshape(spec.grid.rows, spec.grid.blocks_per_row)
+    return {
+        spec.codes_name(moment): sharded(spec.shard, coded.codes),
+        spec.scales_name(moment): sharded(spec.shard, scales, spec.grid),
+    }

@@ -1,0 +1,63 @@
+"""What a package of optimizers is to an import: how its state is recognized and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.checkpoint.foreign.moments import CodedMoment
+from shardopt.codec import Moment
+
+#: The moments of one parameter under our names, in float or in codes.
+Moments = dict[str, "Tensor | CodedMoment"]
+
+
+class Peer:
+    """Base class of the packages; by itself one that names its moments as torch.optim does and keeps them in float."""
+
+    #: How errors and reports call it.
+    name = "torch.optim"
+    #: What its state looks like.
+    form = "exp_avg, exp_avg_sq or momentum_buffer in float"
+    #: Entries that it may have beside the moments.
+    extra: frozenset[str] = frozenset()
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        """Whether the state of one parameter, without entries that are None, is of this form."""
+        moments = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+        return state.keys() <= {"step", *moments} and all(
+            isinstance(state[key], Tensor) for key in moments & set(state)
+        )
+
+    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
+        """The moments of one parameter.
+
+        Args:
+            state: what :meth:`recognizes` knows, or torch.optim's form.
+            expected: those of the optimizer that they are for.
+            name: the parameter's, in errors.
+
+        Raises:
+            ValueError: the state is of another kind of optimizer, or damaged.
+        """
+        found = set(state) - {"step"} - self.extra
+        if found != {moment.name for moment in expected}:
+            raise _other_optimizer(name, sorted(found), expected)
+        return {moment.name: state[moment.name] for moment in expected}
+
+    def hyper(self, group: Mapping[str, Any], expected: Sequence[Moment]) -> dict[str, Any]:
+        """The hyper-parameters of a param group under torch.optim's names.
+
+        Raises:
+            ValueError: they are of another kind of optimizer.
+        """
+        return dict(group)
+
+
+def _other_optimizer(name: str, found: Sequence[str], expected: Sequence[Moment]) -> ValueError:
+    return ValueError(
+        f"{name}: got state with {', '.join(found) or 'no moments'}, expected "
+        f"{', '.join(moment.name for moment in expected) or 'none'}; import it into the optimizer of the same kind"
+    )

@@ -1,0 +1,115 @@
+"""Writes a safetensors file one tensor after another; the library's own writer wants all of them in memory at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: The format's names of the dtypes.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Description(NamedTuple):
+    """What the header says of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SafetensorsWriter:
+    """Writes under a temporary name, and puts the file in place when it is complete; a context manager.
+
+    An ``OSError`` is kept, not raised, and nothing more is written: who gathers tensors from other ranks has to go on.
+
+    Args:
+        path: of the file.
+        tensors: in the order in which they will be written; those with larger elements first.
+        metadata: strings for the header.
+
+    Attributes:
+        failure: what went wrong.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], tensors: Sequence[Description], metadata: Mapping[str, str]
+    ) -> None:
+        self._path = Path(path)
+        self._temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.tmp")
+        self._left = list(reversed(tensors))
+        self.failure: OSError | None = None
+        header = _header(tensors, metadata)
+        try:
+            self._file = open(self._temporary, "xb")  # noqa: SIM115  closed by __exit__
+            self._file.write(len(header).to_bytes(8, "little") + header)
+        except OSError as error:
+            self.failure = error
+
+    def write(self, tensor: Tensor) -> None:
+        """Appends the next tensor, on any device.
+
+        Raises:
+            ValueError: it is not the one that was announced.
+        """
+        name, dtype, shape = self._left.pop()
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise ValueError(f"{name}: got {tuple(tensor.shape)} of {tensor.dtype}, expected {shape} of {dtype}")
+        if self.failure is None:
+            try:
+                self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            except OSError as error:
+                self.failure = error
+
+    def commit(self) -> None:
+        """Puts the complete file in place, unless something went wrong."""
+        assert not self._left
+        if self.failure is None:
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                os.replace(self._temporary, self._path)
+            except OSError as error:
+                self.failure = error
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if hasattr(self, "_file"):
+            with suppress(OSError):
+                self._file.close()
+            with suppress(OSError):  # after commit there is none
+                os.unlink(self._temporary)
+
+
+def _header(tensors: Sequence[Description], metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        described[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)  # the tensors begin aligned

@@ -1,0 +1,289 @@
+"""Model and optimizer in one file of the safetensors format, https://github.com/huggingface/safetensors.
+
+Parameters and buffers are ``model.<name>``, state entries ``optimizer.<name>.<entry>``; the param groups stand as JSON
+in the header's metadata. There is no checksum: :func:`shardopt.checkpoint.save` has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from shardopt.checkpoint.contents import model_key, state_key
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
+from shardopt.checkpoint.foreign.targets import names_of, sharded
+from shardopt.checkpoint.groups import describe, merged, saved_options
+from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.codec import Moment
+from shardopt.layout import Shard, shard_of
+from shardopt.layout.names import buffer_names, parameter_names
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.options import STATE_FORMAT
+from shardopt.optim.state import ParameterState, StateDict
+
+FORMAT_VERSION = 1
+_KEY = "shardopt"  # of the metadata
+
+PathLike = str | os.PathLike[str]
+
+
+class _Entry(NamedTuple):
+    """A tensor to save, and how to get this rank's part of it."""
+
+    what: Description
+    get: Callable[[], Tensor]
+
+
+class _Wanted(NamedTuple):
+    """A parameter's state in a file, and what it is for.
+
+    Attributes:
+        param: the parameter.
+        spec: what its state looks like in the optimizer.
+        entries: what the file has of it, as whole tensors on the meta device.
+    """
+
+    param: Tensor
+    spec: ParameterState
+    entries: Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def save_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer, *, dequantize: bool = False) -> None:
+    """Saves a model and its optimizer as one safetensors file, for use in one process or by other tools.
+
+    All ranks must call this; rank 0 writes, and must hold a part of every parameter. Tensors are gathered one after
+    another, so that every rank needs memory for one whole tensor, no more. The file gets its name when it is complete;
+    until then, and if anything fails, what stood there stays.
+
+    Args:
+        path: of the file.
+        model: plain, wrapped by DDP, or of DTensors. Its parameters and persistent buffers are saved.
+        optimizer: of parameters of the model.
+        dequantize: save float32 moments, as ``optimizer.state_dict(dequantize=True)``, for optimizers of any codec and
+            for other packages. Costs 4 bytes per parameter and moment, and leaves out the low bits of master weights.
+
+    Raises:
+        CheckpointError: the file could not be written.
+        ValueError: the parameters are flat, or the optimizer has others than the model.
+    """
+    names = names_of(model, optimizer)
+    entries = [_entry(model_key(name), value) for name, value in _tensors_of(model).items()]
+    entries += _state_entries(optimizer, names, dequantize)
+    entries.sort(key=lambda entry: -entry.what.dtype.itemsize)  # so that each tensor begins aligned
+    groups = [describe(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
+    for group in groups if dequantize else ():
+        group["options"] = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
+    header = {"format_version": FORMAT_VERSION, "dequantized": dequantize, "param_groups": groups}
+    failure: OSError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        metadata = {"format": "pt", _KEY: json.dumps(header)}
+        with SafetensorsWriter(path, [entry.what for entry in entries], metadata) as writer:
+            for entry in entries:
+                writer.write(_whole(entry.get()))
+            writer.commit()
+            failure = writer.failure
+    else:
+        for entry in entries:
+            _whole(entry.get())
+    size = sum(entry.what.dtype.itemsize * math.prod(entry.what.shape) for entry in entries)
+    on_every_rank(lambda: _demand_written(path, size, failure))
+
+
+@torch.no_grad()
+def load_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer) -> None:
+    """Loads what :func:`save_safetensors` saved, under whatever sharding. All ranks must call this.
+
+    Codes and scales come back bit for bit; float32 moments are quantized. Every rank reads the whole file, and needs
+    memory for one whole tensor at a time, beside its part of the new state.
+
+    Args:
+        path: of the file.
+        model: with the same parameters and buffers, plain, wrapped by DDP, or of DTensors.
+        optimizer: with the same parameters. Unless the file has float32 moments, also with the same codec, block size
+            and other options of the state's format.
+
+    Raises:
+        ImportError: the package safetensors is not there.
+        CheckpointError: the file is missing, cut off, of another kind, of a newer version, or of another model or
+            optimizer.
+        ValueError: the parameters are flat, or the optimizer has others than the model. In each case nothing was
+            changed.
+    """
+    names = names_of(model, optimizer)
+    with on_every_rank(lambda: _opened(path)) as file:
+        tensors = _tensors_of(model)
+        wanted, groups = on_every_rank(lambda: _plan(os.fspath(path), file, tensors, optimizer, names))
+        state = {index: _read_state(file, each, names[id(each.param)]) for index, each in wanted.items()}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for name, value in tensors.items():
+            shard = shard_of(value)
+            shard.local(value).copy_(shard.part(file.get_tensor(model_key(name))))
+
+
+def _demand_written(path: PathLike, size: int, failure: OSError | None) -> None:
+    if failure is not None:
+        raise CheckpointError(
+            f"{path}: got {failure} while writing {size} bytes, expected room for them; what stood there stays"
+        ) from failure
+
+
+def _tensors_of(model: Module) -> dict[str, Tensor]:
+    tensors = {**parameter_names(model), **buffer_names(model)}
+    return {name: value.detach() for name, value in tensors.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The global value of a tensor; where it is a DTensor, all ranks must call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    on_mesh = tensor.to(tensor.device_mesh.device_type)  # of an offloaded parameter it lies on the host
+    whole: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
+    return whole
+
+
+def _state_entries(optimizer: ShardedOptimizer, names: Mapping[int, str], dequantize: bool) -> Iterator[_Entry]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name, state = names[id(param)], optimizer.state.get(param, {})
+            spec = ParameterState.of(param, group, optimizer.rule(group).moments)
+            for key, value in state.items():
+                if key == "step" or not dequantize:
+                    yield _entry(state_key(name, key), value)
+            if state and dequantize:
+                for moment in spec.moments:
+                    yield _decoded(state_key(name, moment.name), spec, state, moment)
+
+
+def _entry(name: str, value: Tensor) -> _Entry:
+    return _Entry(Description(name, value.dtype, tuple(value.shape)), lambda: value)
+
+
+def _decoded(name: str, spec: ParameterState, state: StateDict, moment: Moment) -> _Entry:
+    return _Entry(Description(name, torch.float32, spec.shard.global_shape), lambda: spec.decode(state)[moment.name])
+
+
+def _opened(path: PathLike) -> Any:
+    """The file, as a context manager."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "got no package safetensors, which load_safetensors needs; pip install 'shardopt[safetensors]'"
+        ) from error
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}: got no such file, expected one that save_safetensors wrote; check the path")
+    try:
+        return safetensors.safe_open(path, framework="pt", device="cpu")
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path}: got {error}, expected a whole safetensors file; save it again") from error
+
+
+def _plan(
+    path: str, file: Any, tensors: Mapping[str, Tensor], optimizer: ShardedOptimizer, names: Mapping[int, str]
+) -> tuple[dict[int, _Wanted], list[dict[str, Any]]]:
+    """What to read for each of the optimizer's parameters, and the param groups to be. Nothing is read yet.
+
+    Raises:
+        CheckpointError: the file is not of this model and optimizer.
+    """
+    text = (file.metadata() or {}).get(_KEY)
+    if text is None:
+        raise CheckpointError(f"{path}: got a safetensors file of another kind, expected one by save_safetensors")
+    header = json.loads(text)
+    if header["format_version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: got format version {header['format_version']}, expected at most {FORMAT_VERSION}; update shardopt"
+        )
+    expected = {model_key(name): value for name, value in tensors.items()}
+    _check(path, file, "model", {name for name in file.keys() if name.startswith("model.")}, expected)  # noqa: SIM118
+    found: dict[str, set[str]] = {}
+    for key in file.keys():  # noqa: SIM118  it is no dict
+        if key.startswith("optimizer."):
+            name = key.removeprefix("optimizer.").rpartition(".")[0]
+            found.setdefault(name, set()).add(key)
+    wanted: dict[int, _Wanted] = {}
+    groups: list[dict[str, Any]] = []
+    places = itertools.count()
+    for index, group in enumerate(optimizer.param_groups):
+        options = saved_options(header["param_groups"], [names[id(param)] for param in group["params"]], index)
+        left_out: tuple[str, ...] = ("params", "param_names")
+        if header["dequantized"]:
+            left_out += STATE_FORMAT  # as torch.optim's state, it belongs to no format of ours
+        else:
+            _check_format(path, group, options)
+        ids = list(itertools.islice(places, len(group["params"])))
+        groups.append({k: v for k, v in merged(group, options).items() if k not in left_out} | {"params": ids})
+        for place, param in zip(ids, group["params"], strict=True):
+            name = names[id(param)]
+            if name in found:
+                spec = ParameterState.of(param, group, optimizer.rule(group).moments)
+                entries = _saved_entries(spec, dequantized=header["dequantized"])
+                _check(path, file, name, found[name], {state_key(name, key): x for key, x in entries.items()})
+                wanted[place] = _Wanted(param, spec, entries)
+    return wanted, groups
+
+
+def _saved_entries(spec: ParameterState, *, dequantized: bool) -> dict[str, Tensor]:
+    """The entries of a parameter's state in a file: whole tensors on the meta device."""
+    shape = spec.shard.global_shape
+    entries = replace(spec, shard=Shard(shape, shape)).new(torch.device("meta"))
+    if dequantized:
+        return {"step": entries["step"], **{m.name: torch.empty(shape, device="meta") for m in spec.moments}}
+    return entries
+
+
+def _check_format(path: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for option in STATE_FORMAT:
+        if saved.get(option, group[option]) != group[option]:
+            raise CheckpointError(
+                f"{path}: got state saved with {option}={saved[option]!r}, expected {group[option]!r}; make the "
+                f"optimizer with {option}={saved[option]!r}, or save with dequantize=True"
+            )
+
+
+def _check(path: str, file: Any, of: str, found: set[str], expected: Mapping[str, Tensor]) -> None:
+    """Checks that a file has the expected tensors, and none but these.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    if found != expected.keys():
+        raise CheckpointError(
+            f"{path}: got {', '.join(sorted(found - expected.keys())) or 'nothing else'} for {of}, expected "
+            f"{', '.join(sorted(expected.keys() - found)) or 'none of it'}; load it into the model and optimizer that "
+            "were saved"
+        )
+    for name, like in expected.items():
+        described = file.get_slice(name)
+        got, dtype = tuple(described.get_shape()), described.get_dtype()
+        if (got, dtype) != (tuple(like.shape), DTYPES[like.dtype]):
+            raise CheckpointError(
+                f"{path}: got {name} of shape {got} and {dtype}, expected {tuple(like.shape)} and "
+                f"{DTYPES[like.dtype]}; load it into the model and optimizer that were saved"
+            )
+
+
+def _read_state(file: Any, wanted: _Wanted, name: str) -> StateDict:
+    """This rank's part of a parameter's state, in the form that the optimizer keeps."""
+    spec = wanted.spec
+    scales = {spec.scales_name(moment) for moment in spec.moments}
+    state: StateDict = {}
+    for key in wanted.entries:
+        value = file.get_tensor(state_key(name, key))
+        state[key] = value if key == "step" else sharded(spec.shard, value, spec.grid if key in scales else None)
+    if all(moment.name in state for moment in spec.moments):
+        return {"step": state["step"], **spec.encode(state)}
+    return state

@@ -1,0 +1,66 @@
+"""The optimizer's side of what comes and goes: its parameters' names and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.layout.names import parameter_names
+from shardopt.optim import ShardedOptimizer
+
+
+def check_not_flat(optimizer: ShardedOptimizer) -> None:
+    """Checks that the parameters are whole or DTensors.
+
+    Raises:
+        ValueError: they are flat, as FSDP1's.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(
+        hasattr(param, "_fsdp_flattened") or isinstance(shard_of(param), FlatShard | FlatBuffer) for param in params
+    ):
+        raise ValueError(
+            "got flat parameters, as those of FullyShardedDataParallel, expected whole ones or DTensors; do this with "
+            "an optimizer of the bare model, and go on from there with shardopt.checkpoint.save and load"
+        )
+
+
+def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
+    """How reports and errors call a parameter that has no other name."""
+    names = group.get("param_names")
+    return names[position] if names else f"parameter {position} of param group {index}"
+
+
+def names_of(model: Module, optimizer: ShardedOptimizer) -> dict[int, str]:
+    """The names of a model's parameters by their ``id``.
+
+    Raises:
+        ValueError: the optimizer has parameters that the model has not, or flat ones.
+    """
+    check_not_flat(optimizer)
+    names = {id(param): name for name, param in parameter_names(model).items()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ValueError(
+                    f"got {name_of(group, index, position)}, {tuple(param.shape)}, expected parameters of the model "
+                    "only; pass the model that the optimizer was made for"
+                )
+    return names
+
+
+def sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) -> Tensor:
+    """A whole tensor as the state of a parameter has it: this rank's part, wrapped as the parameter is.
+
+    Args:
+        shard: the parameter's.
+        whole: of the parameter's shape, possibly with dimensions behind it; the same on all ranks.
+        scales_of: set if it is not, but has the scales of this grid.
+    """
+    if scales_of is None:
+        return shard.like_parameter(shard.part(whole).contiguous())
+    return shard.like_scales(shard.scales_part(whole, scales_of).contiguous(), scales_of)

@@ -1,0 +1,90 @@
+"""The hyper-parameters and options of param groups, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.optim.options import STATE_FORMAT
+
+#: What belongs to a run, not to what it has learned.
+_OF_THE_RUN = frozenset(["exact_cut_blocks", "offload", "foreach", "fused", "capturable", "differentiable"])
+
+SavedGroup = dict[str, Any]
+
+
+def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
+    """A param group as JSON: names of its parameters, and its options as far as JSON can hold them.
+
+    Args:
+        group: the param group.
+        names: of its parameters.
+    """
+    options = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {"parameters": list(names), "options": {k: v for k, v in options.items() if v is not _UNKNOWN}}
+
+
+def saved_options(saved: Sequence[SavedGroup], names: Sequence[str], index: int) -> dict[str, Any]:
+    """The options that the parameters of a param group were saved with.
+
+    Args:
+        saved: the param groups of a checkpoint.
+        names: of the group's parameters.
+        index: the group's, for errors.
+
+    Raises:
+        CheckpointError: they were saved in groups with other options than each other, or in none.
+    """
+    found: list[dict[str, Any]] = []
+    for name in names:
+        of = next((group["options"] for group in saved if name in group["parameters"]), None)
+        if of is None:
+            raise CheckpointError(f"got no state of {name}, expected the optimizer's in the checkpoint to have it")
+        if of not in found:
+            found.append(of)
+    if len(found) > 1:
+        keys = sorted(key for key in {*found[0], *found[1]} if found[0].get(key) != found[1].get(key))
+        raise CheckpointError(
+            f"param group {index}: got parameters that were saved with different {', '.join(keys)}, expected them to "
+            "be alike; make param groups like those of the checkpoint"
+        )
+    return found[0] if found else {}
+
+
+def merged(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's options with the hyper-parameters of a checkpoint; what its state looks like stays."""
+    taken = {key: value for key, value in saved.items() if key not in STATE_FORMAT and key not in _OF_THE_RUN}
+    for key, value in taken.items():
+        own = group.get(key)
+        if isinstance(value, list) and (isinstance(own, tuple) or own is None):
+            taken[key] = tuple(value)
+        elif isinstance(own, Tensor):
+            taken[key] = own.new_tensor(value).reshape(own.shape)
+    return {**group, **taken}
+
+
+def apply(group: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Puts merged options into a param group; a tensor keeps its place in memory, which CUDA graphs know."""
+    for key, value in new.items():
+        own = group.get(key)
+        if isinstance(own, Tensor) and isinstance(value, Tensor):
+            own.copy_(value)
+        elif key != "params":
+            group[key] = value
+
+
+_UNKNOWN = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else _UNKNOWN
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return _UNKNOWN if _UNKNOWN in items else items
+    return _UNKNOWN

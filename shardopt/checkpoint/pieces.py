@@ -1,0 +1,149 @@
+"""What a rank holds of the parameters of a model, by their names in the bare model, whatever the sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.layout.names import buffer_names, parameter_names
+from shardopt.optim.state import ParameterState
+
+
+class Piece(NamedTuple):
+    """What this rank holds of one parameter of the bare model.
+
+    Attributes:
+        name: fully qualified.
+        param: the model's parameter, which may be made of several of the bare model's.
+        segment: which of these, where it is.
+        shard: the part.
+        local: its elements, a view.
+    """
+
+    name: str
+    param: Tensor
+    segment: int | None
+    shard: Shard
+    local: Tensor
+
+
+def pieces_of(model: Module) -> Iterator[Piece]:
+    """The parameters of a model. It must have been read by :func:`shardopt.layout.read_model`.
+
+    Raises:
+        CheckpointError: a parameter is not sharded now, since it is gathered for a forward pass.
+    """
+    for name, param in parameter_names(model).items():
+        shard = shard_of(param)
+        local = shard.local(param.detach())
+        if local.shape != shard.local_shape:
+            raise CheckpointError(
+                f"got {name} as a tensor of shape {tuple(local.shape)}, expected this rank's part, "
+                f"{shard.local_shape}; save and load between steps, not between forward and backward"
+            )
+        if isinstance(shard, FlatBuffer):
+            for index, segment in enumerate(shard.segments):
+                yield Piece(segment.name, param, index, segment.shard, segment.of(local))
+        else:
+            yield Piece(name, param, None, shard, local)
+
+
+def buffers_of(model: Module) -> Iterator[Piece]:
+    """The buffers that belong to a model's state dict."""
+    for name, buffer in buffer_names(model).items():
+        shard = shard_of(buffer)
+        yield Piece(name, buffer, None, shard, shard.local(buffer.detach()))
+
+
+def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
+    """A tensor of the parameter's shape, perhaps with dimensions behind, of which this rank holds ``local``."""
+    behind = tuple(local.shape[len(shard.local_shape) :])
+    shape = (*shard.global_shape, *behind)
+    if isinstance(shard, FlatShard):
+        return Chunks(shape, local.dtype, _rectangles(shard.global_shape, shard.start, shard.end, local))
+    return Chunks(shape, local.dtype, [Chunk((*shard.offset, *(0 for _ in behind)), local)])
+
+
+def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
+    """The scales of a parameter's blocks, of which this rank holds ``local``.
+
+    Those of a cut block are saved by the rank that holds its first element.
+    """
+    leading = shard.scales_shape(grid)
+    behind = tuple(local.shape[len(leading) :])
+    shape = (grid.rows, grid.blocks_per_row, *behind)
+    if isinstance(shard, FlatShard):
+        first, end = shard.blocks(grid)
+        written = max(min(shard.first_written_block(grid), end), first)
+        held = _rectangles(shape[:2], first, end, local)
+        return Chunks(shape, local.dtype, held, _rectangles(shape[:2], written, end, local[written - first :]))
+    offsets = (shard.offset[0], shard.local_blocks(grid).first, *(0 for _ in behind))
+    return Chunks(shape, local.dtype, [Chunk(offsets, local)])
+
+
+def state_chunks(spec: ParameterState, state: Mapping[str, Any]) -> dict[str, Chunks]:
+    """The state of a parameter, by the names of its entries.
+
+    Args:
+        spec: what the state looks like.
+        state: this rank's part: plain tensors.
+    """
+    scales = {spec.scales_name(moment) for moment in spec.moments} if spec.codec.blockwise else set()
+    found: dict[str, Chunks] = {}
+    for key, value in state.items():
+        if key == "step":
+            found[key] = Chunks((), value.dtype, [Chunk((), value)])
+        elif key in scales:
+            found[key] = scales_chunks(spec.shard, spec.grid, value)
+        else:
+            found[key] = parameter_chunks(spec.shard, value)
+    return found
+
+
+def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:
+    """The rectangles that the range ``[start, end)`` of a flattened tensor of this shape is made of.
+
+    Args:
+        shape: of the global tensor, without the dimensions that follow in each element of ``local``.
+        start: the first element.
+        end: that after the last one.
+        local: the elements, dimension 0 counting them.
+    """
+    behind = tuple(local.shape[1:])
+    zeros = (0,) * len(behind)
+    chunks = []
+    at = 0
+    for offsets, extents in _decompose(tuple(shape), start, end):
+        numel = math.prod(extents)
+        chunks.append(Chunk((*offsets, *zeros), local[at : at + numel].view(*extents, *behind)))
+        at += numel
+    return chunks
+
+
+def _decompose(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and extents of rectangles which, one after another, are the range ``[start, end)`` of the elements."""
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = math.prod(shape[1:])
+    first, skipped = divmod(start, inner)
+    last, rest = divmod(end, inner)
+    if first == last:  # within one row
+        yield from (((first, *o), (1, *e)) for o, e in _decompose(shape[1:], skipped, rest))
+        return
+    if skipped:
+        yield from (((first, *o), (1, *e)) for o, e in _decompose(shape[1:], skipped, inner))
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if rest:
+        yield from (((last, *o), (1, *e)) for o, e in _decompose(shape[1:], 0, rest))

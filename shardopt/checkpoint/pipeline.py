@@ -1,0 +1,62 @@
+"""Threads that read or write a few pieces ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeVar
+
+T = TypeVar("T")
+
+THREADS = 2
+#: At most so many jobs have been taken of which the caller still has to take or use the result.
+AHEAD = THREADS + 1
+
+
+@contextmanager
+def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
+    """The jobs' results in order, computed by threads a few jobs ahead of the caller.
+
+    ``jobs`` is iterated over in the caller's thread. At the end, or after an error, no thread is left.
+    """
+    # Not a ThreadPoolExecutor: an asynchronous save that the interpreter waits for at its exit could not use one.
+    todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
+    threads = [Thread(target=_work, args=(todo,)) for _ in range(THREADS)]
+    pending: deque[Future[T]] = deque()
+
+    def results() -> Iterator[T]:
+        for job in jobs:
+            future: Future[T] = Future()
+            pending.append(future)
+            todo.put((future, job))
+            if len(pending) == AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    for thread in threads:
+        thread.start()
+    try:
+        yield results()
+    finally:
+        for future in pending:
+            future.cancel()
+        for _ in threads:
+            todo.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _work(todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
+    while (task := todo.get()) is not None:
+        future, job = task
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)

@@ -1,0 +1,318 @@
+"""Loading a portable checkpoint: where its tensors go, what is converted, and the change of model and optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.contents import Content, Owner, contents_of, fresh_state, model_key, state_key
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.groups import SavedGroup, apply, merged, saved_options
+from shardopt.checkpoint.index import load_index
+from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
+from shardopt.kernels.weights import StoredWeights, WeightFormat
+from shardopt.layout import FlatShard
+from shardopt.optim.flat_state import BufferState, encode_flat
+from shardopt.optim.options import STATE_FORMAT
+from shardopt.optim.state import LOW_BITS, ParameterState
+
+
+class _Target(NamedTuple):
+    """One parameter: what is read of it, and what it is to become.
+
+    Attributes:
+        content: the parameter.
+        values: this rank's part, in the checkpoint's dtype.
+        saved: what the state in the checkpoint looks like; None if none of it is to be loaded.
+        spec: what it is to look like.
+        state: what is read of it.
+    """
+
+    content: Content
+    values: Tensor
+    saved: ParameterState | None
+    spec: ParameterState | None
+    state: dict[str, Tensor]
+
+    @property
+    def converts_state(self) -> bool:
+        """Whether moments have to be coded anew."""
+        if self.saved is None or self.spec is None or not self.spec.moments:
+            return False
+        return _described(self.saved) != _described(self.spec)
+
+    @property
+    def weights(self) -> tuple[WeightFormat, WeightFormat]:
+        """How the weights were saved, and how they are to be stored. Without state, there are no low bits."""
+        found = []
+        for spec, tensor in ((self.saved, self.values), (self.spec, self.content.piece.local)):
+            has_state = spec is not None and self.saved is not None
+            found.append(WeightFormat(tensor.dtype, spec.weights.low_bits if has_state and spec else 0))
+        return found[0], found[1]
+
+    @property
+    def converts_weights(self) -> bool:
+        """Whether the weights are stored in another form."""
+        old, new = self.weights
+        return old != new
+
+
+class Restoration:
+    """A checkpoint on its way into a model and an optimizer.
+
+    To be read are :attr:`tensors`; then :meth:`convert` is called. Nothing is changed before :meth:`commit`.
+
+    Args:
+        path: the checkpoint.
+        model: the model.
+        optimizer: its optimizer, if it is to be loaded.
+        convert: whether the state may be converted.
+
+    Raises:
+        CheckpointError: the checkpoint is not one of this model and optimizer.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, *, convert: bool
+    ) -> None:
+        self._path = Path(path)
+        self._index = load_index(self._path)
+        self._owner = None if optimizer is None else Owner.of(optimizer)
+        contents = contents_of(model, self._owner)
+        self._buffers = [
+            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype)) for piece in buffers_of(model)
+        ]
+        self._check_model([content.piece for content in contents] + [piece for piece, _ in self._buffers])
+        self._options, saved_groups = self._merged_options(contents)
+        self._owned = [p for g in self._owner.sharded.param_groups for p in g["params"]] if self._owner else []
+        self._owned_ids = {id(param) for param in self._owned}
+        self._entries: dict[str, set[str]] = {}
+        for key in self._index.tensors:
+            name, _, entry = key.removeprefix("optimizer.").rpartition(".")
+            if key.startswith("optimizer."):
+                self._entries.setdefault(name, set()).add(entry)
+        self._targets = [self._target(content, saved_groups) for content in contents]
+        self.converted = {t.content.piece.name: what for t in self._targets if (what := self._conversion(t))}
+        if self.converted and not convert:
+            name, what = next(iter(self.converted.items()))
+            raise CheckpointError(
+                f"{self._path}: got {what} for {name} and {len(self.converted) - 1} other parameters, expected the "
+                "optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
+            )
+        self._extra_tensors = {
+            name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype)
+            for name, stored in self._index.tensors.items()
+            if name.startswith("extra.")
+        }
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What else was saved."""
+        return {**self._index.header["extra"], **self._extra_tensors}
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Where to read to, by the names in the checkpoint."""
+        found: dict[str, Any] = {}
+        for target in self._targets:
+            piece = target.content.piece
+            found[model_key(piece.name)] = parameter_chunks(piece.shard, target.values)
+            if target.saved is not None:
+                for entry, chunks in state_chunks(target.saved, target.state).items():
+                    found[state_key(piece.name, entry)] = chunks
+        for piece, values in self._buffers:
+            found[model_key(piece.name)] = parameter_chunks(piece.shard, values)
+        for name, values in self._extra_tensors.items():
+            found[f"extra.{name}"] = Chunks(values.shape, values.dtype, [Chunk((0,) * values.dim(), values)])
+        return found
+
+    def convert(self) -> None:
+        """Brings what was read into the form that the optimizer keeps. All ranks must call this."""
+        self._check_steps()
+        self._targets = [_with_weights(target) for target in self._targets]
+        flat = {
+            index: (target.spec, _moments(target) if target.state else None)
+            for index, target in enumerate(self._targets)
+            if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
+        }
+        states = encode_flat([spec for spec, _ in flat.values()], [values for _, values in flat.values()])
+        encoded = dict(zip(flat, states, strict=True))
+        for index, target in enumerate(self._targets):
+            if not target.converts_state:
+                continue
+            state = encoded[index] if index in encoded else _encode(target)
+            kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
+            self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
+
+    def commit(self) -> None:
+        """Changes model and optimizer."""
+        with torch.no_grad():
+            for target in self._targets:
+                target.content.piece.local.copy_(target.values)
+            for piece, values in self._buffers:
+                piece.local.copy_(values)
+        if self._owner is None:
+            return
+        for group, options in zip(self._owner.groups, self._options, strict=True):
+            apply(group, options)
+        if self._owner.groups is not self._owner.sharded.param_groups:  # a ZeroRedundancyOptimizer's: it has fewer
+            for group, options in zip(self._owner.sharded.param_groups, self._options, strict=True):
+                apply(group, options)
+        self._put_states(self._owner)
+
+    def _check_model(self, pieces: Sequence[Piece]) -> None:
+        """Checks that the checkpoint has the tensors of the model and no others."""
+        own = {model_key(piece.name): piece.shard.global_shape for piece in pieces}
+        saved = {name: stored.shape for name, stored in self._index.tensors.items() if name.startswith("model.")}
+        missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+        other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
+        if missing or unexpected or other:
+            raise CheckpointError(
+                f"{self._path}: got a checkpoint of another model: it lacks {_few(missing)}, has also "
+                f"{_few(unexpected)}, and has in other shapes {_few([f'{n} {saved[n]} for {own[n]}' for n in other])}; "
+                "build the model that was saved"
+            )
+
+    def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The options of each param group: those that it is to have, and those that it was saved with."""
+        if self._owner is None:
+            return [], []
+        saved_groups: list[SavedGroup] | None = self._index.header.get("param_groups")
+        if saved_groups is None:
+            raise CheckpointError(
+                f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
+            )
+        new, saved = [], []
+        for index, group in enumerate(self._owner.groups):
+            names = [content.piece.name for content in contents if content.group == index]
+            saved.append(saved_options(saved_groups, names, index))
+            new.append(merged(group, saved[-1]))
+        return new, saved
+
+    def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> _Target:
+        piece = content.piece
+        dtype = self._index.tensors[model_key(piece.name)].dtype
+        values = torch.empty(piece.local.shape, dtype=dtype)
+        if self._owner is None or content.group is None:
+            return _Target(content, values, None, None, {})
+        options = self._options[content.group]
+        moments = self._owner.sharded.rule(options).moments
+        spec = ParameterState.of_shard(piece.shard, piece.local.dtype, options, moments)
+        found = self._entries.get(piece.name, set())
+        if not found:
+            return _Target(content, values, None, spec, {})
+        as_saved = {key: saved_groups[content.group].get(key, options[key]) for key in STATE_FORMAT}
+        saved = ParameterState.of_shard(piece.shard, dtype, {**options, **as_saved}, moments)
+        if found != saved.state_names:
+            raise CheckpointError(
+                f"{self._path}: got {', '.join(sorted(found))} of {piece.name}, saved by "
+                f"{self._index.header.get('optimizer')}, expected {', '.join(sorted(saved.state_names))} of "
+                f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
+            )
+        target = _Target(content, values, saved, spec, {})
+        is_here = piece.local.numel() > 0 or piece.segment is not None or not isinstance(piece.shard, FlatShard)
+        if (is_here and id(piece.param) in self._owned_ids) or target.converts_weights:
+            target = target._replace(state=fresh_state(saved))
+        return target
+
+    def _conversion(self, target: _Target) -> str:
+        """What has to be converted of a parameter; empty if nothing."""
+        found = []
+        if target.converts_state:
+            assert target.saved is not None
+            assert target.spec is not None
+            found.append(f"{_described(target.saved)} state for {_described(target.spec)}")
+        if target.converts_weights:
+            old, new = target.weights
+            found.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
+        return " and ".join(found)
+
+    def _put_states(self, owner: Owner) -> None:
+        """Replaces the optimizer's state."""
+        of: dict[Tensor, list[_Target]] = {}
+        for target in self._targets:
+            of.setdefault(target.content.piece.param, []).append(target)
+        for param in self._owned:
+            targets = of[param]
+            if all(not target.state for target in targets):
+                owner.sharded.state.pop(param, None)
+                continue
+            group = targets[0].content.group
+            assert group is not None
+            spec = owner.sharded.state_spec(param, owner.groups[group])
+            states = [self._on_device(target, param.device) for target in targets]
+            owner.sharded.state[param] = spec.join(states) if isinstance(spec, BufferState) else states[0]
+
+    def _on_device(self, target: _Target, device: torch.device) -> dict[str, Tensor]:
+        """A parameter's state in the form that the optimizer keeps."""
+        spec = target.spec
+        assert spec is not None
+        state = target.state or fresh_state(spec)  # a segment of a flat buffer that was saved without
+        scales = {spec.scales_name(moment) for moment in spec.moments}
+        return {
+            key: value.to(device)
+            if key == "step"
+            else spec.shard.like_scales(value.to(device), spec.grid)
+            if key in scales
+            else spec.shard.like_parameter(value.to(device))
+            for key, value in state.items()
+        }
+
+    def _check_steps(self) -> None:
+        """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""
+        steps: dict[Tensor, set[float]] = {}
+        for target in self._targets:
+            if target.content.piece.segment is not None and target.state:
+                steps.setdefault(target.content.piece.param, set()).add(float(target.state["step"]))
+        for counts in steps.values():
+            if len(counts) > 1:
+                raise CheckpointError(
+                    f"{self._path}: got parameters stepped {sorted(counts)} times for one flat parameter, expected one "
+                    "count; wrap the model with use_orig_params=True"
+                )
+
+
+def _with_weights(target: _Target) -> _Target:
+    """The same with the weights in the form that parameter and optimizer keep."""
+    if not target.converts_weights:
+        return target
+    old, new = target.weights
+    stored = new.store(old.load(StoredWeights(target.values, target.state.get(LOW_BITS))))
+    state = {key: value for key, value in target.state.items() if key != LOW_BITS}
+    if stored.low_bits is not None and state:
+        state[LOW_BITS] = stored.low_bits
+    return target._replace(values=stored.param, state=state)
+
+
+def _encode(target: _Target) -> dict[str, Tensor]:
+    """The moments of a parameter coded anew, where the shard is not flat."""
+    spec = target.spec
+    assert spec is not None
+    if not target.state:
+        return {}
+    values = zip(spec.moments, _moments(target), strict=True)
+    encoded = spec.encode({moment.name: spec.shard.like_parameter(x) for moment, x in values})
+    return {key: spec.shard.local(value) for key, value in encoded.items()}
+
+
+def _moments(target: _Target) -> list[Tensor]:
+    """The moments as saved, decoded: this rank's part, float32."""
+    assert target.saved is not None
+    return target.saved.decode_local(target.state)
+
+
+def _described(spec: ParameterState) -> str:
+    return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4]) or "nothing"
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

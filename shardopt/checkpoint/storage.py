@@ -1,0 +1,338 @@
+"""The storage of the portable checkpoint, for torch.distributed.checkpoint (DCP).
+
+DCP's own unpickles its metadata, notices no damage, and destroys the previous checkpoint of a folder before the new one
+is complete. Here a checkpoint is a folder of data files and ``checkpoint.json`` (:mod:`shardopt.checkpoint.index`),
+which is put in place by one rename once all data are on the disk. What was there until then stays loadable, whatever
+happens. Everything that is read was verified by its checksum. The folder must be one that all ranks see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import secrets
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.data_file import (
+    DataFileWriter,
+    check_lengths,
+    read_chunks,
+    rectangle,
+    removed_on_failure,
+    sync_folder,
+)
+from shardopt.checkpoint.errors import CheckpointError, plain_errors
+from shardopt.checkpoint.index import (
+    INDEX_NAME,
+    Index,
+    StoredChunk,
+    StoredTensor,
+    dump_index,
+    load_index,
+    read_header,
+    read_index,
+    remove_strays,
+)
+
+__all__ = [
+    "CheckpointError",
+    "PortableReader",
+    "PortableWriter",
+    "StoredChunk",
+    "StoredTensor",
+    "plain_errors",
+    "read_header",
+    "read_index",
+]
+
+
+class PortableWriter(StorageWriter, AsyncStager):
+    """Saves tensors, in :class:`Chunks` or plain, into a folder. For ``dcp.save`` and ``dcp.async_save``.
+
+    Args:
+        path: the folder; made if there is none. A checkpoint in it is replaced.
+        header: what JSON can hold, given on every rank; that of the first one is saved.
+
+    Raises:
+        TypeError: JSON cannot hold the header.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
+        _require_little_endian()
+        self._folder = Path(path)
+        self._header: dict[str, Any] = json.loads(json.dumps(header))
+        self._token = ""
+        self._data_file: Path | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._data_file = None
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError("got use_collectives=False, expected True: the ranks save one checkpoint together")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                raise TypeError(
+                    f"got {item.index.fqn}, which is no tensor, expected tensors only; put what JSON can hold into the "
+                    "header"
+                )
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}: cannot make this folder: {error}; choose another path") from error
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        _check_filled(itertools.chain.from_iterable(plan.items for plan in plans))
+        in_use = self._files_in_use()
+        if in_use is not None:
+            remove_strays(self._folder, in_use)  # a save that died for want of space left it occupied
+        self._token = secrets.token_hex(8)
+        return [replace(plan, storage_data=f"{self._token}-{rank}.bin") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan, planner) if plan.items else [])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        chunks: dict[str, list[StoredChunk]] = defaultdict(list)
+        files: dict[str, int] = defaultdict(int)
+        for result in itertools.chain.from_iterable(results):
+            for chunk in result.storage_data:
+                chunks[result.index.fqn].append(chunk)
+                files[chunk.file] = max(files[chunk.file], chunk.position + chunk.bytes)
+        check_lengths(self._folder, files)
+        tensors = {
+            name: StoredTensor(stored.properties.dtype, tuple(stored.size), sorted(chunks[name]))
+            for name, stored in sorted(metadata.state_dict_metadata.items())
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self._commit(dump_index(Index(self._header, files, tensors)))
+        with suppress(OSError):  # the next save will
+            remove_strays(self._folder, files)
+
+    def discard(self) -> None:
+        """Removes what this rank wrote for a save that failed on another rank. The next save would, too."""
+        if self._data_file is not None:
+            in_use = self._files_in_use()
+            if in_use is not None and self._data_file.name not in in_use:
+                self._data_file.unlink(missing_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    # For dcp.async_save, whose own stager cannot copy chunks.
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies of the tensors on the CPU."""
+        return {name: _staged(name, value) for name, value in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: the copies are made at once."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _files_in_use(self) -> dict[str, int] | None:
+        """The data files of the checkpoint in the folder; None if it cannot be said."""
+        if not (self._folder / INDEX_NAME).exists():
+            return {}
+        try:
+            return load_index(self._folder).files
+        except CheckpointError:
+            return None
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        self._data_file = self._folder / plan.storage_data
+        file = DataFileWriter(self._data_file)
+        chunks = []
+        for item in plan.items:
+            assert item.tensor_data is not None
+            corner, shape = tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
+            data = cast("Callable[[], Tensor]", partial(planner.resolve_data, item))
+            chunks.append(file.add(data, corner, shape, item.tensor_data.properties.dtype.itemsize))
+        stored = file.write()
+        return [
+            WriteResult(item.index, sum(chunk.bytes for chunk in stored[places]), stored[places])
+            for item, places in zip(plan.items, chunks, strict=True)
+        ]
+
+    def _commit(self, text: bytes) -> None:
+        path = self._folder / INDEX_NAME
+        unfinished = self._folder / f"{INDEX_NAME}.{self._token}"
+        with removed_on_failure(unfinished, len(text)):
+            with unfinished.open("xb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        sync_folder(self._folder)
+
+
+class PortableReader(StorageReader):
+    """Loads what :class:`PortableWriter` saved. For ``dcp.load``.
+
+    Each rank reads the chunks that it needs parts of, each once. A tensor is loaded into one of its own dtype. Tensors
+    loaded into may have changed in part when loading fails.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        _require_little_endian()
+        self._folder = Path(path)
+        self._index: Index | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The checkpoint's header."""
+        return self._loaded().header
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._index = self._error = None
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The tensors of the checkpoint. What is wrong with it is raised by what comes next: DCP drops it here."""
+        self._error = None
+        try:
+            self._index = load_index(self._folder)
+        except CheckpointError as error:
+            self._error = error
+            return Metadata({})
+        return Metadata({name: _metadata(stored) for name, stored in self._index.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._loaded()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        index = self._loaded()
+        reads: dict[str, dict[StoredChunk, list[tuple[ReadItem, Tensor]]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            stored = index.tensors[item.storage_index.fqn]
+            target = planner.resolve_tensor(item).detach()
+            if target.dtype != stored.dtype:
+                raise CheckpointError(
+                    f"{self._folder}: got {item.dest_index.fqn} of {target.dtype} to load into, expected "
+                    f"{stored.dtype} as it was saved; load it into that and convert it"
+                )
+            assert item.storage_index.index is not None
+            chunk = stored.chunks[item.storage_index.index]
+            reads[chunk.file][chunk].append((item, target))
+        check_lengths(self._folder, {file: index.files[file] for file in reads})
+        for file, wanted in sorted(reads.items()):
+            with read_chunks(self._folder / file, wanted) as chunks:
+                for chunk, data in chunks:
+                    for item, target in wanted[chunk]:
+                        values = data.view(target.dtype).view(chunk.shape)
+                        target.copy_(values[rectangle(item.storage_offsets, item.lengths)])
+                        planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def _loaded(self) -> Index:
+        if self._error is not None:
+            raise self._error
+        if self._index is None:
+            self._index = load_index(self._folder)
+        return self._index
+
+
+def _staged(name: str, value: Any) -> Tensor:
+    if isinstance(value, Chunks):
+        return value.staged()
+    if type(value) in (Tensor, torch.nn.Parameter):
+        copy: Tensor = value.detach().to("cpu", copy=True)
+        return copy
+    raise TypeError(f"got {type(value).__name__} for {name}, expected Chunks or a plain tensor")
+
+
+def _check_filled(items: Iterable[WriteItem]) -> None:
+    """Checks that what is to be written fills every tensor, which DCP does not for a single rank."""
+    first: dict[str, TensorWriteData] = {}
+    filled: dict[str, int] = defaultdict(int)
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        known = first.setdefault(item.index.fqn, data)
+        if (data.size, data.properties.dtype) != (known.size, known.properties.dtype):
+            raise CheckpointError(
+                f"got {item.index.fqn} of {data.properties.dtype} and shape {tuple(data.size)} on one rank, expected "
+                f"{known.properties.dtype} and {tuple(known.size)} as on another"
+            )
+        filled[item.index.fqn] += math.prod(data.chunk.sizes)
+    for name, data in first.items():
+        if filled[name] != data.size.numel():
+            raise CheckpointError(
+                f"got {filled[name]} elements of {name} to save, expected {data.size.numel()}: the ranks' chunks do "
+                f"not fill its shape {tuple(data.size)}"
+            )
+
+
+def _metadata(stored: StoredTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=stored.dtype),
+        torch.Size(stored.shape),
+        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in stored.chunks],
+    )
+
+
+def _require_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise CheckpointError(
+            "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
+        )

@@ -1,0 +1,127 @@
+"""FullyShardedDataParallel (FSDP1): every unit's parameters, flattened one after another, are cut into equal ranges.
+
+The metadata is that of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which is private; what is made of
+it is compared with what FSDP itself says of this rank's shard.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import Module
+
+from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign
+from shardopt.layout.names import canonical_modules
+
+
+@dataclass(frozen=True)
+class GroupExchange:
+    """Agreement among the ranks of a process group. Equal ones share one collective.
+
+    Attributes:
+        group: the ranks.
+        device: of the tensors that the group's backend takes.
+    """
+
+    group: ProcessGroup
+    device: torch.device
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, ReduceOp.MAX)
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, ReduceOp.SUM)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        there = tensor.to(self.device)
+        all_reduce(there, op, group=self.group)
+        if there is not tensor:
+            tensor.copy_(there)
+
+
+def read_fsdp1(model: Module) -> None:
+    """Assigns shards to the parameters of all FSDP1 units in a model.
+
+    Raises:
+        RuntimeError: a unit is made of tensors that are sharded already, or its metadata are not what is known here.
+    """
+    units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
+    if not units:
+        return
+    names = _original_names(model, [unit._handle for unit in units])
+    for unit in units:
+        _assign_unit(unit._handle, names)
+
+
+def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
+    """Place and fully qualified name of each original parameter, by module and the name there."""
+    flattened: dict[int, list[str]] = {}
+    for handle in handles:
+        for name, module, _ in handle.flat_param._param_infos:
+            flattened.setdefault(id(module), []).append(name)
+    flat = {id(handle.flat_param) for handle in handles}
+    found: dict[tuple[int, str], tuple[int, str]] = {}
+    for prefix, module in canonical_modules(model):
+        own = [name for name, param in module._parameters.items() if param is not None and id(param) not in flat]
+        for name in dict.fromkeys([*own, *flattened.get(id(module), [])]):
+            found[id(module), name] = (len(found), prefix + name)
+    return found
+
+
+def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]]) -> None:
+    flat = handle.flat_param
+    known = [names[id(module), name] for name, module, _ in flat._param_infos]
+    if any(extension is not None for extension in flat._param_extensions):
+        raise RuntimeError(
+            f"got an FSDP1 unit of {', '.join(name for _, name in known)} whose parameters are DTensors, expected "
+            "plain ones; use fully_shard (FSDP2) with tensor parallel"
+        )
+    shards = _ranges(handle) if handle.uses_sharded_strategy else [_whole(tuple(shape)) for shape in flat._shapes]
+    if handle._use_orig_params:
+        for param, shape, shard in zip(flat._params, flat._shapes, shards, strict=True):
+            assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape), tuple(shape)))
+        return
+    size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
+    begin = handle.rank * size if handle.uses_sharded_strategy else 0
+    segments = []
+    for (place, name), first, shard in zip(known, _offsets(flat), shards, strict=True):
+        offset = max(first + shard.start - begin, 0) if shard.end > shard.start else 0
+        segments.append(Segment(name, place, shard, offset))
+    assign(flat, FlatBuffer(size, segments))
+
+
+def _whole(shape: tuple[int, ...]) -> FlatShard:
+    return FlatShard(shape, 0, torch.Size(shape).numel())
+
+
+def _ranges(handle: Any) -> list[FlatShard]:
+    """The shards of a unit's original parameters."""
+    flat = handle.flat_param
+    size, world_size, rank = flat._sharded_size.numel(), handle.world_size, handle.rank
+    exchange = GroupExchange(handle.process_group, handle.device)
+    found = []
+    for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
+        numel = torch.Size(shape).numel()
+        ends = [min(max(r * size - first, 0), numel) for r in range(world_size + 1)]
+        start, end = ends[rank], ends[rank + 1]
+        cuts = sorted({cut for cut in ends if 0 < cut < numel})
+        known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+        if known != ((start, end) if end > start else (0, 0)):
+            raise RuntimeError(
+                f"got an FSDP1 shard with elements {known} of a parameter of shape {tuple(shape)}, expected "
+                f"{(start, end)}; PyTorch {torch.__version__} shards in a way that shardopt does not know"
+            )
+        found.append(FlatShard(tuple(shape), start, end, cuts, exchange))
+    return found
+
+
+def _offsets(flat: Any) -> list[int]:
+    """Where the original parameters begin in the unsharded flat parameter, of which some parts are padding."""
+    begins = [0, *itertools.accumulate(flat._numels_with_padding)]
+    return [at for at, padding in zip(begins, flat._is_padding_mask, strict=False) if not padding]

@@ -1,0 +1,176 @@
+"""Gradient release: each parameter is stepped during the backward pass, and its gradient freed.
+
+Without DDP a parameter's post-accumulate hook does it, which FSDP2 runs after its reduction. DDP reduces gradients in
+buckets after that hook, so there a communication hook does it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from shardopt.integrations.ddp_buckets import bucket_hook, reduced_parameters
+from shardopt.layout import FlatBuffer, FlatShard, shard_of
+from shardopt.optim import ShardedOptimizer
+
+
+class GradientRelease:
+    """What :func:`release_gradients` returns: the release, until :meth:`remove`. Also a context manager."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._undo: list[Callable[[], object]] = []
+        self._active = True
+
+    def remove(self) -> None:
+        """Ends the release: from the next backward pass on gradients are kept, and ``optimizer.step()`` is the step."""
+        if self._active:
+            self._active = False
+            for undo in self._undo:
+                undo()
+            self._optimizer.end_release()
+
+    def __enter__(self) -> GradientRelease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRelease:
+    """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
+
+    So only a few gradients live at once: one parameter's, one unit's with FSDP2, none beside its buckets with DDP (which
+    keeps them for good). The result is that of ordinary steps, bit for bit. The loop stays as it is::
+
+        shardopt.release_gradients(model, optimizer)
+        for batch in batches:
+            model(batch).mean().backward()  # takes the step
+            optimizer.step()  # ends it; steps whatever parameters the backward pass has not
+            schedule.step()
+            optimizer.zero_grad()  # finds nothing
+
+    Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
+    Parameters of the model that the optimizer does not have are left alone.
+
+    What cannot be had with it:
+
+    - Gradients over several backward passes: a second one before ``optimizer.step()`` raises, and so does ``no_sync`` of
+      DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass.
+    - The norm of all gradients: ``clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Hooks on single
+      gradients (``Tensor.register_hook``) work as ever.
+    - A scaled loss: ``GradScaler.step`` raises. Use bfloat16.
+    - ``nonfinite="raise"``, whose promise that nothing was changed could not be kept.
+    - Closures, FSDP1 and ZeroRedundancyOptimizer.
+
+    Every backward pass that reaches a parameter is a step of it: detach what is not to be trained. An exception during
+    the backward pass leaves the parameters stepped that had their gradients.
+
+    Args:
+        model: the wrapped model.
+        optimizer: one of shardopt's; several may share a model.
+
+    Returns:
+        The release, to remove. DDP keeps its communication hook, which then does what DDP does without one.
+
+    Raises:
+        TypeError: the optimizer is none of shardopt's.
+        ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``.
+        RuntimeError: gradients are there already, or the optimizer's are released already, or the model is wrapped in a
+            way that excludes it.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        kind = type(optimizer).__name__
+        why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
+        raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
+    _refuse_fsdp1(model)
+    owned = {param for group in optimizer.param_groups for param in group["params"]}
+    params = [param for param in model.parameters() if param in owned and param.requires_grad]
+    _check(params)
+    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
+    buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
+    release = GradientRelease(optimizer)
+    released = optimizer.release(params)
+    for param in params:
+        if param in reduced:
+            release._undo.append(buckets[reduced[param]].add(param, released.step))
+        else:
+            release._undo.append(param.register_post_accumulate_grad_hook(released.step).remove)
+    for replica in buckets:
+        release._undo.append(replica.register_forward_pre_hook(_check_forward).remove)
+    direct = {param for param in params if param not in reduced}
+    if direct:
+        release._undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
+    return release
+
+
+def _check(params: list[Tensor]) -> None:
+    if not params:
+        raise ValueError(
+            "got an optimizer that has no trained parameter of the model, expected its own; make the optimizer after "
+            "wrapping the model, and pass the wrapped model"
+        )
+    pending = sum(param.grad is not None for param in params)
+    if pending:
+        raise RuntimeError(
+            f"got {pending} parameters that have a gradient, expected none; call optimizer.step() if they are to be "
+            "stepped, and optimizer.zero_grad()"
+        )
+    if any(isinstance(shard_of(param), FlatShard | FlatBuffer) for param in params):
+        raise RuntimeError(
+            "got parameters of flat shards, whose owners must step them together, expected whole parameters or "
+            "DTensors; use fully_shard (FSDP2)"
+        )
+
+
+def _refuse_fsdp1(model: Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no model is an FSDP1 one
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise RuntimeError(
+            "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
+            "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
+        )
+
+
+def _check_forward(replica: Module, args: Any) -> None:
+    """A forward pre-hook of DDP, which decides there what the backward pass does."""
+    if replica._join_config.enable:
+        raise RuntimeError(
+            "got join() of DistributedDataParallel while gradients are released, expected the same number of batches "
+            "on all ranks; leave join() out, or remove() the release"
+        )
+    if torch.is_grad_enabled() and not replica.require_backward_grad_sync:
+        raise RuntimeError(
+            "got a forward pass under no_sync() while gradients are released, expected a reduction in each backward "
+            "pass: every one of them is a step; leave no_sync() out, or remove() the release"
+        )
+
+
+class _RefuseReplica:
+    """A forward pre-hook of the model: it must not run within a DDP that was not there, or not seen, at the release."""
+
+    def __init__(self, params: set[Tensor]) -> None:
+        self._params = params
+        self._checked: object = None
+
+    def __call__(self, model: Module, args: Any) -> None:
+        replica = DistributedDataParallel._get_active_ddp_module()
+        if replica is None or replica is self._checked:
+            return
+        if any(param in self._params for param in replica._module_parameters):
+            raise RuntimeError(
+                "got a model that runs within DistributedDataParallel while gradients are released, expected the "
+                "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
+                "DistributedDataParallel module"
+            )
+        self._checked = replica

@@ -1,0 +1,131 @@
+"""Flat shards: a rank holds one range of the flattened parameter, as under FSDP1 and ZeRO.
+
+Such a range begins and ends anywhere. It is a partial row, whole rows and another partial row at most; the block in
+which it begins and the one in which it ends may be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardopt.layout.block_grid import BlockGrid
+from shardopt.layout.shard import Band, Exchange, Shard
+
+
+class FlatShard(Shard):
+    """The elements ``[start, end)`` of the flattened parameter, as a 1-D tensor.
+
+    Args:
+        global_shape: the parameter's.
+        start: index of the first element that this rank holds.
+        end: that after the last one.
+        cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
+        exchange: the ranks that hold the ranges; None where this rank holds all.
+        holders: these ranks, and those that hold copies.
+    """
+
+    def __init__(
+        self,
+        global_shape: tuple[int, ...],
+        start: int,
+        end: int,
+        cuts: Sequence[int] = (),
+        exchange: Exchange | None = None,
+        holders: Exchange | None = None,
+    ) -> None:
+        super().__init__(global_shape, (max(end - start, 0),))
+        self.start, self.end = start, max(end, start)
+        self.cuts = tuple(cuts)
+        self.exchange = exchange
+        self._holders = holders or exchange
+        self._cut_blocks: dict[int, list[int]] = {}
+
+    @property
+    def first_element(self) -> int:
+        return self.start
+
+    @property
+    def is_range(self) -> bool:
+        return True
+
+    @property
+    def holders(self) -> Exchange | None:
+        return self._holders
+
+    def bands(self, grid: BlockGrid) -> list[Band]:
+        width, per_row = grid.row_numel, grid.blocks_per_row
+        first_block = self.blocks(grid)[0]
+        bands: list[Band] = []
+        at = self.start
+        while at < self.end:
+            row, col = divmod(at, width)
+            whole_rows = (self.end - at) // width if col == 0 else 0
+            rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
+            block = row * per_row + col // grid.block_size
+            bands.append(Band(at - self.start, at, rows, col, cols, block - first_block, per_row))
+            at += rows * cols
+        return bands
+
+    def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
+        first, end = self.blocks(grid)
+        return (end - first,)
+
+    def cut_blocks(self, grid: BlockGrid) -> list[int]:
+        """The blocks that lie on several ranks, be this one among them or not: numbers in the grid, ascending."""
+        found = self._cut_blocks.get(grid.block_size)
+        if found is None:
+            inside = [cut for cut in self.cuts if not grid.is_boundary(cut % grid.row_numel)]
+            found = sorted({grid.block_of(cut) for cut in inside})
+            self._cut_blocks[grid.block_size] = found
+        return found
+
+    def first_written_block(self, grid: BlockGrid) -> int:
+        """The first block of which this rank holds the first element: a cut block's scales are its to write."""
+        first = self.blocks(grid)[0]
+        return first if self.start == self.end or grid.first_element(first) == self.start else first + 1
+
+    def blocks(self, grid: BlockGrid) -> tuple[int, int]:
+        """The blocks of which this rank holds elements: their numbers in the grid are ``[first, end)``."""
+        if self.start == self.end:
+            return 0, 0
+        return grid.block_of(self.start), grid.block_of(self.end - 1) + 1
+
+
+class Segment(NamedTuple):
+    """What a flat buffer holds of one parameter.
+
+    Attributes:
+        name: the parameter's fully qualified name.
+        place: the parameter's place among those of the model.
+        shard: the range of its elements.
+        offset: where in the buffer the range begins.
+    """
+
+    name: str
+    place: int
+    shard: FlatShard
+    offset: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The segment's elements in a tensor laid out like the buffer: a view."""
+        return buffer[self.offset : self.offset + self.shard.local_shape[0]]
+
+
+class FlatBuffer(Shard):
+    """A 1-D tensor made of ranges of several parameters, and of padding, which no optimizer looks at.
+
+    Args:
+        numel: the buffer's length on this rank.
+        segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
+    """
+
+    def __init__(self, numel: int, segments: Sequence[Segment]) -> None:
+        super().__init__((numel,), (numel,))
+        self.segments = tuple(segments)
+
+    @property
+    def holders(self) -> Exchange | None:
+        return self.segments[0].shard.holders if self.segments else None

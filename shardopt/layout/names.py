@@ -1,0 +1,54 @@
+"""The names of a model's parameters: those of the bare model, whatever wrappers stand around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
+
+#: Submodules that stand for the module around them: FSDP1, activation checkpointing, torch.compile.
+_TRANSPARENT = frozenset(["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"])
+
+
+def canonical_modules(model: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    """All modules, each once, outer ones first, with what their parameters' names begin with ("" or "layers.0.")."""
+    seen: set[int] = set()
+
+    def walk(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield prefix, module
+        wraps = isinstance(module, DataParallel | DistributedDataParallel)
+        for name, child in module._modules.items():
+            if child is not None:
+                transparent = name in _TRANSPARENT or (wraps and name == "module")
+                yield from walk(child, prefix if transparent else f"{prefix}{name}.")
+
+    return walk(model, prefix)
+
+
+def parameter_names(model: Module) -> dict[str, Tensor]:
+    """The parameters by their fully qualified names in the bare model, in its order; a shared one by its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in canonical_modules(model):
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                found[prefix + name] = param
+    return found
+
+
+def buffer_names(model: Module) -> dict[str, Tensor]:
+    """The same for the buffers that belong to the model's state dict."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in canonical_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[prefix + name] = buffer
+    return found

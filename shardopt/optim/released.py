@@ -1,0 +1,155 @@
+"""Parameters that are stepped one by one, each as soon as its gradient is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from shardopt.kernels.dispatch import LossScaling
+from shardopt.optim.planning import listed_name
+from shardopt.optim.stepper import Stepper
+
+if TYPE_CHECKING:
+    from shardopt.optim.base import ShardedOptimizer
+
+_NO_SCALING = LossScaling(None, None)
+
+
+class _Parameter:
+    """A parameter that is stepped by itself.
+
+    Attributes:
+        name: how errors name it.
+        group: the index of its param group.
+        position: its place in the group.
+        stepper: steps it.
+        stepped: whether it was, since the optimizer's last ``step()``.
+    """
+
+    def __init__(self, name: str, group: int, position: int, place: int) -> None:
+        self.name = name
+        self.group = group
+        self.position = position
+        self.stepper = Stepper(place, name)
+        self.stepped = False
+
+
+class ReleasedParameters:
+    """The parameters of an optimizer that are stepped by themselves.
+
+    The order among them does not matter: each has its own step count, and the noise of stochastic rounding depends on
+    its place among all.
+
+    Args:
+        optimizer: has them.
+        params: those to step.
+
+    Raises:
+        ValueError: a param group has ``nonfinite="raise"``.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, params: Collection[Tensor]) -> None:
+        self._optimizer = optimizer
+        self._parameters: dict[Tensor, _Parameter] = {}
+        wanted = set(params)
+        place = 0
+        for index, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if param in wanted:
+                    _demand_no_raise(group)
+                    self._parameters[param] = _Parameter(listed_name(group, index, position), index, position, place)
+                place += 1
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._parameters
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def nonfinite(self, *, wait: bool) -> int:
+        """Gradient elements that were skipped; see :meth:`shardopt.kernels.skipped.SkippedElements.count`."""
+        return sum(parameter.stepper.skipped.count(wait=wait) for parameter in self._parameters.values())
+
+    @torch.no_grad()
+    def step(self, param: Tensor) -> None:
+        """Takes the step of a parameter whose gradient is complete, and frees the gradient.
+
+        Raises:
+            RuntimeError: it was stepped since the optimizer's last ``step()``; or see :func:`make_plan`.
+        """
+        parameter = self._parameters[param]
+        if parameter.stepped:
+            raise RuntimeError(
+                f"{parameter.name} {tuple(param.shape)}: got a second gradient since the last optimizer.step(), but "
+                "the first one was released: expected one backward pass per optimizer.step(); call optimizer.step() "
+                "after each, and do not accumulate gradients over several (take a larger batch instead, or remove() "
+                "the release)"
+            )
+        optimizer = self._optimizer
+        group = _group_of(optimizer.param_groups, parameter, param)
+        _demand_no_raise(group)
+        known = optimizer.state.get(param)
+        entries: dict[str, Any] = {} if known is None else known
+        view = {**group, "params": [param]}
+        parameter.stepper.step([view], {param: entries}, optimizer._group, _NO_SCALING)
+        if known is None:
+            optimizer.state[param] = entries
+        # The backward pass goes on: where it still needs the old value, autograd is to notice.
+        increment_version(param)
+        parameter.stepped = True
+        param.grad = None
+
+    def check_step(self, closure: object, scaling: LossScaling) -> None:
+        """Checks that the optimizer's ``step()`` was not asked for what it cannot do any more.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if closure is not None:
+            raise RuntimeError(
+                "got a closure while gradients are released, expected none: the closure's backward pass would itself be "
+                "a step; call backward() before optimizer.step(), or remove() the release"
+            )
+        if scaling.grad_scale is not None or scaling.found_inf is not None:
+            raise RuntimeError(
+                "got torch.amp.GradScaler while gradients are released, expected optimizer.step(): parameters were "
+                "stepped during the backward pass with gradients of the scaled loss, which nothing could unscale; train "
+                "in bfloat16 without a scaler, or remove() the release"
+            )
+
+    def next_step(self) -> None:
+        """Lets each parameter be stepped once more."""
+        for parameter in self._parameters.values():
+            parameter.stepped = False
+
+    def forget(self) -> None:
+        """Has everything looked up anew by the next steps."""
+        for parameter in self._parameters.values():
+            parameter.stepper.forget()
+
+
+def _group_of(param_groups: list[dict[str, Any]], parameter: _Parameter, param: Tensor) -> dict[str, Any]:
+    """The param group of a parameter, which may be another object than it was."""
+    group = param_groups[parameter.group] if parameter.group < len(param_groups) else {"params": []}
+    params = group["params"]
+    if parameter.position < len(params) and params[parameter.position] is param:
+        return group
+    raise RuntimeError(
+        f"{parameter.name} {tuple(param.shape)}: got param groups in which it is no longer where it was when gradients "
+        "were released; remove() the release before changing them, and release again"
+    )
+
+
+def _demand_no_raise(group: dict[str, Any]) -> None:
+    if group["nonfinite"] == "raise":
+        raise ValueError(
+            "got a param group with nonfinite='raise' while gradients are released, expected 'skip' or 'propagate': "
+            "parameters would be stepped before the gradients of others are known; use 'skip', which counts"
+        )

@@ -1,0 +1,183 @@
+"""State dicts of other packages' optimizers, made by hand in their forms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from helpers import with_gradient
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.codec.dynamic8 import dynamic_map
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.state import ParameterState
+
+#: Rows of whole blocks of 256; not; one row; whole blocks of 32 only; a convolution with rows of whole blocks.
+MATRICES = ((16, 512), (33, 130), (1, 4099), (50, 96), (6, 5, 8, 32))
+#: Float32 here: a vector that bitsandbytes quantizes, and two that it does not.
+OTHERS = ((5000,), (7,), ())
+SHAPES = (*MATRICES, *OTHERS)
+#: What the import makes of them, per size of the source's blocks and for a source that quantizes from so many elements.
+ALIGNED = {256: {(16, 512), (1, 4099), (6, 5, 8, 32)}, 32: {(16, 512), (1, 4099), (50, 96), (6, 5, 8, 32)}}
+
+STEP = 3
+
+
+class Moments(NamedTuple):
+    """Moments made up for a parameter."""
+
+    signed: Tensor
+    unsigned: Tensor
+
+
+def made_up(shape: tuple[int, ...], seed: int) -> Moments:
+    return Moments(values(shape, 2 * seed), values(shape, 2 * seed + 1).square())
+
+
+class Coded(NamedTuple):
+    """Codes and scales, and what they stand for by the other package's formula."""
+
+    codes: Tensor
+    scales: Tensor
+    decoded: Tensor
+
+
+def in_blocks(x: Tensor, size: int) -> Tensor:
+    """The flattened tensor in blocks, the last one filled up with zeros."""
+    return torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % size)).view(-1, size)
+
+
+def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
+    return blocks.reshape(-1)[: like.numel()].view(like.shape)
+
+
+def dynamic(x: Tensor, signed: bool, size: int = 256) -> Coded:
+    """Codes of the dynamic map over the flattened tensor: the nearest value's."""
+    table, blocks = dynamic_map(signed=signed), in_blocks(x, size)
+    scales = blocks.abs().amax(1)
+    codes = torch.bucketize(blocks / scales.clamp(min=1e-30)[:, None], (table[1:] + table[:-1]) / 2)
+    return Coded(from_blocks(codes.to(torch.uint8), x), scales, from_blocks(table[codes] * scales[:, None], x))
+
+
+def companded(x: Tensor, signed: bool) -> Coded:
+    """flashoptim's codes, as its quantize() makes them."""
+    blocks = in_blocks(x if signed else x.sqrt(), 32)
+    scales = blocks.abs().amax(1).clamp(min=1e-12)
+    normal = blocks / scales[:, None]
+    kept = scales.half().float()[:, None]
+    if signed:
+        codes = torch.floor(127 * (2 * normal / (1 + normal.abs())) + 0.5).to(torch.int8)
+        t = codes.double() / 127
+        decoded = t / (2 - t.abs()) * kept
+    else:
+        codes = torch.floor(255 * normal + 0.5).to(torch.uint8)
+        decoded = (codes.double() / 255 * kept).square()
+    return Coded(from_blocks(codes, x), scales.half(), from_blocks(decoded.float(), x))
+
+
+def bitsandbytes_state(x: Moments, count: int = 2, size: int = 256, least: int = 4096) -> tuple[dict, list[Tensor]]:
+    """The state of one parameter, and what it stands for."""
+    state: dict[str, Any] = {}
+    decoded = []
+    for index, (signed, value) in enumerate(zip((True, False), x, strict=True), start=1):
+        if index > count:
+            break
+        if value.numel() < least:
+            state[f"state{index}"] = value
+            decoded.append(value)
+            continue
+        coded = dynamic(value, signed, size)
+        state |= {f"state{index}": coded.codes, f"absmax{index}": coded.scales}
+        state[f"qmap{index}"] = dynamic_map(signed=signed)
+        decoded.append(coded.decoded)
+    return {"step": STEP, "__bnb_optimizer_quant_state__": state}, decoded
+
+
+class OptimState8bit:
+    """What torchao's tensor subclass of this name has."""
+
+    def __init__(self, coded: Coded, signed: bool) -> None:
+        self.codes, self.scale, self.signed = coded.codes, coded.scales, signed
+        self.qmap = dynamic_map(signed=signed)
+
+
+def torchao_state(x: Moments) -> tuple[dict, list[Tensor]]:
+    quantized = x.signed.numel() >= 4096 and x.signed.numel() % 256 == 0
+    state: dict[str, Any] = {"step": torch.tensor(float(STEP))}
+    if not quantized:
+        return {**state, "exp_avg": x.signed, "exp_avg_sq": x.unsigned}, list(x)
+    coded = dynamic(x.signed, True), dynamic(x.unsigned, False)
+    moments = {"exp_avg": OptimState8bit(coded[0], True), "exp_avg_sq": OptimState8bit(coded[1], False)}
+    return {**state, **moments}, [c.decoded for c in coded]
+
+
+def flashoptim_state(x: Moments, bfloat16: bool = False) -> tuple[dict, list[Tensor]]:
+    coded = companded(x.signed, True), companded(x.unsigned, False)
+    state: dict[str, Any] = {"step": torch.tensor(STEP)}
+    for name, (codes, scales, _) in zip(("exp_avg", "exp_avg_sq"), coded, strict=True):
+        state[f"{name}::quantized"] = codes
+        state[f"{name}::scales"] = scales.view(torch.bfloat16) if bfloat16 else scales
+    return state, [c.decoded for c in coded]
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "bitsandbytes": {"betas": (0.8, 0.99), "eps": 1e-7, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
+    "torchao": {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": False, "lr": torch.tensor(0.5)},
+    "flashoptim": {"betas": (0.8, 0.99), "eps": 1e-7, "initial_lr": 1.0, "master_bytewidth": 3, "quantize": True},
+}
+STATES: dict[str, Callable[[Moments], tuple[dict, list[Tensor]]]] = {
+    "bitsandbytes": bitsandbytes_state,
+    "torchao": torchao_state,
+    "flashoptim": flashoptim_state,
+}
+#: The codec and block size that take over a package's codes.
+NATIVE = {"bitsandbytes": ("dynamic8", 256), "torchao": ("dynamic8", 256), "flashoptim": ("companded8", 32)}
+
+
+def params_of(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    return [Parameter(values(shape, 50 + seed, dtype)) for seed, shape in enumerate(SHAPES)]
+
+
+def by_hand(package: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
+    """A state dict in a package's form, and per parameter the moments it stands for."""
+    return copy.deepcopy(_by_hand(package))
+
+
+@lru_cache
+def _by_hand(package: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
+    made = [STATES[package](made_up(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    group = {"lr": 0.5, "weight_decay": 0.25, **GROUPS[package], "params": list(range(len(SHAPES)))}
+    return {"state": {i: state for i, (state, _) in enumerate(made)}, "param_groups": [group]}, [d for _, d in made]
+
+
+def stepped(optimizer: torch.optim.Optimizer, steps: int = STEP) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for t in range(steps):
+        for index, param in enumerate(params):
+            with_gradient(param, values(tuple(param.shape), 100 * t + index, param.dtype))
+        optimizer.step()
+
+
+def specification(optimizer: ShardedOptimizer, param: Tensor) -> ParameterState:
+    (group,) = optimizer.param_groups
+    return ParameterState.of(param, group, optimizer.rule(group).moments)
+
+
+def assert_imported(optimizer: ShardedOptimizer, decoded: list[list[Tensor]], exact: set[tuple[int, ...]]) -> None:
+    """Demands that state is what the decoded moments encode to, except where codes were taken over."""
+    for param, moments in zip(optimizer.param_groups[0]["params"], decoded, strict=True):
+        spec, state = specification(optimizer, param), optimizer.state[param]
+        assert state["step"].dtype == torch.float32
+        assert state["step"] == STEP
+        named = {m.name: x for m, x in zip(spec.moments, moments, strict=True)}
+        if tuple(param.shape) in exact:
+            assert_same(spec.decode(state), named)
+        else:
+            found = {key: value for key, value in state.items() if key != "step"}
+            assert_same(found, spec.encode(named))

@@ -1,0 +1,239 @@
+"""What each rank of FSDP1, DDP or ZeRO holds of a model's parameters, and the whole put together from it.
+
+Where the parts lie is FSDP's own word (``_shard_param_infos``), and which blocks they touch is counted element by
+element: nothing here asks the code under test, but for the parts of a flat buffer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from ranks.layouts import Shape, values
+from ranks.snapshot import Snapshot
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.flat_state import BufferState
+
+_WRAPPERS = ("_fsdp_wrapped_module", "module")
+
+
+class Piece(NamedTuple):
+    """The elements of a parameter that are on this rank.
+
+    Attributes:
+        name: in the bare model.
+        shape: of the whole parameter.
+        tensor: the optimizer's parameter.
+        offset: where in it (flattened) they begin.
+        start: where in the flattened whole they begin.
+        numel: how many.
+        segment: the parameter's place in a flat buffer; None where ``tensor`` is of this parameter alone.
+    """
+
+    name: str
+    shape: Shape
+    tensor: Tensor
+    offset: int
+    start: int
+    numel: int
+    segment: int | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece of a tensor laid out like the optimizer's parameter: a flat view."""
+        return tensor.detach().reshape(-1)[self.offset : self.offset + self.numel]
+
+
+def remember_bare(wrapped: nn.Module, bare: Mapping[str, Shape]) -> nn.Module:
+    """Notes at a wrapped model what parameters it had, in order, before anything was wrapped."""
+    wrapped.bare_shapes = dict(bare)  # type: ignore[assignment]
+    return wrapped
+
+
+def bare_shapes(model: nn.Module) -> dict[str, Shape]:
+    """Names and shapes of a bare model's parameters."""
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def is_flat(model: nn.Module) -> bool:
+    """Whether :func:`pieces` and what follows are for this model."""
+    return hasattr(model, "bare_shapes")
+
+
+def pieces(model: nn.Module) -> list[Piece]:
+    """One piece per parameter, in the bare model's order; some may be empty."""
+    found = {piece.name: piece for piece in _pieces(model)}
+    assert found.keys() == model.bare_shapes.keys()
+    assert all(piece.shape == model.bare_shapes[name] for name, piece in found.items())
+    return [found[name] for name in model.bare_shapes]
+
+
+def _pieces(model: nn.Module) -> Iterator[Piece]:
+    units = {name: m for name, m in model.named_modules() if isinstance(m, FullyShardedDataParallel) and m._handle}
+    in_units: set[int] = set()
+    for prefix, unit in units.items():
+        flat = unit._handle.flat_param
+        own = flat._params or [flat] * len(flat._fqns)
+        in_units |= {id(param) for param in (flat, *own, *(flat._shared_params or ()))}
+        for index, (fqn, shape, info) in enumerate(
+            zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+        ):
+            alone = flat._params is not None
+            offset = 0 if alone or not info.in_shard else info.offset_in_shard
+            start, numel = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
+            name = _bare_name(f"{prefix}.{fqn}")
+            yield Piece(name, tuple(shape), own[index], offset, start, numel, None if alone else index)
+    for name, param in model.named_parameters():
+        if id(param) not in in_units:
+            yield Piece(_bare_name(name), tuple(param.shape), param, 0, 0, param.numel(), None)
+
+
+def _bare_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
+
+
+def set_piece_gradients(model: nn.Module, seed: int) -> None:
+    """The gradients that :func:`ranks.models.set_gradients` gives the bare model; zeros for padding."""
+    found = pieces(model)
+    for piece in found:
+        if piece.tensor.requires_grad:
+            piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.tensor.numel() else None
+    for index, piece in enumerate(found):
+        if piece.tensor.grad is not None:
+            whole = values(piece.shape, 100 * seed + index, piece.tensor.dtype).reshape(-1)
+            piece.of(piece.tensor.grad).copy_(whole[piece.start : piece.start + piece.numel])
+
+
+def gathered_parameters(model: nn.Module) -> Snapshot:
+    """All parameters in full; all ranks must call this."""
+    own = {piece.name: {"": piece.of(piece.tensor).clone()} for piece in pieces(model)}
+    everyone = _from_all((own, {piece.name: (piece.start, piece.numel) for piece in pieces(model)}))
+    return {name: _elements(everyone, name, shape, "") for name, shape in model.bare_shapes.items()}
+
+
+def gathered(model: nn.Module, optimizer: Optimizer) -> Snapshot:
+    """Parameters and state in full, in the form of :func:`ranks.snapshot.snapshot`; all ranks must call this.
+
+    Copies on several ranks must agree, those of a cut block's scales on its owners, too.
+    """
+    inner = sharded_optimizer(optimizer)
+    groups = {param: group for group in inner.param_groups for param in group["params"]}
+    own = {piece.name: _state(inner, groups.get(piece.tensor), piece) for piece in pieces(model)}
+    sizes = {piece.name: groups[piece.tensor]["block_size"] for piece in pieces(model) if piece.tensor in groups}
+    everyone = _from_all((own, {piece.name: (piece.start, piece.numel) for piece in pieces(model)}))
+    block_sizes: dict[str, int] = {}
+    for some in _from_all(sizes):
+        block_sizes |= some
+    found: Snapshot = {}
+    for name, whole in gathered_parameters(model).items():
+        found[name] = whole
+        shape = tuple(whole.shape)
+        for key in sorted({key for states, _ in everyone for key in states[name]}):
+            if key == "step":
+                steps = [states[name][key] for states, _ in everyone if key in states[name]]
+                assert all(torch.equal(step, steps[0]) for step in steps), f"{name}: got steps {steps}"
+                found[f"{name}/{key}"] = steps[0]
+            elif key.endswith("_scales"):
+                found[f"{name}/{key}"] = _scales(everyone, name, shape, key, block_sizes[name])
+            else:
+                found[f"{name}/{key}"] = _elements(everyone, name, shape, key)
+    return found
+
+
+def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer:
+    """The optimizer inside a ZeroRedundancyOptimizer, or the optimizer."""
+    inner = getattr(optimizer, "optim", optimizer)
+    assert isinstance(inner, ShardedOptimizer)
+    return inner
+
+
+def piece_state(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, Tensor]:
+    """The piece's state on this rank: views; empty where it has none."""
+    for group in optimizer.param_groups:
+        if any(param is piece.tensor for param in group["params"]):
+            return _state(optimizer, group, piece)
+    return {}
+
+
+def blocks_of(piece: Piece, block_size: int) -> list[int]:
+    """The numbers in the grid of the blocks that a piece has elements of."""
+    return _blocks(piece.shape, piece.start, piece.numel, block_size)
+
+
+def _state(optimizer: ShardedOptimizer, group: Mapping[str, Any] | None, piece: Piece) -> dict[str, Tensor]:
+    state = optimizer.state.get(piece.tensor)
+    if not state or group is None:
+        return {}
+    if piece.segment is None:
+        return dict(state)
+    spec = optimizer.state_spec(piece.tensor, group)
+    assert isinstance(spec, BufferState)
+    return spec.split(state)[piece.segment]
+
+
+def _blocks(shape: Shape, start: int, numel: int, block_size: int) -> list[int]:
+    row_numel = torch.Size(shape[1:]).numel()
+    elements = torch.arange(start, start + numel)
+    per_row = -(-row_numel // block_size)
+    return (elements // row_numel * per_row + elements % row_numel // block_size).unique().tolist()
+
+
+def _from_all(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _elements(everyone: list[Any], name: str, shape: Shape, key: str) -> Tensor:
+    """A tensor like the parameter (with dimensions behind its own) from the ranks' pieces of it."""
+    whole: Tensor | None = None
+    known = torch.zeros(torch.Size(shape).numel(), dtype=torch.bool)
+    for rank, (states, places) in enumerate(everyone):
+        start, numel = places[name]
+        if key not in states[name]:
+            continue
+        own = states[name][key]
+        assert own.numel() % max(numel, 1) == 0, f"{name} on rank {rank}: {own.numel()} of {key} for {numel} elements"
+        if numel == 0:
+            assert own.numel() == 0
+            continue
+        own = own.reshape(numel, -1)
+        whole = torch.zeros((len(known), own.shape[1]), dtype=own.dtype) if whole is None else whole
+        _put(whole, known, torch.arange(start, start + numel), own, f"{name}/{key} on rank {rank}")
+    assert whole is not None
+    assert known.all(), f"{name}/{key}: no rank has {(~known).sum()} elements of it"
+    return whole.reshape(shape if whole.shape[1] == 1 else (*shape, whole.shape[1]))
+
+
+def _scales(everyone: list[Any], name: str, shape: Shape, key: str, block_size: int) -> Tensor:
+    per_row = -(-torch.Size(shape[1:]).numel() // block_size)
+    whole: Tensor | None = None
+    known = torch.zeros(shape[0] * per_row, dtype=torch.bool)
+    for rank, (states, places) in enumerate(everyone):
+        if key not in states[name]:
+            continue
+        blocks, own = _blocks(shape, *places[name], block_size), states[name][key]
+        if not blocks:
+            assert own.numel() == 0
+            continue
+        own = own.reshape(len(blocks), -1)
+        whole = torch.zeros((len(known), own.shape[1])) if whole is None else whole
+        _put(whole, known, torch.tensor(blocks), own, f"{name}/{key} on rank {rank}")
+    assert whole is not None
+    assert known.all(), f"{name}/{key}: no rank has the scales of {(~known).nonzero().flatten().tolist()}"
+    return whole.reshape((shape[0], per_row) if whole.shape[1] == 1 else (shape[0], per_row, whole.shape[1]))
+
+
+def _put(whole: Tensor, known: Tensor, places: Tensor, own: Tensor, what: str) -> None:
+    """Puts rows where they belong; where others were put before, they must be the same bits."""
+    assert own.dtype == whole.dtype, what
+    before = known[places]
+    same = (whole[places].view(torch.uint8) == own.contiguous().view(torch.uint8)).all(1)
+    assert (same | ~before).all(), f"{what}: ranks disagree at {places[before & ~same].tolist()[:10]}"
+    whole[places] = own
+    known[places] = True

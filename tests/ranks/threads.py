@@ -1,0 +1,68 @@
+"""Ranks that are threads of this process: enough for what flat shards exchange, and cheap enough to try many splits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class ThreadExchange:
+    """Agreement among threads, of which each must call the same methods in the same order.
+
+    Attributes:
+        calls: how many collectives there were.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._barrier = threading.Barrier(threads, timeout=20)
+        self._given: list[Tensor] = []
+        self.calls = 0
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, lambda given: given.amax(0))
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, lambda given: given.sum(0))
+
+    def _all_reduce(self, tensor: Tensor, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._given.append(tensor.clone())
+        self._barrier.wait()
+        reduced = reduce(torch.stack(self._given))
+        if self._barrier.wait() == 0:
+            self._given = []
+            self.calls += 1
+        self._barrier.wait()
+        tensor.copy_(reduced)
+
+    def abort(self) -> None:
+        """Lets the threads that wait fail."""
+        self._barrier.abort()
+
+
+def on_threads(exchange: ThreadExchange, count: int, function: Callable[[int], T]) -> list[T]:
+    """Calls ``function(rank)`` for every rank at the same time.
+
+    Returns:
+        The results by rank.
+    """
+
+    def call(rank: int) -> T:
+        try:
+            return function(rank)
+        except BaseException:
+            exchange.abort()
+            raise
+
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(call, rank) for rank in range(count)]
+        errors = [e for f in futures if (e := f.exception()) is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]

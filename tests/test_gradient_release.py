@@ -1,0 +1,402 @@
+"""Steps during the backward pass: the bits of ordinary steps, few gradients at once, errors for what excludes it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.checkpoint import checkpoint
+
+import shardopt
+from helpers import RULES, everything
+from ranks.models import Net, loss_of, make_batch, make_net
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer, stepper
+
+STEPS = 4
+BF16 = torch.bfloat16
+
+
+def optimizer_of(model: nn.Module, rule: str = "adamw", **options: Any) -> ShardedOptimizer:
+    """Two param groups with options of their own."""
+    params = list(model.parameters())
+    groups = [{"params": params[:5]}, {"params": params[5:], "weight_decay": 0.03, "lr": 2e-3, "block_size": 32}]
+    return RULES[rule].make(groups, **{"min_quantized_numel": 64, **options})
+
+
+class Pair:
+    """The same model twice, with an optimizer each: one whose gradients are released, and one with ordinary steps."""
+
+    def __init__(self, model: nn.Module, rule: str = "adamw", **options: Any) -> None:
+        self.models = (model, copy.deepcopy(model))
+        self.released, self.ordinary = (optimizer_of(m, rule, **copy.deepcopy(options)) for m in self.models)
+        self.schedules = [ExponentialLR(o, 0.8) for o in (self.released, self.ordinary)]
+        self.release = shardopt.release_gradients(self.models[0], self.released)
+
+    def step(self, number: int, loss: Any = loss_of) -> None:
+        """One turn of the usual loop for each."""
+        for model, optimizer, schedule in zip(
+            self.models, (self.released, self.ordinary), self.schedules, strict=True
+        ):
+            loss(model, make_batch(number)).backward()
+            if optimizer is self.released:
+                assert all(param.grad is None for param in model.parameters())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    def run(self, steps: int = STEPS, loss: Any = loss_of) -> None:
+        for number in range(steps):
+            self.step(number, loss)
+            self.compare()
+
+    def compare(self) -> None:
+        assert_same(everything(self.released), everything(self.ordinary))
+
+
+@pytest.mark.parametrize("codec", ["log8", "dynamic8", "fp32"])
+@pytest.mark.parametrize("rule", ["adamw", "lion", "nesterov"])
+def test_as_ordinary_steps(rule: str, codec: str) -> None:
+    Pair(make_net(), rule, codec=codec).run()
+
+
+WEIGHTS: list[dict[str, Any]] = [
+    {"master_weight_bits": 24},
+    {"master_weight_bits": 32},
+    {"stochastic_rounding": True, "stochastic_rounding_seed": 3},
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_weight_formats_as_ordinary_steps(rule: str, weights: dict[str, Any]) -> None:
+    """The noise of stochastic rounding depends on a parameter's place among all."""
+    Pair(make_net(BF16), rule, **weights).run()
+
+
+def test_learning_rate_in_a_tensor() -> None:
+    Pair(make_net(), lr=torch.tensor(1e-2)).run()
+
+
+def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan per parameter, through new learning rates."""
+    made: list[int] = []
+    original = stepper.make_plan
+
+    def make_plan(*args: Any) -> Any:
+        made.append(len(args[0]))
+        return original(*args)
+
+    pair = Pair(make_net())
+    monkeypatch.setattr(stepper, "make_plan", make_plan)
+    for number in range(3):
+        loss_of(pair.models[0], make_batch(number)).backward()
+        pair.released.step()
+        pair.schedules[0].step()
+    assert made == [1] * len(list(pair.models[0].parameters()))
+
+
+def test_step_may_stay_in_the_loop_or_be_called_alone() -> None:
+    """It is nobody's step, and counts no step, where nothing is left to do."""
+    pair = Pair(make_net())
+    pair.step(0)
+    before = everything(pair.released)
+    pair.released.step()
+    pair.released.step()
+    assert_same(everything(pair.released), before)
+
+
+def test_removed() -> None:
+    pair = Pair(make_net())
+    pair.run(2)
+    pair.release.remove()
+    pair.release.remove()
+    assert not any(param._post_accumulate_grad_hooks for param in pair.models[0].parameters())
+    assert not pair.models[0]._forward_pre_hooks
+    for number in range(2):
+        for model, optimizer in zip(pair.models, (pair.released, pair.ordinary), strict=True):
+            loss_of(model, make_batch(number)).backward()
+            assert all(param.grad is not None for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.compare()
+    with shardopt.release_gradients(pair.models[0], pair.released) as release:
+        assert isinstance(release, shardopt.GradientRelease)
+        pair.run(2)
+    assert not any(param._post_accumulate_grad_hooks for param in pair.models[0].parameters())
+
+
+class Tied(nn.Module):
+    """One weight used as embedding, as its transpose and twice more."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = Parameter(torch.randn(97, 64) / 8)
+        self.mix = nn.Linear(64, 64)
+        self.recompute = recompute  # None: without; else whether reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.embedding(tokens, self.weight)
+        for _ in range(2):
+            x = x + self._mixed(x)
+        return x @ self.weight.t()
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        if self.recompute is None:
+            return self._mix(x)
+        mixed: Tensor = checkpoint(self._mix, x, use_reentrant=self.recompute)
+        return mixed
+
+    def _mix(self, x: Tensor) -> Tensor:
+        return self.mix(torch.tanh(x @ self.weight.t() @ self.weight))
+
+
+@pytest.mark.parametrize("recompute", [None, False])
+def test_parameters_used_several_times_are_stepped_once(recompute: bool | None) -> None:
+    pair = Pair(Tied(recompute))
+    pair.run()
+    assert pair.released.state[pair.models[0].weight]["step"] == STEPS
+
+
+def test_gradients_in_parts_are_refused() -> None:
+    """A reentrant checkpoint accumulates a shared parameter's gradient in several inner backward passes."""
+    pair = Pair(Tied(recompute=True))
+    with pytest.raises(RuntimeError, match="got a second gradient since the last optimizer.step"):
+        loss_of(pair.models[0], make_batch(0)).backward()
+
+
+def test_nonfinite_elements_are_counted() -> None:
+    pair = Pair(make_net())
+    poison = [
+        model.up.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), torch.nan)) for model in pair.models
+    ]
+    for number in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            pair.step(number)
+        pair.compare()
+        assert pair.released.nonfinite_count == pair.ordinary.nonfinite_count == 66 * (number + 1)
+    for hook in poison:
+        hook.remove()
+    loss_of(pair.models[0], make_batch(3)).backward()
+    pair.release.remove()
+    assert pair.released.nonfinite_count == 3 * 66
+    again = shardopt.release_gradients(pair.models[0], pair.released)
+    assert pair.released.nonfinite_count == 3 * 66
+    again.remove()
+
+
+def test_nonfinite_elements_are_warned_of() -> None:
+    model = make_net()
+    optimizer = optimizer_of(model)
+    shardopt.release_gradients(model, optimizer)
+    model.up.weight.register_hook(lambda g: g * torch.inf)
+    loss_of(model, make_batch(0)).backward()
+    with pytest.warns(RuntimeWarning, match=f"skipped {192 * 66} gradient elements") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+
+
+def test_few_gradients_live_at_once() -> None:
+    """One, in fact: that which a hook of the user's looks at."""
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    live: list[int] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: live.append(sum(p.grad is not None for p in model.parameters()))
+        )
+    with shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters())):
+        model(torch.randn(2, 64)).sum().backward()
+    assert live == [1] * 24
+    model(torch.randn(2, 64)).sum().backward()
+    assert live[24:] == list(range(1, 25))
+
+
+def test_values_that_the_backward_pass_still_needs() -> None:
+    """A parameter that is stepped too early for another use of it is an error of autograd's, not a wrong gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+    x = torch.randn(2, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.tanh(x @ model.weight.detach())).sum().backward()
+
+
+def test_other_parameters_are_left_alone() -> None:
+    """Those of the model that the optimizer has not; those of the optimizer that the model has not."""
+    model, apart = make_net(), Parameter(torch.ones(3))
+    frozen = [model.conv.weight, model.conv.bias]
+    model.conv.requires_grad_(False)
+    held = [param for name, param in model.named_parameters() if not name.startswith("head")]
+    optimizer = RULES["adamw"].make([{"params": held}, {"params": [apart]}])
+    shardopt.release_gradients(model, optimizer)
+    (loss_of(model, make_batch(0)) + apart.sum()).backward()
+    assert model.head.weight.grad is not None
+    assert apart.grad is not None
+    assert model.up.weight.grad is None
+    assert torch.equal(apart, torch.ones(3))
+    optimizer.step()
+    assert not torch.equal(apart, torch.ones(3))
+    assert optimizer.state[model.up.weight]["step"] == optimizer.state[apart]["step"] == 1
+    optimizer.zero_grad()
+    for param in frozen:
+        param.requires_grad_(True)
+    loss_of(model, make_batch(1)).backward()
+    assert all(param.grad is not None for param in frozen)
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in (*frozen, model.up.weight)] == [1, 1, 2]
+
+
+def test_as_ordinary_steps_with_parameters_left_over() -> None:
+    pair = Pair(make_net())
+    pair.release.remove()
+    inner = pair.models[0].conv
+    with shardopt.release_gradients(inner, pair.released):
+        for number in range(STEPS):
+            for model, optimizer in zip(pair.models, (pair.released, pair.ordinary), strict=True):
+                loss_of(model, make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            pair.compare()
+
+
+def test_two_optimizers() -> None:
+    model = make_net()
+    params = list(model.parameters())
+    optimizers = [RULES["adamw"].make(params[::2]), RULES["lion"].make(params[1::2])]
+    for optimizer in optimizers:
+        shardopt.release_gradients(model, optimizer)
+    loss_of(model, make_batch(0)).backward()
+    assert all(param.grad is None for param in params)
+    assert all(optimizer.state[param]["step"] == 1 for optimizer in optimizers for param in optimizer.state)
+
+
+def test_state_dicts() -> None:
+    """Saved and loaded between steps; loading does not end the release."""
+    pair = Pair(make_net())
+    pair.step(0)
+    for optimizer in (pair.released, pair.ordinary):
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+    pair.run()
+
+
+def test_state_is_made_by_torchs_state_dict_functions() -> None:
+    """They take a step with gradients of zero and a learning rate of zero."""
+    model = make_net()
+    optimizer = RULES["adamw"].make(model.parameters())
+    shardopt.release_gradients(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert set(state) == {name for name, _ in model.named_parameters()}
+    assert_same(model.state_dict(), before)
+    loss_of(model, make_batch(0)).backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_copy_is_not_released() -> None:
+    pair = Pair(make_net())
+    other = copy.deepcopy(pair.released)
+    param = other.param_groups[0]["params"][0]
+    before = param.detach().clone()
+    param.grad = torch.ones_like(param)
+    other.step()
+    assert not torch.equal(param, before)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair(make_net())
+    yield made
+    made.release.remove()
+
+
+def test_two_backward_passes_are_refused(pair: Pair) -> None:
+    loss_of(pair.models[0], make_batch(0)).backward()
+    before = everything(pair.released)
+    with pytest.raises(RuntimeError, match=r"got a second gradient .* expected one backward pass per optimizer.step"):
+        loss_of(pair.models[0], make_batch(1)).backward()
+    assert_same(everything(pair.released), before)
+
+
+def test_closures_are_refused(pair: Pair) -> None:
+    with pytest.raises(RuntimeError, match="got a closure while gradients are released"):
+        pair.released.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_loss_scaling_is_refused(pair: Pair, unscale: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(pair.models[0], make_batch(0))).backward()
+    if unscale:
+        scaler.unscale_(pair.released)
+    with pytest.raises(RuntimeError, match="got torch.amp.GradScaler while gradients are released"):
+        scaler.step(pair.released)
+
+
+def test_a_scaler_that_is_off_is_let_pass(pair: Pair) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(loss_of(pair.models[0], make_batch(0))).backward()
+    scaler.step(pair.released)
+
+
+def test_a_second_release_is_refused(pair: Pair) -> None:
+    with pytest.raises(RuntimeError, match="released already"):
+        shardopt.release_gradients(pair.models[0], pair.released)
+
+
+def test_raising_at_nonfinite_gradients_is_refused() -> None:
+    model = make_net()
+    optimizer = optimizer_of(model, nonfinite="raise")
+    with pytest.raises(ValueError, match="got a param group with nonfinite='raise'"):
+        shardopt.release_gradients(model, optimizer)
+    optimizer.param_groups[0]["nonfinite"] = optimizer.param_groups[1]["nonfinite"] = "skip"
+    shardopt.release_gradients(model, optimizer)
+    optimizer.param_groups[1]["nonfinite"] = "raise"
+    with pytest.raises(ValueError, match="got a param group with nonfinite='raise'"):
+        loss_of(model, make_batch(0)).backward()
+
+
+def test_pending_gradients_are_refused() -> None:
+    model = make_net()
+    optimizer = optimizer_of(model)
+    loss_of(model, make_batch(0)).backward()
+    with pytest.raises(RuntimeError, match="got 13 parameters that have a gradient"):
+        shardopt.release_gradients(model, optimizer)
+    optimizer.zero_grad()
+    shardopt.release_gradients(model, optimizer)
+
+
+def test_other_optimizers_are_refused() -> None:
+    model = make_net()
+    with pytest.raises(TypeError, match="got AdamW, expected an optimizer of shardopt"):
+        shardopt.release_gradients(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no trained parameter of the model"):
+        shardopt.release_gradients(make_net(), optimizer_of(make_net()))
+
+
+def test_changed_param_groups_are_refused(pair: Pair) -> None:
+    pair.released.param_groups[0]["params"].reverse()
+    with pytest.raises(RuntimeError, match="no longer where it was when gradients were released"):
+        loss_of(pair.models[0], make_batch(0)).backward()
+
+
+def test_errors_name_the_parameter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(3, 4, sparse=True))
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    shardopt.release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"parameter 2 of param group 0 \(3, 4\): got a sparse gradient"):
+        model[1](torch.tensor([1])).sum().backward()
+    assert not optimizer.state
