@@ -32,6 +32,7 @@ class Rule(NamedTuple):
     step: Callable[[list[Tensor], Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+#: Of AdamW, the longest: a moment 4, its root and the sum with eps 4, quotient and product 2, decay and difference 2.
 ROUNDINGS = 12
 
 

@@ -1,0 +1,374 @@
+"""Steps during the backward pass of sharded models and of DDP: the bits of ordinary steps."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import shardopt
+from helpers import RULES
+from ranks.models import WAYS, Net, loss_of, make_batch, make_net
+from ranks.pool import Pool
+from ranks.runs import snapshot_of
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
+
+STEPS = 3
+BF16 = torch.bfloat16
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Pair:
+    """The same model wrapped twice, with released gradients and with ordinary steps."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], model: nn.Module, rule: str, **options: Any) -> None:
+        self.models = tuple(wrap(m) for m in (model, copy.deepcopy(model)))
+        self.released, self.ordinary = (
+            RULES[rule].make(m.parameters(), **{"min_quantized_numel": 64, **options}) for m in self.models
+        )
+        self.release = shardopt.release_gradients(self.models[0], self.released)
+
+    def both(self) -> zip[tuple[nn.Module, ShardedOptimizer]]:
+        return zip(self.models, (self.released, self.ordinary), strict=True)
+
+    def run(self, loss: Loss = loss_of, same_batches: bool = False, steps: int = STEPS, freed: bool = True) -> None:
+        for step in range(steps):
+            tokens = make_batch(step, 0 if same_batches else dist.get_rank())
+            for model, optimizer in self.both():
+                loss(model, tokens).backward()
+                if optimizer is self.released:
+                    assert all((param.grad is None) == freed for param in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+            self.compare()
+
+    def compare(self) -> None:
+        got, expected = (snapshot_of(model, optimizer) for model, optimizer in self.both())
+        assert_same(got, expected)
+
+
+def _sharded(way: str, rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    pair = Pair(WAYS[way], make_net(dtype), rule, **options)
+    pair.run(same_batches="tp" in way)
+    pair.release.remove()
+    assert not any(param._post_accumulate_grad_hooks for param in pair.models[0].parameters())
+    pair.release = shardopt.release_gradients(pair.models[0], pair.released)
+    pair.run(same_batches="tp" in way, steps=1)
+
+
+WAYS_OF_WORLD = [
+    *((1, way) for way in ("fsdp", "tp")),
+    *((2, way) for way in ("fsdp", "fsdp columns", "fsdp bf16", "fsdp offload", "tp", "hsdp of one")),
+    *((3, way) for way in ("fsdp", "fsdp columns", "tp")),
+    *((4, way) for way in ("fsdp tp", "hsdp columns")),
+]
+
+
+@pytest.mark.parametrize(("world_size", "way"), WAYS_OF_WORLD)
+def test_as_ordinary_steps(ranks: Pool, world_size: int, way: str) -> None:
+    """Uneven shards, and column shards that cut blocks, whose owners exchange extremes during the backward pass."""
+    ranks.run(world_size, _sharded, way, "adamw", torch.float32, {"codec": "log8"})
+
+
+@pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp"), (3, "fsdp columns"), (2, "tp")])
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize(
+    "options",
+    [{"master_weight_bits": 24}, {"stochastic_rounding": True}, {"codec": "fp32", "stochastic_rounding": True}],
+    ids=str,
+)
+def test_weight_formats(ranks: Pool, world_size: int, way: str, rule: str, options: dict[str, Any]) -> None:
+    ranks.run(world_size, _sharded, way, rule, BF16, options)
+
+
+def _live_gradients() -> tuple[int, int]:
+    model = WAYS["fsdp"](make_net())
+    params = list(model.parameters())
+    live: list[int] = []
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda _: live.append(sum(p.grad is not None for p in params)))
+    shardopt.release_gradients(model, shardopt.AdamW8bit(params))
+    loss_of(model, make_batch(0, dist.get_rank())).backward()
+    assert len(live) == len(params)
+    return min(live), max(live)
+
+
+def test_few_gradients_live_at_once(ranks: Pool) -> None:
+    assert ranks.run(2, _live_gradients) == [(1, 1)] * 2
+
+
+def _without_sync() -> None:
+    """Gradients that FSDP2 accumulates unsharded come to the hooks once they are complete."""
+    pair = Pair(WAYS["fsdp"], make_net(), "adamw")
+    for step in range(STEPS):
+        for model, optimizer in pair.both():
+            for last in (False, False, True):
+                model.set_requires_gradient_sync(last)
+                before = snapshot_of(model, optimizer)
+                loss_of(model, make_batch(2 * step + last, dist.get_rank())).backward()
+                if not last:
+                    assert_same(snapshot_of(model, optimizer), before)
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.compare()
+
+
+def test_accumulation_before_the_reduction(ranks: Pool) -> None:
+    ranks.run(2, _without_sync)
+
+
+def _nan_on_one_rank() -> int:
+    pair = Pair(WAYS["fsdp"], make_net(), "adamw")
+    for model, optimizer in pair.both():
+        loss = loss_of(model, make_batch(0, dist.get_rank()))
+        (loss * torch.nan if dist.get_rank() == 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.compare()
+    assert pair.released.nonfinite_count == pair.ordinary.nonfinite_count
+    return pair.released.nonfinite_count
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nonfinite_gradients(ranks: Pool) -> None:
+    """They are everybody's after the reduction."""
+    assert min(ranks.run(2, _nan_on_one_rank)) > 20_000
+
+
+def _too_early_for_another_use() -> None:
+    model = WAYS["tp"](make_net())
+    shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+    weight = model.up.weight
+    assert isinstance(weight, DTensor)
+    other = make_batch(0)
+    scale = (weight.detach() * model.embed.weight.full_tensor()[0]).full_tensor().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss_of(model, other) * scale).backward()
+
+
+def test_values_that_the_backward_pass_still_needs(ranks: Pool) -> None:
+    ranks.run(2, _too_early_for_another_use)
+
+
+class Branches(Net):
+    """A branch that only some ranks take, and a layer that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(66, 66)
+        self.some = nn.Linear(66, 66)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if dist.get_rank() % 2:
+            x = x + self.some(x)
+        return super().forward(tokens) + x.mean()
+
+
+def _ddp(model: str, options: dict[str, Any], rule: str, dtype: torch.dtype, own: dict[str, Any]) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = {"net": Net, "branches": Branches}[model]().to(dtype)
+    pair = Pair(lambda m: DistributedDataParallel(m, bucket_cap_mb=0.05, **options), net, rule, **own)
+    pair.run()
+    pair.release.remove()
+    loss_of(pair.models[0], make_batch(9)).backward()
+    assert any(param.grad is not None for param in pair.models[0].parameters())
+    pair.released.zero_grad()
+    pair.run(freed=False, steps=2) if model == "net" else None
+    pair.release = shardopt.release_gradients(pair.models[0], pair.released)
+    pair.run(steps=2)
+
+
+DDP_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp(ranks: Pool, world_size: int, options: dict[str, Any], bucket_view: bool) -> None:
+    options = {**options, "gradient_as_bucket_view": bucket_view}
+    ranks.run(world_size, _ddp, "net", options, "adamw", torch.float32, {})
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp_with_unused_parameters(ranks: Pool, world_size: int, bucket_view: bool) -> None:
+    """One used by some ranks is stepped by all, with the same gradient; one that none uses is not stepped."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": bucket_view}
+    ranks.run(world_size, _ddp, "branches", options, "adamw", torch.float32, {})
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("own", [{"master_weight_bits": 24}, {"stochastic_rounding": True}], ids=str)
+def test_ddp_weight_formats(ranks: Pool, own: dict[str, Any], bucket_view: bool) -> None:
+    ranks.run(2, _ddp, "net", {"gradient_as_bucket_view": bucket_view}, "lion", BF16, own)
+
+
+def _live_under_ddp(bucket_view: bool) -> list[int]:
+    """Per complete gradient, the bytes of gradients that lie apart from DDP's buckets."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.06, gradient_as_bucket_view=bucket_view)
+    params = list(model.parameters())
+    shardopt.release_gradients(replica, shardopt.AdamW8bit(params))
+    shared: list[int] = []
+
+    def look(_: Tensor) -> None:
+        gradients = [param.grad for param in params if param.grad is not None]
+        shared.append(sum(g.nbytes for g in gradients if g.untyped_storage().nbytes() == g.nbytes))
+
+    for _ in range(2):  # after the first backward pass DDP makes its buckets anew, in the order of the gradients
+        replica(torch.randn(2, 128)).sum().backward()
+    for param in params:
+        param.register_post_accumulate_grad_hook(look)
+    replica(torch.randn(2, 128)).sum().backward()
+    return shared
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_ddp_frees_gradients_beside_its_buckets(ranks: Pool, bucket_view: bool) -> None:
+    for seen in ranks.run(2, _live_under_ddp, bucket_view):
+        assert len(seen) == 8
+
+
+def _after_an_exception() -> None:
+    """A backward pass that fails half way leaves nothing behind that the next one would stumble over."""
+    model = DistributedDataParallel(make_net(), bucket_cap_mb=0.05)
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    shardopt.release_gradients(model, optimizer)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("on purpose")
+
+    handle = model.module.embed.weight.register_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        loss_of(model, make_batch(0)).backward()
+    handle.remove()
+    steps = {name: int(optimizer.state[p].get("step", 0)) for name, p in model.module.named_parameters()}
+    assert steps["head.weight"] == 1
+    assert steps["embed.weight"] == 0
+
+
+def test_ddp_after_an_exception(ranks: Pool) -> None:
+    ranks.run(2, _after_an_exception)
+
+
+def _raises(error: type[Exception], text: str, function: Callable[..., Any], *args: Any) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        function(*args)
+
+
+def _release(model: nn.Module) -> None:
+    shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+
+
+def _backward_twice(model: nn.Module) -> None:
+    _release(model)
+    for _ in range(2):
+        loss_of(model, make_batch(0)).backward()
+
+
+def _no_sync(model: nn.Module) -> None:
+    _release(model)
+    assert isinstance(model, DistributedDataParallel)
+    with model.no_sync():
+        with torch.no_grad():
+            model(make_batch(0))
+        loss_of(model, make_batch(0)).backward()
+
+
+def _join(model: nn.Module) -> None:
+    _release(model)
+    assert isinstance(model, DistributedDataParallel)
+    with model.join():
+        loss_of(model, make_batch(0)).backward()
+
+
+def _inner(model: nn.Module) -> None:
+    _release(model.module)
+    loss_of(model.module, make_batch(0))
+    loss_of(model, make_batch(0))
+
+
+def _hooked(model: nn.Module) -> None:
+    assert isinstance(model, DistributedDataParallel)
+    model.register_comm_hook(None, allreduce_hook)
+    _release(model)
+
+
+def _built_in_hook(model: nn.Module) -> None:
+    assert isinstance(model, DistributedDataParallel)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    _release(model)
+
+
+def _zero_redundancy(model: nn.Module) -> None:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=shardopt.AdamW8bit, lr=1e-3)
+    shardopt.release_gradients(model, optimizer)  # type: ignore[arg-type]
+
+
+DDP_ERRORS: list[tuple[Callable[[nn.Module], None], type[Exception], str]] = [
+    (_backward_twice, RuntimeError, "got a second gradient since the last optimizer.step()"),
+    (_no_sync, RuntimeError, "got a forward pass under no_sync()"),
+    (_join, RuntimeError, "got join() of DistributedDataParallel"),
+    (_inner, RuntimeError, "got a model that runs within DistributedDataParallel"),
+    (_hooked, RuntimeError, "got DistributedDataParallel with a communication hook"),
+    (_built_in_hook, RuntimeError, "got DistributedDataParallel with a communication hook"),
+    (_zero_redundancy, TypeError, "got ZeroRedundancyOptimizer, expected an optimizer of shardopt"),
+]
+
+
+def _ddp_error(number: int) -> None:
+    function, error, text = DDP_ERRORS[number]
+    _raises(error, text, function, DistributedDataParallel(make_net(), bucket_cap_mb=0.05))
+
+
+@pytest.mark.parametrize("number", range(len(DDP_ERRORS)), ids=lambda n: DDP_ERRORS[n][0].__name__)
+def test_what_ddp_excludes(ranks: Pool, number: int) -> None:
+    ranks.run(2, _ddp_error, number)
+
+
+def _delayed() -> None:
+    net = make_net()
+    model = DistributedDataParallel(net, delay_all_reduce_named_params=[("head.weight", net.head.weight)],
+                                    param_to_hook_all_reduce=net.embed.weight)
+    _raises(RuntimeError, "got DistributedDataParallel with delay_all_reduce_named_params", _release, model)
+
+
+def test_delayed_reduction_is_refused(ranks: Pool) -> None:
+    ranks.run(2, _delayed)
+
+
+def _fsdp1(use_orig_params: bool, first: bool) -> None:
+    model = FullyShardedDataParallel(make_net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    if first:
+        optimizer.attach(model)
+    _raises(
+        RuntimeError, "got a model of FullyShardedDataParallel (FSDP1)", shardopt.release_gradients, model, optimizer
+    )
+    if first:
+        inner = model.module
+        _raises(RuntimeError, "got parameters of flat shards", shardopt.release_gradients, inner, optimizer)
+
+
+@pytest.mark.parametrize(("use_orig_params", "first"), itertools.product([False, True], [False, True]))
+def test_fsdp1_is_refused(ranks: Pool, use_orig_params: bool, first: bool) -> None:
+    ranks.run(2, _fsdp1, use_orig_params, first)

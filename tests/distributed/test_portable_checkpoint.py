@@ -1,0 +1,96 @@
+"""The portable checkpoint: saved under any sharding and number of ranks, loaded under any other, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from ranks.models import WAYS, make_net
+from ranks.pool import Pool
+from ranks.runs import make_optimizer, snapshot_of, step_with, trained
+from ranks.snapshot import assert_same
+
+STEPS = 2
+
+#: Every layout, with the number of ranks it is saved on and another that it is loaded on, where it exists on several.
+LAYOUTS = {
+    "single": (1, 1),
+    "ddp": (3, 2),
+    "fsdp": (3, 4),
+    "fsdp columns": (2, 3),
+    "hsdp": (4, 4),
+    "tp": (2, 3),
+    "fsdp tp": (4, 4),
+    "fsdp columns tp": (4, 4),
+    "fsdp1": (3, 2),
+    "fsdp1 flat": (4, 3),
+    "fsdp1 hybrid": (4, 4),
+    "zero": (2, 3),
+}
+
+
+def _save(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
+    model, optimizer = trained(way, STEPS, rule, **options)
+    shardopt.checkpoint.save(path, model, optimizer, epoch=7, generator=torch.arange(5))
+
+
+def _fresh(way: str, rule: str, options: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """Another model than the one that was saved, and its optimizer, which has taken a step already."""
+    model = WAYS[way](make_net(seed=1))
+    optimizer = make_optimizer(way, model, rule, **options)
+    step_with(model, optimizer, 99)
+    return model, optimizer
+
+
+def _load(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
+    """Loads, compares with an unsharded run that was never saved, and goes on beside it."""
+    model, optimizer = _fresh(way, rule, options)
+    loaded = shardopt.checkpoint.load(path, model, optimizer)
+    assert loaded.extra["epoch"] == 7
+    assert torch.equal(loaded.extra["generator"], torch.arange(5))
+    assert loaded.converted == {}
+    expected = trained("single", STEPS, rule, **options)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    step_with(model, optimizer, STEPS)
+    step_with(*expected, STEPS)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every layout."""
+    folder = tmp_path_factory.mktemp("saved")
+    paths = {way: folder / way.replace(" ", "-") for way in LAYOUTS}
+    for way, (world_size, _) in LAYOUTS.items():
+        ranks.run(world_size, _save, way, paths[way], "adamw", {})
+    return paths
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str) -> None:
+    world_size = LAYOUTS[way][1]
+    for path in saved.values():
+        ranks.run(world_size, _load, way, path, "adamw", {})
+
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("adamw", {"codec": "companded8", "block_size": 32}),
+    ("adamw", {"codec": "dynamic8"}),
+    ("adamw", {"codec": "bf16"}),
+    ("adamw", {"codec": "fp32"}),
+    ("lion", {}),
+    ("momentum", {}),
+]
+
+
+@pytest.mark.parametrize(("rule", "options"), OPTIONS)
+def test_rules_and_codecs(ranks: Pool, tmp_path: Path, rule: str, options: dict[str, Any]) -> None:
+    ranks.run(3, _save, "fsdp1 flat", tmp_path / "flat", rule, options)
+    ranks.run(2, _load, "fsdp columns", tmp_path / "flat", rule, options)
+    ranks.run(3, _save, "fsdp columns", tmp_path / "columns", rule, options)
+    ranks.run(2, _load, "fsdp1", tmp_path / "columns", rule, options)
