@@ -1,7 +1,8 @@
 """The quickstart run: 8-bit AdamW against 32-bit AdamW, and checkpoints on other numbers of ranks.
 
 Trains the same model from the same seed twice under torchrun, resumes the 8-bit run from its middle
-on two other numbers of ranks, and ends with a table. Exits with 1 where a promise is not kept.
+on two other numbers of ranks and under another kind of sharding, and ends with a table. Exits with 1
+where a promise is not kept.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Quickstart:
         saved = checkpoint.complete(self.output / "8-bit" / "checkpoints")[0]
         wrong = _losses_wrong(wide, narrow)
         for ranks in [count for count in (1, 3, 2) if count != self.ranks][:2]:
-            wrong += self._resume(saved, ranks)
+            wrong += self._resume(saved, ranks, self.options.backend)
+        wrong += self._resume(saved, self.ranks, "fsdp1")
         plot = self.output / "loss.png"
         rows = {name: self.output / name / "metrics.jsonl" for name in ("32-bit", "8-bit")}
         metrics.plot_losses(rows, plot)
@@ -56,11 +58,11 @@ class Quickstart:
         print(f"plot: {plot}\ncheckpoint: {narrow['checkpoint']}")
         return wrong
 
-    def _resume(self, saved: Path, ranks: int) -> list[str]:
-        """Resumes for one step on another number of ranks, and says what went wrong."""
-        name = f"resumed-on-{ranks}"
+    def _resume(self, saved: Path, ranks: int, backend: str) -> list[str]:
+        """Resumes for one step under another sharding, and says what went wrong."""
+        name = f"resumed-on-{ranks}-{backend}"
         step = self.middle + 1
-        until = ("--stop-at-step", str(step), "--checkpoint-interval", "0")
+        until = ("--backend", backend, "--stop-at-step", str(step), "--checkpoint-interval", "0")
         summary = self._train(name, ranks, "--resume", str(saved), "--verify", *until)
         verified = summary["verified"]
         wrong = []
@@ -68,12 +70,12 @@ class Quickstart:
             wrong.append(f"{saved} has no codes and scales to compare")
         before, after = self._train_loss("8-bit", step), self._train_loss(name, step)
         print(
-            f"resumed on {_ranks(ranks)}, saved on {verified['world_size']}: {verified['codes']} tensors of "
-            f"codes and {verified['scales']} of scales equal bit for bit; the next step's loss is "
-            f"{after:.6f}, it was {before:.6f}\n"
+            f"resumed on {_ranks(ranks)} under {backend}, saved on {verified['world_size']} under "
+            f"{self.options.backend}: {verified['codes']} tensors of codes and {verified['scales']} of scales equal "
+            f"bit for bit; the next step's loss is {after:.6f}, it was {before:.6f}\n"
         )
         if abs(after - before) > MAX_RESUMED_GAP * before:
-            wrong.append(f"the loss after resuming on {_ranks(ranks)} is {after}, it was {before}")
+            wrong.append(f"the loss after resuming on {_ranks(ranks)} under {backend} is {after}, it was {before}")
         return wrong
 
     def _train(self, name: str, ranks: int, *options: str) -> Summary:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a machine with Python >= 3.10 and a C++ compiler to a trained model: 8-bit AdamW against
-# 32-bit AdamW, sharded by FSDP2, resumed on other numbers of ranks. Needs a few minutes.
+# 32-bit AdamW, sharded by FSDP2, resumed on other numbers of ranks and under FSDP1. Needs a few minutes.
 #
 #   launch/quickstart.sh [--output FOLDER]
 set -euo pipefail

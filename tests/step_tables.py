@@ -12,16 +12,16 @@ from torch import Tensor
 from ranks.layouts import values
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import Call, LossScaling, Tables
+from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables
 
-#: By core/call.h: the format's number, the parameter's dtype and that of its low bits.
-FORMATS: dict[str, tuple[int, torch.dtype, torch.dtype | None]] = {
-    "fp32": (0, torch.float32, None),
-    "bf16": (1, torch.bfloat16, None),
-    "fp16": (2, torch.float16, None),
-    "bf16+8": (3, torch.bfloat16, torch.int8),
-    "bf16+16": (4, torch.bfloat16, torch.int16),
-    "bf16 stochastic": (5, torch.bfloat16, None),
+#: The weight format, the parameter's dtype and that of its low bits.
+FORMATS: dict[str, tuple[_C.WeightFormat, torch.dtype, torch.dtype | None]] = {
+    "fp32": (_C.WeightFormat.float32, torch.float32, None),
+    "bf16": (_C.WeightFormat.bfloat16, torch.bfloat16, None),
+    "fp16": (_C.WeightFormat.float16, torch.float16, None),
+    "bf16+8": (_C.WeightFormat.bfloat16_plus8, torch.bfloat16, torch.int8),
+    "bf16+16": (_C.WeightFormat.bfloat16_plus16, torch.bfloat16, torch.int16),
+    "bf16 stochastic": (_C.WeightFormat.bfloat16_stochastic, torch.bfloat16, None),
 }
 HYPER = {
     "adam": [1e-2, 0.9, 0.999, 1e-8, 0.0, 0.1],
@@ -64,7 +64,7 @@ class Problem:
         moments = _C.rules[rule]["moments"]
         cut = bool(blockwise and moments and piece.first_col % size)
         blocks = 1 if cut else -(-cols // size)
-        number, dtype, low_dtype = FORMATS[weights]
+        weight_format, dtype, low_dtype = FORMATS[weights]
         generator = torch.Generator().manual_seed(seed)
         self.tensors: dict[str, Tensor] = {"param": self._place(values((rows, cols), seed, dtype), device)}
         if low_dtype is not None:
@@ -100,8 +100,8 @@ class Problem:
             "global_row_numel": max(piece.row_numel, piece.first_col + piece.cols) if blockwise else 10**6,
             "noise_key": 0x123456789ABCDEF,
             "block_size": size,
-            "weight_format": number,
-            "gradient_dtype": {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype],
+            "weight_format": int(weight_format),
+            "gradient_dtype": DTYPES[dtype],
             "codec": self._codec.index,
             "group": 0,
             "cut": int(cut),

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -259,6 +260,17 @@ def test_only_what_is_needed_is_read_and_only_once(tmp_path: Path, monkeypatch: 
     assert bits(target) == bits(expected)
 
 
+def test_bytes_stay_until_the_next_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_file, "_MAX_BYTES", 64)
+    tensors = saved(tmp_path)
+    chunks = read_index(tmp_path)["first"].chunks
+    assert len(chunks) == 8
+    with data_file.read_chunks(the_data_file(tmp_path), reversed(chunks)) as found:
+        for (chunk, data), row in zip(found, tensors["first"], strict=True):
+            time.sleep(0.002)  # time for those that read ahead
+            assert (chunk.shape, bits(data)) == ((1, 16), bits(row))
+
+
 def test_reads_and_writes_that_do_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, position: pwrite(file, data[:5], position))
@@ -467,6 +479,15 @@ def test_strays(tmp_path: Path) -> None:
     flip(tmp_path / INDEX_NAME, 100)
     saved(tmp_path, seed=2)
     assert_only(tmp_path, seed=2)
+
+
+def test_strays_make_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    _write(tmp_path, "0123456789abcdef-0.bin", "text")
+    _no_room(monkeypatch)
+    with pytest.raises(CheckpointError, match="No space left"):
+        saved(tmp_path, seed=1)
+    assert_only(tmp_path)
 
 
 def test_discard_keeps_what_was_committed(tmp_path: Path) -> None:

@@ -210,7 +210,9 @@ def test_steps_as_whole(rule: str, codec: str, drawn: tuple[Shape, int, list[int
 @given(drawn=splits(matrices), seed=st.integers(0, 1000))
 @pytest.mark.parametrize("codec", BLOCKWISE)
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_float_moments_are_coded_as_whole(rule: str, codec: str, drawn: tuple[Shape, int, list[int]], seed: int) -> None:
+def test_float_moments_are_coded_as_whole(
+    rule: str, codec: str, drawn: tuple[Shape, int, list[int]], seed: int
+) -> None:
     shape, block_size, ends = drawn
     exchange = ThreadExchange(len(ends) - 1)
     group = make([Parameter(torch.zeros(shape))], rule, codec, block_size).param_groups[0]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from helpers import RULES, everything
-from ranks.models import Net, loss_of, make_batch, make_net
+from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer, stepper
 
@@ -43,9 +43,7 @@ class Pair:
 
     def step(self, number: int, loss: Any = loss_of) -> None:
         """One turn of the usual loop for each."""
-        for model, optimizer, schedule in zip(
-            self.models, (self.released, self.ordinary), self.schedules, strict=True
-        ):
+        for model, optimizer, schedule in zip(self.models, (self.released, self.ordinary), self.schedules, strict=True):
             loss(model, make_batch(number)).backward()
             if optimizer is self.released:
                 assert all(param.grad is None for param in model.parameters())
@@ -170,7 +168,7 @@ def test_parameters_used_several_times_are_stepped_once(recompute: bool | None) 
 def test_gradients_in_parts_are_refused() -> None:
     """A reentrant checkpoint accumulates a shared parameter's gradient in several inner backward passes."""
     pair = Pair(Tied(recompute=True))
-    with pytest.raises(RuntimeError, match="got a second gradient since the last optimizer.step"):
+    with pytest.raises(RuntimeError, match="got a second gradient since the last"):
         loss_of(pair.models[0], make_batch(0)).backward()
 
 
@@ -339,7 +337,7 @@ def test_loss_scaling_is_refused(pair: Pair, unscale: bool) -> None:
     scaler.scale(loss_of(pair.models[0], make_batch(0))).backward()
     if unscale:
         scaler.unscale_(pair.released)
-    with pytest.raises(RuntimeError, match="got torch.amp.GradScaler while gradients are released"):
+    with pytest.raises(RuntimeError, match=r"got torch\.amp\.GradScaler while gradients are released"):
         scaler.step(pair.released)
 
 

@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }
 PRESETS = {"AdamW8bit": "AdamW", "Adam8bit": "Adam", "Lion8bit": "Lion", "SGD8bit": "SGD"}
+OTHERS = ("GradientRelease", "MemoryReport", "memory_report", "release_gradients")
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "log8",
@@ -32,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "master_weight_bits": None,
     "stochastic_rounding": False,
     "stochastic_rounding_seed": 0,
+    "exact_cut_blocks": True,
     "offload": None,
     "foreach": None,
     "fused": None,
@@ -45,7 +47,7 @@ def one() -> list[Parameter]:
 
 
 def test_names() -> None:
-    assert sorted(shardopt.__all__) == sorted([*OPTIMIZERS, *PRESETS, "MemoryReport", "memory_report"])
+    assert sorted(shardopt.__all__) == sorted([*OPTIMIZERS, *PRESETS, *OTHERS])
     assert all(hasattr(shardopt, name) for name in shardopt.__all__)
     assert shardopt.__version__
 

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from ranks.pool import Pool
-from train_job import ROOT, TINY, TINY_MODEL, digests, run, run_on, summary, write_text
+from shardopt.checkpoint.index import INDEX_NAME
+from train_job import ROOT, TINY, TINY_MODEL, digests, edit_header, run, run_on, summary, write_text
 
 TRAIN = ROOT / "launch" / "train.py"
 
@@ -52,7 +53,9 @@ def test_what_a_run_leaves(two_ranks: Path) -> None:
     assert kept == ["step-00000004", "step-00000008"]
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("ddp", 2), ("fsdp2", 3), ("single", 1)])
+@pytest.mark.parametrize(
+    ("backend", "world_size"), [("ddp", 2), ("fsdp2", 3), ("fsdp1", 3), ("zero_redundancy", 3), ("single", 1)]
+)
 def test_backends_and_ranks_see_the_same_batches(
     backend: str, world_size: int, ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -67,6 +70,43 @@ def test_backends_and_ranks_see_the_same_batches(
     assert mine == pytest.approx(theirs, rel=1e-3)
 
 
+@pytest.fixture(scope="module")
+def unclipped(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run like `two_ranks`, whose gradients have no norm, which would be summed in another order elsewhere."""
+    output = tmp_path_factory.mktemp("unclipped")
+    run_on(ranks, 2, *TINY, "--clip", 0, "--data", text, "--output", output)
+    return output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--backend", "ddp"),
+        ("--backend", "fsdp1"),
+        ("--backend", "zero_redundancy"),
+        ("--backend", "fsdp2", "--release-gradients"),
+        ("--backend", "ddp", "--release-gradients"),
+    ],
+    ids=" ".join,
+)
+def test_backends_leave_the_same_bits(
+    options: tuple[str, ...], ranks: Pool, unclipped: Path, text: Path, tmp_path: Path
+) -> None:
+    """The mean of two gradients is the same, whoever takes it: so is everything that is made of it."""
+    found = run_on(ranks, 2, *TINY, *options, "--clip", 0, "--data", text, "--output", tmp_path)
+    assert losses(tmp_path) == losses(unclipped)
+    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(unclipped, step) for step in (4, 8)]
+    assert found["state_bytes_per_parameter"] == pytest.approx(summary(unclipped)["state_bytes_per_parameter"], rel=0.1)
+    assert found["parameters"] == summary(unclipped)["parameters"]
+
+
+def test_gradient_release_resumes(ranks: Pool, unclipped: Path, text: Path, tmp_path: Path) -> None:
+    options = [*TINY, "--clip", 0, "--release-gradients", "--data", text, "--output", tmp_path]
+    run_on(ranks, 2, *options, "--resume", unclipped / "checkpoints" / "step-00000004")
+    assert digests(tmp_path, 8) == digests(unclipped, 8)
+    assert summary(tmp_path)["optimizer_ms"] is None
+
+
 def test_resumed_run_equals_an_uninterrupted_one(ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path) -> None:
     checkpoint = two_ranks / "checkpoints" / "step-00000004"
     run_on(ranks, 2, *TINY, "--data", text, "--output", tmp_path, "--resume", checkpoint)
@@ -75,7 +115,18 @@ def test_resumed_run_equals_an_uninterrupted_one(ranks: Pool, two_ranks: Path, t
     assert summary(tmp_path)["heldout_loss"] == summary(two_ranks)["heldout_loss"]
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("fsdp2", 1), ("fsdp2", 3), ("ddp", 2), ("single", 1)])
+ELSEWHERE = [
+    ("fsdp2", 1),
+    ("fsdp2", 3),
+    ("fsdp1", 1),
+    ("fsdp1", 3),
+    ("ddp", 2),
+    ("zero_redundancy", 3),
+    ("single", 1),
+]
+
+
+@pytest.mark.parametrize(("backend", "world_size"), ELSEWHERE)
 def test_checkpoint_loads_elsewhere_bit_for_bit(
     backend: str, world_size: int, ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -92,13 +143,38 @@ def test_checkpoint_loads_elsewhere_bit_for_bit(
     assert losses(tmp_path) == pytest.approx(losses(two_ranks)[4:5], rel=1e-4)
 
 
+@pytest.mark.parametrize(("backend", "world_size"), [("fsdp1", 3), ("zero_redundancy", 2)])
+def test_what_other_backends_save_resumes_and_loads(
+    backend: str, world_size: int, ranks: Pool, text: Path, tmp_path: Path
+) -> None:
+    """Stopped and resumed is bit for bit as never stopped; what was saved loads on one rank."""
+    options = [*TINY, "--data", text, "--backend", backend]
+    whole, resumed, single = (tmp_path / name for name in ("whole", "resumed", "single"))
+    run_on(ranks, world_size, *options, "--output", whole)
+    saved = ("--resume", whole / "checkpoints" / "step-00000004")
+    run_on(ranks, world_size, *options, *saved, "--output", resumed)
+    assert digests(resumed, 8) == digests(whole, 8)
+    assert losses(resumed) == losses(whole)[4:]
+    assert run(*TINY, "--data", text, "--backend", "single", *saved, "--stop-at-step", 5, "--output", single) == 0
+    assert summary(single)["verified"]["tensors"] == len(digests(whole, 4))
+    assert losses(single) == pytest.approx(losses(whole)[4:5], rel=1e-4)
+
+
+def test_resuming_keeps_the_hyper_parameters_asked_for(two_ranks: Path, text: Path, tmp_path: Path) -> None:
+    checkpoint = two_ranks / "checkpoints" / "step-00000004"
+    options = [*TINY, "--backend", "single", "--data", text, "--resume", checkpoint, "--stop-at-step", 6]
+    found = []
+    for name, more in {"same": [], "decay": ["--weight-decay", 0.5], "betas": ["--betas", 0.8, 0.9]}.items():
+        assert run(*options, *more, "--output", tmp_path / name) == 0
+        found.append(digests(tmp_path / name, 6)["model.head.weight"])
+    assert len(set(found)) == 3
+
+
 def test_verify_sees_one_wrong_bit(two_ranks: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     copy = tmp_path / "step-00000004"
     shutil.copytree(two_ranks / "checkpoints" / "step-00000004", copy)
-    header = json.loads((copy / "checkpoint.json").read_text())
-    name = next(name for name in header["digests"] if name.endswith("exp_avg_codes"))
-    header["digests"][name] = "0" * 64
-    (copy / "checkpoint.json").write_text(json.dumps(header))
+    name = next(name for name in digests(two_ranks, 4) if name.endswith("exp_avg_codes"))
+    edit_header(copy, lambda header: header["digests"].update({name: "0" * 64}))
     options = [*TINY, "--data", text, "--output", tmp_path / "out", "--backend", "single", "--resume", copy]
     assert run(*options) == 2
     assert name in capsys.readouterr().err
@@ -112,19 +188,26 @@ def test_killed_run_resumes_from_its_last_complete_checkpoint(text: Path, tmp_pa
     command = [sys.executable, TRAIN, *options, "--output", killed]
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    # Killed in the middle of writing: a temporary folder is there, and a complete one before it.
-    while not (any(folder.glob(".tmp-*")) and any(folder.glob("step-*3"))) and time.monotonic() < deadline:
+
+    def saved() -> dict[bool, list[int]]:
+        """The steps of which there are checkpoints, complete or not."""
+        found: dict[bool, list[int]] = {True: [], False: []}
+        for path in sorted(folder.glob("step-*")):
+            found[(path / INDEX_NAME).exists()].append(int(path.name[5:]))
+        return found
+
+    # Killed in the middle of writing: an unfinished checkpoint is there, and complete ones before it.
+    while not (saved()[False] and 3 in saved()[True]) and time.monotonic() < deadline:
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (folder / ".tmp-step-99999999").mkdir()
-    (folder / ".tmp-step-99999999" / "checkpoint.json").write_text("{")
-    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*"))
-    last = steps[-1]
-    assert steps == list(range(1, last + 1))
+    shutil.copytree(folder / "step-00000001", folder / "step-99999999")
+    (folder / "step-99999999" / INDEX_NAME).rename(folder / "step-99999999" / (INDEX_NAME + "." + "0" * 16))
+    last = saved()[True][-1]
+    assert saved()[True] == list(range(1, last + 1))
 
     assert run(*options, "--output", killed, "--resume", "auto", "--stop-at-step", last + 2) == 0
-    assert not any(folder.glob(".tmp-*"))
+    assert saved() == {True: list(range(1, last + 3)), False: []}
     assert run(*options, "--output", tmp_path / "whole", "--stop-at-step", last + 2) == 0
     assert digests(killed, last + 2) == digests(tmp_path / "whole", last + 2)
 
@@ -137,7 +220,7 @@ def test_only_the_newest_checkpoints_are_kept(text: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
-@pytest.mark.parametrize("backend", ["single", "fsdp2", "ddp"])
+@pytest.mark.parametrize("backend", ["single", "fsdp2", "fsdp1", "ddp", "zero_redundancy"])
 def test_precisions(backend: str, precision: str, text: Path, tmp_path: Path) -> None:
     options = [*TINY, "--data", text, "--output", tmp_path, "--backend", backend, "--precision", precision, "--tied"]
     assert run(*options, "--stop-at-step", 2) == 0
@@ -187,9 +270,12 @@ BAD_INPUT = {
     "nothing to resume": (["--resume", "EMPTY"], "no complete checkpoint"),
     "another model": (["--resume", "TWO", "--dim", "64"], "another model"),
     "another codec": (["--resume", "TWO", "--codec", "fp32"], "another optimizer"),
+    "release and clipping": (["--release-gradients"], "got clip 1.0, expected 0"),
     "past the end": (["--resume", "TWO", "--stop-at-step", "3"], "beyond the last step"),
     "no digests": (["--resume", "BARE"], "without --verify"),
-    "damaged": (["--resume", "DAMAGED"], "damaged"),
+    "damaged": (["--resume", "DAMAGED"], "it is not what was saved"),
+    "somebody else's": (["--resume", "OTHER"], "was not saved by train.py"),
+    "not a checkpoint": (["--resume", "STRANGE"], "file of another kind"),
     "unwritable": (["--output", "/proc/nowhere"], "/proc/nowhere"),
     "later checkpoints": (["--checkpoint-dir", "TWO"], "later than this run's start"),
 }
@@ -199,16 +285,19 @@ BAD_INPUT = {
 def test_bad_input_gets_one_line(
     options: list[str], complaint: str, two_ranks: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    places = {name: tmp_path / name for name in ("EMPTY", "BARE", "DAMAGED")} | {"TWO": two_ranks / "checkpoints"}
+    places = {name: tmp_path / name for name in ("EMPTY", "BARE", "DAMAGED", "OTHER", "STRANGE")}
+    places["TWO"] = two_ranks / "checkpoints"
     places["EMPTY"].mkdir()
-    for name in ("BARE", "DAMAGED"):
+    for name in places.keys() - {"EMPTY", "TWO"}:
         if name in options:
             shutil.copytree(places["TWO"], places[name])
-    for path in places["BARE"].glob("*/checkpoint.json"):
-        header = json.loads(path.read_text())
-        del header["digests"]
-        path.write_text(json.dumps(header))
-    for path in places["DAMAGED"].glob("*/*.distcp"):
+    for path in places["BARE"].glob("*"):
+        edit_header(path, lambda header: header.pop("digests"))
+    for path in places["OTHER"].glob("*"):
+        edit_header(path, lambda header: header.clear())
+    for path in places["STRANGE"].glob("*"):
+        (path / INDEX_NAME).write_text('{"format": 1}')
+    for path in places["DAMAGED"].glob("*/*.bin"):
         path.write_bytes(path.read_bytes()[:1000])
     options = [str(places.get(option, option)) for option in options]
     assert run(*TINY, "--data", text, "--backend", "single", "--output", tmp_path / "out", *options) == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lm import checkpoint, config, data, metrics, model, training
+from lm import config, data, metrics, model, training
 from lm.errors import UserError
 from lm.model import ModelConfig
 from train_job import write_text
@@ -180,6 +180,21 @@ def test_bad_yaml(tmp_path: Path, text: str, complaint: str) -> None:
         config.load(["--config", str(path)])
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ([], "got clip 1.0, expected 0"),
+        (["--clip", "0", "--accumulate", "2"], "got accumulate 2, expected 1"),
+        (["--clip", "0", "--nonfinite", "raise"], "got nonfinite raise, expected skip"),
+        (["--clip", "0", "--backend", "fsdp1"], "got backend fsdp1, expected one of fsdp2, ddp, single"),
+        (["--clip", "0", "--backend", "zero_redundancy"], "got backend zero_redundancy, expected one of"),
+    ],
+)
+def test_what_gradient_release_excludes(options: list[str], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        config.load(["--release-gradients", *options])
+
+
 def test_metrics_of_a_resumed_run_go_on_where_it_resumed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
@@ -187,15 +202,3 @@ def test_metrics_of_a_resumed_run_go_on_where_it_resumed(tmp_path: Path) -> None
     rows.write({"step": 3, "train_loss": float("nan")})
     rows.close()
     assert metrics.read(path) == [{"step": 1}, {"step": 2}, {"step": 3, "train_loss": None}]
-
-
-def test_index_of_a_checkpoint_makes_no_strangers(tmp_path: Path) -> None:
-    folder = tmp_path / "step-00000001"
-    folder.mkdir()
-    ran = tmp_path / "ran"
-    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR.")
-    network = make()
-    optimizer = torch.optim.AdamW(network.parameters())
-    with pytest.raises(UserError, match="damaged"):
-        checkpoint.load(folder, network, optimizer)
-    assert not ran.exists()

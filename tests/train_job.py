@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import train
+from lm import checkpoint
 from ranks.pool import Pool
+from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,6 +50,12 @@ def summary(output: Path) -> dict[str, Any]:
 
 def digests(output: Path, step: int) -> dict[str, str]:
     """The digests that a checkpoint holds."""
-    header = output / "checkpoints" / f"step-{step:08d}" / "checkpoint.json"
-    found: dict[str, str] = json.loads(header.read_text())["digests"]
+    found: dict[str, str] = checkpoint.read_header(output / "checkpoints" / f"step-{step:08d}")["digests"]
     return found
+
+
+def edit_header(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Changes what the job saved with a checkpoint."""
+    index = load_index(path)
+    edit(index.header["extra"]["job"])
+    (path / INDEX_NAME).write_bytes(dump_index(index))

@@ -106,7 +106,7 @@ int64_t CpuStep::run(const GroupEntry* groups, const float* const* tables, Phase
     kernel_of_ = kernels_of(target);
     target_ = target;
   }
-  if (threads != threads_) deal_out(threads);
+  if (shares_.empty() || threads != threads_) deal_out(threads);
   for (Share& share : shares_) share.next = share.begin;
   Work work{*this, {entries_, groups, tables, phase}};
   run_on_threads(static_cast<int>(shares_.size()), run_tasks, &work);

@@ -339,7 +339,7 @@ int64_t step_range(const CpuCall& call, const TensorEntry& entry, int64_t begin,
 }
 
 // The usual cases know their formats and block size when compiled, and go by packs of SHARDOPT_PACK vectors; with packs
-// of one there are no such cases.
+// of one there are no such cases. Rows shorter than a pack are none either: they would be filled up.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 CpuKernel usual_kernel(const TensorEntry& entry) {
   const bool is_it =
@@ -353,7 +353,8 @@ int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin
   if (call.phase != Phase::kStep && !entry.cut) return 0;
   CpuKernel kernel = nullptr;
   if constexpr (Rule::Kept::kCount > 0 && SHARDOPT_PACK > 1) {
-    if (!entry.cut && (Codec::Signed::kScales == 0 || entry.block_size == 128)) {
+    const bool is_blocked_alike = Codec::Signed::kScales == 0 || entry.block_size == 128;
+    if (!entry.cut && is_blocked_alike && entry.cols >= SHARDOPT_PACK * kLanes) {
       kernel = usual_kernel<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);
       if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(entry);
       if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(entry);

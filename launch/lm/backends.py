@@ -1,21 +1,28 @@
-"""How a model is spread over the ranks: one function per backend, one line of the table each."""
+"""How a model and its optimizer are spread over the ranks: a function or two and one line of the table per backend."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lm.model import Transformer
 from lm.runtime import Ranks
 
 Context = Callable[[], AbstractContextManager[None]]
+Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -26,11 +33,13 @@ class Parallel:
         module: what to call, and whose parameters the optimizer takes.
         no_sync: inside it backward gathers gradients without exchanging them.
         autocast: inside it forward computes in the compute dtype.
+        clip: scales the gradients down to a total norm at most as large as it is given, and returns what it was.
     """
 
     module: nn.Module
     no_sync: Context
     autocast: Context
+    clip: Callable[[float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,11 +48,15 @@ class Backend:
 
     Attributes:
         wrap: (model on the rank's device, ranks, whether to compute in bfloat16) -> Parallel.
+        optimizer: (class, param groups, options, the wrapped model) -> optimizer.
         needs_group: whether it runs over a process group; else it is for one process.
+        releases_gradients: whether parameters can be stepped during the backward pass.
     """
 
     wrap: Callable[[Transformer, Ranks, bool], Parallel]
+    optimizer: Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
     needs_group: bool = True
+    releases_gradients: bool = True
 
 
 def _fsdp2(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
@@ -64,25 +77,60 @@ def _fsdp2(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
         yield
         sharded.set_requires_gradient_sync(True)
 
-    return Parallel(model, no_sync, nullcontext)
+    return Parallel(model, no_sync, nullcontext, _clip(model))
+
+
+def _fsdp1(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
+    wrap = partial(FullyShardedDataParallel, device_id=ranks.device, use_orig_params=True, mixed_precision=policy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")  # on a single rank
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = wrap(block)
+        sharded = wrap(model)
+    return Parallel(sharded, sharded.no_sync, nullcontext, sharded.clip_grad_norm_)
 
 
 def _ddp(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
     devices = [ranks.device] if ranks.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    return Parallel(wrapped, wrapped.no_sync, _autocast(ranks, mixed))
+    return Parallel(wrapped, wrapped.no_sync, _autocast(ranks, mixed), _clip(wrapped))
 
 
 def _single(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
-    return Parallel(model, nullcontext, _autocast(ranks, mixed))
+    return Parallel(model, nullcontext, _autocast(ranks, mixed), _clip(model))
 
 
 def _autocast(ranks: Ranks, mixed: bool) -> Context:
     return lambda: torch.autocast(ranks.device.type, torch.bfloat16, enabled=mixed)
 
 
+def _clip(module: nn.Module) -> Callable[[float], Tensor]:
+    def clip(limit: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    return clip
+
+
+def _plain(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
+    return kind(groups, **options)  # type: ignore[call-arg]
+
+
+def _attached(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
+    optimizer = _plain(kind, groups, options, module)
+    optimizer.attach(module)  # type: ignore[attr-defined]  # FSDP1's parameters do not say what they are parts of
+    return optimizer
+
+
+def _zero(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
+
+
 BACKENDS = {
-    "fsdp2": Backend(_fsdp2),
-    "ddp": Backend(_ddp),
-    "single": Backend(_single, needs_group=False),
+    "fsdp2": Backend(_fsdp2, _plain),
+    "fsdp1": Backend(_fsdp1, _attached, releases_gradients=False),
+    "ddp": Backend(_ddp, _plain),
+    "zero_redundancy": Backend(_ddp, _zero, releases_gradients=False),
+    "single": Backend(_single, _plain, needs_group=False),
 }

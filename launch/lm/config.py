@@ -63,6 +63,7 @@ class Config:
     min_lr: float = opt(0.1, "final learning rate, as a share of the peak", low=0)
     warmup: int = opt(50, "steps of linear warm-up before the cosine", low=0)
     clip: float = opt(1.0, "largest norm of the gradient; 0 clips nothing", low=0)
+    release_gradients: bool = opt(False, "step each parameter during the backward pass and free its gradient")
 
     # The optimizer. None leaves the library's default.
     optimizer: str = opt("adamw", "update rule", choices=tuple(OPTIMIZERS))
@@ -134,7 +135,23 @@ def load(argv: Sequence[str]) -> Config:
     config = Config(**values)
     if config.warmup > config.steps:
         raise UserError(f"warmup is {config.warmup} steps of {config.steps}: it must fit in")
+    if config.release_gradients:
+        _check_release(config)
     return config
+
+
+def _check_release(config: Config) -> None:
+    """Raises UserError where another option needs all gradients at once."""
+    able = ", ".join(name for name, backend in BACKENDS.items() if backend.releases_gradients)
+    for name, fits, expected in (
+        ("backend", BACKENDS[config.backend].releases_gradients, f"one of {able}: others step all parameters together"),
+        ("accumulate", config.accumulate == 1, "1: each backward pass is a step"),
+        ("clip", config.clip == 0, "0: the norm of all gradients is known only after the first ones were used"),
+        ("nonfinite", config.nonfinite != "raise", "skip: parameters are stepped before other gradients are known"),
+    ):
+        if not fits:
+            got = getattr(config, name)
+            raise UserError(f"release-gradients: got {name} {got}, expected {expected}; or leave release-gradients out")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,35 +6,49 @@ import hashlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.contents import Owner, contents_of, model_chunks, optimizer_chunks
 
 
 def of_run(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """SHA-256 of every parameter and every tensor of the optimizer's live state.
 
-    Each tensor is gathered in full, one at a time; all ranks take part and get the same answer.
+    Each tensor is gathered in full on the host, one at a time; all ranks take part and get the same answer.
 
     Returns:
-        ``parameter`` or ``parameter/state entry`` -> hexadecimal digest.
+        name in a checkpoint -> hexadecimal digest.
     """
-    return {name: _digest(tensor) for name, tensor in _tensors(model, optimizer)}
+    contents = contents_of(model, Owner.of(optimizer))
+    held = {**model_chunks(model, contents), **optimizer_chunks(contents)}
+    found = {}
+    for name, (shape, dtype) in _everywhere({name: (x.shape, x.dtype) for name, x in held.items()}).items():
+        whole = torch.zeros(shape, dtype=dtype)
+        for corner, part in _written(held[name]) if name in held else ():
+            whole[tuple(slice(a, a + n) for a, n in zip(corner, part.shape, strict=True))] = part
+        digest = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
+        data = whole.reshape(-1).view(torch.uint8)
+        if dist.is_initialized():
+            dist.all_reduce(data, dist.ReduceOp.MAX)  # other ranks have zeros there, or the same
+        digest.update(data.numpy().data)
+        found[name] = digest.hexdigest()
+    return found
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.")
-        yield name, parameter
-        state = optimizer.state.get(parameter, {})
-        for entry in sorted(state):
-            if isinstance(state[entry], Tensor):
-                yield f"{name}/{entry}", state[entry]
+def _everywhere(here: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The tensors that there are on any rank: one may hold nothing of a parameter's state."""
+    ranks = [here]
+    if dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, here)
+    merged = {name: kind for rank in ranks for name, kind in rank.items()}
+    return {name: merged[name] for name in sorted(merged)}
 
 
-def _digest(tensor: Tensor) -> str:
-    tensor = tensor.detach()
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    full = full.cpu().contiguous()
-    digest = hashlib.sha256(f"{full.dtype} {tuple(full.shape)}".encode())
-    digest.update(full.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _written(chunks: Chunks) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The rectangles of a tensor that this rank would save: their corners and what is in them."""
+    for item in chunks.__create_write_items__("", chunks):
+        assert item.index.offset is not None
+        yield tuple(item.index.offset), chunks.__get_tensor_shard__(item.index)

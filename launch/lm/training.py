@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+import shardopt
 from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
 from lm.backends import BACKENDS
 from lm.config import Config
@@ -44,11 +44,16 @@ class Trainer:
         self.ranks = plan.ranks
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         network = model.build(plan.model_config, config.context, config.seed, dtype)
+        sizes = {name: parameter.shape for name, parameter in network.named_parameters()}
+        self.numel = sum(size.numel() for size in sizes.values())
         self.parallel = BACKENDS[config.backend].wrap(
             network.to(self.ranks.device), self.ranks, config.precision == "bf16-mixed"
         )
         self.module = self.parallel.module
-        self.optimizer = optimizers.build(config, self.module)
+        matrices = {name for name, size in sizes.items() if len(size) > 1}
+        self.optimizer = optimizers.build(config, self.module, matrices)
+        if config.release_gradients:
+            shardopt.release_gradients(self.module, self.optimizer)  # type: ignore[arg-type]
         self.peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer_seconds: list[float] = []
         self.saved: Path | None = plan.resume
@@ -146,19 +151,20 @@ class Trainer:
                 part = self._losses(*self._part(offsets, index)).mean() / config.accumulate
                 part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
-        norm = self._clip()
+        norm = self.parallel.clip(config.clip).item() if config.clip else None
         runtime.synchronize(self.ranks.device)
         began = time.perf_counter()
         self.optimizer.step()
         runtime.synchronize(self.ranks.device)
-        self.optimizer_seconds.append(time.perf_counter() - began)
+        if not config.release_gradients:  # else it is a part of the backward pass
+            self.optimizer_seconds.append(time.perf_counter() - began)
         self.optimizer.zero_grad(set_to_none=True)
         return {
             "step": step,
             "train_loss": loss.item() / self.ranks.world_size,
             "lr": config.lr * factor,
             "grad_norm": norm,
-            "optimizer_ms": 1e3 * self.optimizer_seconds[-1],
+            "optimizer_ms": 1e3 * self.optimizer_seconds[-1] if self.optimizer_seconds else None,
         }
 
     def _part(self, offsets: list[int], index: int) -> tuple[Tensor, Tensor]:
@@ -174,12 +180,6 @@ class Trainer:
             logits = self.module(inputs)
         each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         return each.view_as(targets).mean(1)
-
-    def _clip(self) -> float | None:
-        if self.config.clip == 0:
-            return None
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     @torch.no_grad()
     def _heldout_loss(self) -> float:
@@ -215,7 +215,7 @@ class Trainer:
         if config.verify:
             header["digests"] = digests.of_run(self.module, self.optimizer)
         folder = config.checkpoint_folder
-        self.saved = checkpoint.save(folder, header, self.module, self.optimizer, self.ranks)
+        self.saved = checkpoint.save(folder, header, self.module, self.optimizer)
         if self.ranks.first:
             checkpoint.prune(folder, config.keep_checkpoints)
 
@@ -234,7 +234,7 @@ class Trainer:
             "optimizer_ms": 1e3 * statistics.median(timed) if timed else None,
             "text_bytes_per_second": steps * self.config.batch * self.config.context / seconds,
             "step": self.config.last_step,
-            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "parameters": self.numel,
             "world_size": self.ranks.world_size,
             "device": str(self.ranks.device.type),
             "verified": self.verified,

@@ -1,6 +1,18 @@
-"""The portable checkpoint: any sharding, any number of ranks, bit for bit."""
+"""The portable checkpoint, for any sharding and number of ranks; other packages' states; a single file."""
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.foreign import ImportReport, Outcome, import_state, load_safetensors, save_safetensors
 from shardopt.checkpoint.portable import Loaded, async_save, load, save
 
-__all__ = ["CheckpointError", "Loaded", "async_save", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "ImportReport",
+    "Loaded",
+    "Outcome",
+    "async_save",
+    "import_state",
+    "load",
+    "load_safetensors",
+    "save",
+    "save_safetensors",
+]

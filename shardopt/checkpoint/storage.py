@@ -153,7 +153,8 @@ class PortableWriter(StorageWriter, AsyncStager):
         if self._data_file is not None:
             in_use = self._files_in_use()
             if in_use is not None and self._data_file.name not in in_use:
-                self._data_file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    self._data_file.unlink()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -16,7 +16,6 @@ from shardopt.codec.base import Codec, units_in
 from shardopt.kernels.numeric import fma
 
 _DECADES = 7
-_WHOLE_BITS = 0x4B400000  # of 1.5 * 2**23, where the float grid is the integers
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
@@ -85,9 +84,9 @@ def _table(*, signed: bool) -> Tensor:
         for start in line.starts[(low <= line.starts) & (line.starts < high)]:
             within[index] = start
     padding = (0, 16 - len(line.slopes))
-    lasts = torch.nn.functional.pad(line.lasts + _WHOLE_BITS, padding).view(torch.float32)
-    slopes, offsets = (torch.nn.functional.pad(x, padding) for x in (line.slopes, line.offsets))
-    return torch.cat([dynamic_map(signed=signed), within, before.view(torch.float32), slopes, offsets, lasts])
+    parts = (line.slopes, line.offsets, line.lasts.view(torch.float32))
+    padded = [torch.nn.functional.pad(x, padding) for x in parts]
+    return torch.cat([dynamic_map(signed=signed), within, before.view(torch.float32), *padded])
 
 
 class Dynamic8(Codec):

@@ -6,11 +6,13 @@ torch.distributed.tensor is not imported before somebody has made a DTensor: it 
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 from torch import Tensor
 from torch.nn import Module
 
-from shardopt.layout import Shard, register, register_model_reader
+from shardopt.integrations.after_import import after_import
+from shardopt.layout import Shard, UnknownShardError, register, register_model_reader
 
 
 def _resolve_dtensor(param: Tensor) -> Shard | None:
@@ -24,9 +26,9 @@ def _resolve_dtensor(param: Tensor) -> Shard | None:
 
 def _resolve_fsdp1(param: Tensor) -> Shard | None:
     if getattr(param, "_fsdp_flattened", False):
-        raise RuntimeError(
+        raise UnknownShardError(
             "got a parameter of FullyShardedDataParallel, which does not say what part of the model's it holds; call "
-            "optimizer.attach(model) once after wrapping the model, before the first step"
+            "optimizer.attach(model) once after wrapping the model, before the first step and before loading state"
         )
     return None
 
@@ -41,3 +43,12 @@ def _read_fsdp1(model: Module) -> None:
 register(_resolve_dtensor)
 register(_resolve_fsdp1)
 register_model_reader(_read_fsdp1)
+
+
+def _hook_deepspeed(engine_module: ModuleType) -> None:
+    from shardopt.integrations.deepspeed.hooks import install
+
+    install(engine_module)
+
+
+after_import("deepspeed.runtime.engine", _hook_deepspeed)

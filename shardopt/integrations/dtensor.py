@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,41 +17,20 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, all_reduce
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import BlockGrid, LocalBlocks, Shard
 
 _CACHED_SHARDS = 8192
 
 
-@dataclass(frozen=True)
-class MeshExchange:
-    """Agreement among the ranks along some dimensions of a mesh. Equal ones share one collective."""
-
-    groups: tuple[ProcessGroup, ...]
-    device_type: str
-
-    @classmethod
-    def along(cls, mesh: DeviceMesh, dims: Sequence[int]) -> MeshExchange:
-        """The exchange among the ranks that differ in these dimensions of their coordinates only."""
-        return cls(tuple(mesh.get_group(dim) for dim in dims), mesh.device_type)
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, ReduceOp.MAX)
-
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, ReduceOp.SUM)
-
-    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        on_mesh = tensor.to(self.device_type)  # of an offloaded parameter it lies on the host, out of NCCL's reach
-        for group in self.groups:
-            all_reduce(on_mesh, op, group=group)
-        if on_mesh is not tensor:
-            tensor.copy_(on_mesh)
+def _along(mesh: DeviceMesh, dims: Sequence[int]) -> RanksExchange:
+    """The exchange among the ranks that differ in these dimensions of their coordinates only."""
+    return RanksExchange(tuple(mesh.get_group(dim) for dim in dims), mesh.device_type)
 
 
 class DTensorShard(Shard):
@@ -98,8 +76,8 @@ class DTensorShard(Shard):
         return self._first_row * self.row_numel + self.first_col
 
     @cached_property
-    def holders(self) -> MeshExchange:  # type: ignore[override]
-        return MeshExchange.along(self._mesh, range(self._mesh.ndim))
+    def holders(self) -> RanksExchange:  # type: ignore[override]
+        return _along(self._mesh, range(self._mesh.ndim))
 
     def local(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -193,7 +171,7 @@ class DTensorShard(Shard):
             first = self.first_col // grid.block_size
             end = -(-(self.first_col + self.cols) // grid.block_size)
             return LocalBlocks(first, end - first if self.cols else 0, None)
-        return LocalBlocks(0, grid.blocks_per_row, MeshExchange.along(self._mesh, self._column_dims))
+        return LocalBlocks(0, grid.blocks_per_row, _along(self._mesh, self._column_dims))
 
     def _is_aligned(self, grid: BlockGrid, ends: list[int]) -> bool:
         """Whether no block is cut and sharding the scales like the parameter gives each rank its own blocks' scales."""

@@ -7,49 +7,23 @@ it is compared with what FSDP itself says of this rank's shard.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, all_reduce
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
+from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign
 from shardopt.layout.names import canonical_modules
-
-
-@dataclass(frozen=True)
-class GroupExchange:
-    """Agreement among the ranks of a process group. Equal ones share one collective.
-
-    Attributes:
-        group: the ranks.
-        device: of the tensors that the group's backend takes.
-    """
-
-    group: ProcessGroup
-    device: torch.device
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, ReduceOp.MAX)
-
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, ReduceOp.SUM)
-
-    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        there = tensor.to(self.device)
-        all_reduce(there, op, group=self.group)
-        if there is not tensor:
-            tensor.copy_(there)
 
 
 def read_fsdp1(model: Module) -> None:
     """Assigns shards to the parameters of all FSDP1 units in a model.
 
     Raises:
-        RuntimeError: a unit is made of tensors that are sharded already, or its metadata are not what is known here.
+        RuntimeError: a unit is made of tensors that are sharded already or not contiguous, or its metadata are not what
+            is known here.
     """
     units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
     if not units:
@@ -82,6 +56,12 @@ def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]]) -> 
             f"got an FSDP1 unit of {', '.join(name for _, name in known)} whose parameters are DTensors, expected "
             "plain ones; use fully_shard (FSDP2) with tensor parallel"
         )
+    for (_, name), shape, strides in zip(known, flat._shapes, flat._strides, strict=True):
+        if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
+            raise RuntimeError(
+                f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected a contiguous "
+                "one: its elements would be in the order of memory; wrap the model before it is made channels_last"
+            )
     shards = _ranges(handle) if handle.uses_sharded_strategy else [_whole(tuple(shape)) for shape in flat._shapes]
     if handle._use_orig_params:
         for param, shape, shard in zip(flat._params, flat._shapes, shards, strict=True):
@@ -104,7 +84,7 @@ def _ranges(handle: Any) -> list[FlatShard]:
     """The shards of a unit's original parameters."""
     flat = handle.flat_param
     size, world_size, rank = flat._sharded_size.numel(), handle.world_size, handle.rank
-    exchange = GroupExchange(handle.process_group, handle.device)
+    exchange = RanksExchange((handle.process_group,), handle.device.type)
     found = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
         numel = torch.Size(shape).numel()

@@ -49,43 +49,44 @@ class GradientRelease:
 def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRelease:
     """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
 
-    So only a few gradients live at once: one parameter's, one unit's with FSDP2, none beside its buckets with DDP (which
-    keeps them for good). The result is that of ordinary steps, bit for bit. The loop stays as it is::
+    So few gradients live at once: one parameter's; one unit's with FSDP2; those of one bucket with DDP, beside the
+    buckets themselves, which it keeps for good. Parameters and state are those of ordinary steps, bit for bit, and the
+    loop stays as it is::
 
         shardopt.release_gradients(model, optimizer)
         for batch in batches:
             model(batch).mean().backward()  # takes the step
-            optimizer.step()  # ends it; steps whatever parameters the backward pass has not
+            optimizer.step()  # ends it; steps what the backward pass has not: parameters that are not the model's
             schedule.step()
             optimizer.zero_grad()  # finds nothing
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
 
-    What cannot be had with it:
+    What excludes it:
 
-    - Gradients over several backward passes: a second one before ``optimizer.step()`` raises, and so does ``no_sync`` of
+    - Gradients of several backward passes: a second one before ``optimizer.step()`` raises, and so does ``no_sync`` of
       DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass.
-    - The norm of all gradients: ``clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Hooks on single
-      gradients (``Tensor.register_hook``) work as ever.
+    - The norm of all gradients: ``clip_grad_norm_`` finds none, returns 0 and *does nothing*, which cannot be noticed
+      from here. Hooks on single gradients (``Tensor.register_hook``) work as ever.
     - A scaled loss: ``GradScaler.step`` raises. Use bfloat16.
     - ``nonfinite="raise"``, whose promise that nothing was changed could not be kept.
-    - Closures, FSDP1 and ZeroRedundancyOptimizer.
+    - Closures, FSDP1, and ZeroRedundancyOptimizer.
 
-    Every backward pass that reaches a parameter is a step of it: detach what is not to be trained. An exception during
-    the backward pass leaves the parameters stepped that had their gradients.
+    Every backward pass that reaches a parameter is a step of it: detach what is not to be trained. After an exception
+    in a backward pass those parameters are stepped whose gradients were complete.
 
     Args:
         model: the wrapped model.
         optimizer: one of shardopt's; several may share a model.
 
     Returns:
-        The release, to remove. DDP keeps its communication hook, which then does what DDP does without one.
+        The release, to remove. DDP keeps its communication hook, which from then on does what DDP does without one.
 
     Raises:
         TypeError: the optimizer is none of shardopt's.
         ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``.
-        RuntimeError: gradients are there already, or the optimizer's are released already, or the model is wrapped in a
+        RuntimeError: there are gradients already, or the optimizer's are released already, or the model is wrapped in a
             way that excludes it.
     """
     if not isinstance(optimizer, ShardedOptimizer):
@@ -94,7 +95,7 @@ def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRel
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
     _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}
-    params = [param for param in model.parameters() if param in owned and param.requires_grad]
+    params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]
     _check(params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
@@ -105,10 +106,11 @@ def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRel
         if param in reduced:
             release._undo.append(buckets[reduced[param]].add(param, released.step))
         else:
-            release._undo.append(param.register_post_accumulate_grad_hook(released.step).remove)
+            hook = param.register_post_accumulate_grad_hook(released.step)  # type: ignore[no-untyped-call]
+            release._undo.append(hook.remove)
     for replica in buckets:
         release._undo.append(replica.register_forward_pre_hook(_check_forward).remove)
-    direct = {param for param in params if param not in reduced}
+    direct: set[Tensor] = {param for param in params if param not in reduced}
     if direct:
         release._undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
     return release
@@ -142,7 +144,7 @@ def _refuse_fsdp1(model: Module) -> None:
         )
 
 
-def _check_forward(replica: Module, args: Any) -> None:
+def _check_forward(replica: Any, args: Any) -> None:
     """A forward pre-hook of DDP, which decides there what the backward pass does."""
     if replica._join_config.enable:
         raise RuntimeError(
@@ -164,7 +166,7 @@ class _RefuseReplica:
         self._checked: object = None
 
     def __call__(self, model: Module, args: Any) -> None:
-        replica = DistributedDataParallel._get_active_ddp_module()
+        replica = DistributedDataParallel._active_ddp_module
         if replica is None or replica is self._checked:
             return
         if any(param in self._params for param in replica._module_parameters):

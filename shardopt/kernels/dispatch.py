@@ -110,10 +110,9 @@ class CpuCall:
     """Steps on the CPU."""
 
     def __init__(self, tables: Tables) -> None:
-        self._entries = tables.entries
+        self._step = _C.CpuStep(tables.entries, addresses(tables.steps), addresses(tables.codec_tables))
+        self._tables = tables  # kept alive: the step has addresses of them
         self._groups: npt.NDArray[np.void] = np.zeros(0, dtype=_C.group_entry)
-        self._steps = addresses(tables.steps)
-        self._codec_tables = addresses(tables.codec_tables)
         self._off = False
         self._nonfinite = 0
 
@@ -130,15 +129,7 @@ class CpuCall:
         """Runs one phase; see :class:`Call`."""
         if self._off:
             return
-        self._nonfinite += _C.step_cpu(
-            self._entries,
-            self._groups,
-            self._steps,
-            self._codec_tables,
-            phase=phase,
-            threads=torch.get_num_threads(),
-            target=_target,
-        )
+        self._nonfinite += self._step.run(self._groups, phase, torch.get_num_threads(), _target)
 
     def nonfinite(self, *, wait: bool) -> int:
         """How many gradient elements were skipped; see :class:`Call`."""

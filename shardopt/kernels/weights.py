@@ -9,11 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardopt import _C
 from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits
 
 _WORD = 2**32 - 1
 _TWO_WORDS = 2**64 - 1
 _BF16_NAN = 0x7FC0
+
+_FORMATS = {
+    (torch.float32, 0, False): _C.WeightFormat.float32,
+    (torch.bfloat16, 0, False): _C.WeightFormat.bfloat16,
+    (torch.float16, 0, False): _C.WeightFormat.float16,
+    (torch.bfloat16, 8, False): _C.WeightFormat.bfloat16_plus8,
+    (torch.bfloat16, 16, False): _C.WeightFormat.bfloat16_plus16,
+    (torch.bfloat16, 0, True): _C.WeightFormat.bfloat16_stochastic,
+}
 
 
 class StoredWeights(NamedTuple):
@@ -62,10 +72,8 @@ class WeightFormat:
 
     @property
     def index(self) -> int:
-        """The format's number in csrc/core/call.h (``WeightFormat``)."""
-        if self.dtype == torch.bfloat16:
-            return 5 if self.stochastic else {0: 1, 8: 3, 16: 4}[self.low_bits]
-        return {torch.float32: 0, torch.float16: 2}[self.dtype]
+        """The format's number in the kernels' tables."""
+        return int(_FORMATS[self.dtype, self.low_bits, self.stochastic])
 
     def low_bits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of the low bits of a parameter, None for a format that has none.

@@ -44,6 +44,11 @@ class FlatShard(Shard):
         self._cut_blocks: dict[int, list[int]] = {}
 
     @property
+    def numel(self) -> int:
+        """Elements on this rank."""
+        return self.end - self.start
+
+    @property
     def first_element(self) -> int:
         return self.start
 

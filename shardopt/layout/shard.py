@@ -16,6 +16,10 @@ from torch.nn import Module
 from shardopt.layout.block_grid import BlockGrid
 
 
+class UnknownShardError(RuntimeError):
+    """A parameter is a part of another, and nothing says which part."""
+
+
 class Exchange(Protocol):
     """How the ranks that hold parts of the same rows agree on a maximum."""
 
@@ -183,7 +187,11 @@ def assigned(param: Tensor) -> Shard | None:
 
 
 def shard_of(param: Tensor) -> Shard:
-    """The shard that ``param`` is."""
+    """The shard that ``param`` is.
+
+    Raises:
+        UnknownShardError: a part of something, and nothing says of what.
+    """
     shard = assigned(param)
     if shard is not None:
         return shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -14,14 +15,18 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import read_model
+from shardopt.layout import UnknownShardError, assigned, read_model
 from shardopt.optim.entries import Group
-from shardopt.optim.flat_state import AnyState, encode_flat_moments, state_of
+from shardopt.optim.flat_state import AnyState, encode_flat_moments, held_elements, state_of
 from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
 from shardopt.optim.stepper import Stepper
+
+
+#: In the param groups of a state dict: what elements of flat shards it is the state of; see :func:`held_elements`.
+_HELD = "held_elements"
 
 
 @dataclass
@@ -41,11 +46,8 @@ class ShardedOptimizer(Optimizer):
     inside the step.
     """
 
-    #: torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
-    _step_supports_amp_scaling = True
-
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
-        self._stepper = Stepper()
+        self._steppers: dict[tuple[int, ...], Stepper] = {}
         super().__init__(params, {**defaults, **with_defaults(options)})
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -63,6 +65,15 @@ class ShardedOptimizer(Optimizer):
             ValueError: one is out of range.
         """
         check_hyper(group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
+
+        Where a rank sees its flat shards only, it does not: ShardedGradScaler lets the ranks agree only if it unscales.
+        """
+        shards = (assigned(param) for _, param in self._all_params())
+        return all(shard is None or shard.holders is None for shard in shards)
 
     @property
     def nonfinite_count(self) -> int:
@@ -85,6 +96,16 @@ class ShardedOptimizer(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    @classmethod
+    @contextmanager
+    def paused(cls) -> Iterator[None]:
+        """Inside, :meth:`step` does nothing, for a framework that takes one without gradients to see state appear."""
+        ShardedOptimizer._paused = True
+        try:
+            yield
+        finally:
+            ShardedOptimizer._paused = False
 
     def attach(self, model: Module) -> None:
         """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
@@ -138,9 +159,11 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._paused:
+            return loss
         self._warn_of_nonfinite()
         if self._released is None or any(param.grad is not None for _, param in self._all_params()):
-            self._stepper.step(self.param_groups, self.state, self._group, scaling)
+            self._stepper().step(self.param_groups, self.state, self._group, scaling)
         if self._released is not None:
             self._released.next_step()
         return loss
@@ -154,6 +177,10 @@ class ShardedOptimizer(Optimizer):
                 master weights are left out.
         """
         state_dict = super().state_dict()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            held = held_elements(group["params"])
+            if held is not None:
+                saved[_HELD] = held
         if dequantize:
             for group in state_dict["param_groups"]:
                 for option in STATE_FORMAT:
@@ -184,9 +211,10 @@ class ShardedOptimizer(Optimizer):
                 if isinstance(value, _Adopted):
                     state["state"][param] = value.state
         super().__setstate__(state)
-        self._stepper = getattr(self, "_stepper", None) or Stepper()
+        self._steppers = getattr(self, "_steppers", {})
         self._forget_plans()
 
+    _paused = False
     _released: ReleasedParameters | None = None  # those that are stepped during the backward pass
     _skipped_reported = 0
     _skipped_released = 0  # elements of released gradients, of releases that were removed
@@ -212,14 +240,21 @@ class ShardedOptimizer(Optimizer):
             self._skipped_released += self._released.nonfinite(wait=True)
             self._released = None
 
+    def _stepper(self) -> Stepper:
+        """What is kept of the last step of these param groups: DeepSpeed shows the optimizer one at a time."""
+        key = tuple(id(group["params"][0]) if group["params"] else 0 for group in self.param_groups)
+        return self._steppers.setdefault(key, Stepper())
+
     def _forget_plans(self) -> None:
-        self._stepper.forget()
+        for stepper in self._steppers.values():
+            stepper.forget()
         if self._released is not None:
             self._released.forget()
 
     def _count_skipped(self, *, wait: bool) -> int:
         released = 0 if self._released is None else self._released.nonfinite(wait=wait)
-        return self._stepper.skipped.count(wait=wait) + self._skipped_released + released
+        stepped = sum(stepper.skipped.count(wait=wait) for stepper in self._steppers.values())
+        return stepped + self._skipped_released + released
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self.param_groups:
@@ -265,12 +300,27 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
                     f"{group[option]!r}; make the optimizer with {option}={saved_group[option]!r}, or go through "
                     "state_dict(dequantize=True)"
                 )
+        held = held_elements(group["params"])
+        if held is not None and saved_group.get(_HELD, held) != held:
+            raise ValueError(
+                f"param group {index}: got the state of other elements than this rank's, expected what this rank itself "
+                "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
+            )
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**rest, **saved_group})
+        groups.append({**rest, **{k: v for k, v in saved_group.items() if k != _HELD}})
         check_options(groups[-1])
         optimizer.check_group(groups[-1])
     ids = [index for group in saved for index in group["params"]]
-    specs = [optimizer.state_spec(param, group) for group, param in optimizer._all_params()]
+    try:
+        specs = [
+            optimizer.state_spec(param, options)  # as they will be: SGD's momentum says what state there is
+            for group, options in zip(own, groups, strict=True)
+            for param in group["params"]
+        ]
+    except UnknownShardError:
+        if state_dict["state"]:
+            raise
+        return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
     given = encode_flat_moments(specs, [state_dict["state"].get(index) for index in ids])
     state: StateDict = {}
     of_torch = all("master_weight_bits" not in group for group in saved)  # or dequantized: neither knows of them

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import Exchange, FlatBuffer, FlatShard, shard_of
+from shardopt.layout import Exchange, FlatBuffer, FlatShard, assigned, shard_of
 from shardopt.optim.state import LOW_BITS, ParameterState, Part, StateDict, checked_step, copy_to
 
 
@@ -129,6 +129,19 @@ def flat_parts(spec: AnyState) -> Sequence[ParameterState]:
     return [spec] if isinstance(spec.shard, FlatShard) else []
 
 
+def held_elements(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
+    """Which elements of the model's parameters this rank holds in flat shards: per tensor ``[start, end]`` of each.
+
+    None where no shard is flat.
+    """
+    found = []
+    for param in params:
+        shard = assigned(param)
+        segments = [s.shard for s in shard.segments] if isinstance(shard, FlatBuffer) else [shard]
+        found.append([[s.start, s.end] for s in segments if isinstance(s, FlatShard)])
+    return found if any(found) else None
+
+
 def shared_blocks(spec: ParameterState) -> list[int]:
     """The blocks on whose scales several ranks have to agree: numbers in the grid, the same on all ranks."""
     shard = spec.shard
@@ -211,7 +224,9 @@ def _float_moments(spec: AnyState, loaded: Mapping[str, Any] | None) -> list[Ten
         return None
     own = [loaded.get(moment.name) for moment in spec.moments]
     found = [x for x in own if isinstance(x, Tensor) and x.shape == spec.shard.local_shape]
-    return found if len(found) == len(own) and not spec.state_names <= loaded.keys() else None
+    # A buffer's own float32 moments have its shape only where there is nothing else in it: then both are the same.
+    native = isinstance(spec, ParameterState) and spec.state_names <= loaded.keys()
+    return found if len(found) == len(own) and not native else None
 
 
 def _on_any_rank(parts: Sequence[ParameterState], here: bool) -> bool:

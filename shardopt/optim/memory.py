@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from shardopt.layout import shard_of
+from shardopt.layout import UnknownShardError, shard_of
 from shardopt.optim.state import LOW_BITS
 
 
@@ -76,16 +76,23 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
 
     for group in optimizer.param_groups:
         for param in group["params"]:
-            shard = shard_of(param)
-            local = shard.local(param)
+            local = _local(param)
             report.numel += local.numel()
             add("parameters", local.detach())
             if param.grad is not None:
-                add("gradients", shard.local(param.grad))
+                add("gradients", _local(param.grad))
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
-                    add(_kind_of(key), shard_of(value).local(value))
+                    add(_kind_of(key), _local(value))
     return report
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What a tensor has in this rank's memory."""
+    try:
+        return shard_of(tensor).local(tensor)
+    except UnknownShardError:  # of an optimizer that has no attach(): such tensors are this rank's part themselves
+        return tensor
 
 
 def _kind_of(entry: str) -> str:

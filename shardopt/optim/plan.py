@@ -19,9 +19,6 @@ from shardopt.optim.entries import Group, PlannedParameter
 
 _TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 
-_NO_GRADIENT = 255  # of Watch.gradient_dtypes
-
-
 #: Name, shard and this rank's part of the gradient of a parameter.
 FiniteCheck = tuple[str, Shard, Tensor]
 
@@ -165,7 +162,7 @@ class _DeviceTables:
         self._groups = np.zeros(0, dtype=_C.group_entry)
         self._call: Call | None = None
         self._dtypes: bytes | None = None
-        self._select(bytes([_NO_GRADIENT]) * (1 + max((index for index, _ in planned), default=-1)))
+        self._select(bytes([_C.Watch.no_gradient]) * (1 + max((index for index, _ in planned), default=-1)))
 
     def prepare(self, watch: _C.Watch, dtypes: bytes, groups: Sequence[Group] | None, scaling: LossScaling) -> None:
         """Fills in what is new in this step.
@@ -213,7 +210,7 @@ class _DeviceTables:
         if self._call is not None:
             self._skipped.retire([self._call])
             self._call = None
-        has_gradient = np.frombuffer(dtypes, dtype=np.uint8) != _NO_GRADIENT
+        has_gradient = np.frombuffer(dtypes, dtype=np.uint8) != _C.Watch.no_gradient
         rows = has_gradient[self._all_parameters]
         self._parameters = self._all_parameters[rows]
         self._first_elements = self._all_first_elements[rows]

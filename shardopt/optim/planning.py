@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Exchange
+from shardopt.layout import Exchange, UnknownShardError
 from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.entries import Group, Noise, PlannedParameter
 from shardopt.optim.flat_state import AnyState, flat_parts, state_of
 from shardopt.optim.plan import FiniteCheck, FlatParameters, Plan
-from shardopt.optim.state import ParameterState
+from shardopt.optim.state import ParameterState, StateDict
 
 _WIDTH = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
 
@@ -112,6 +112,7 @@ def make_plan(
         assert spec is not None
         if not state[param]:
             state[param].update(spec.new(spec.shard.local(param).device))
+        put_step_beside(state[param], spec.shard.local(param).device)
         planned.append(parameter.planned(state, flat))
     skipped.retire()
     plan = Plan(param_groups, state, groups, planned, FlatParameters(cuts, idle), skipped)
@@ -131,6 +132,8 @@ def _parameters(
         for position, param in enumerate(group["params"]):
             try:
                 spec = state_of(param, group, groups[index].rule.moments)
+            except UnknownShardError:
+                raise  # on ranks without a gradient, too: the others would wait for them
             except (RuntimeError, ValueError):
                 if param.grad is not None:
                     raise
@@ -155,6 +158,12 @@ def _gradient(parameter: _Parameter) -> Tensor:
     gradient = spec.shard.local_gradient(param.grad)
     _check_tensors(name, spec.shard.local(param), gradient)
     return gradient
+
+
+def put_step_beside(state: StateDict, device: torch.device) -> None:
+    """Moves a step count to the parameter: ZeroRedundancyOptimizer leaves those that it loads on the CPU."""
+    if isinstance(state.get("step"), Tensor) and state["step"].device != device:
+        state["step"] = state["step"].to(device)
 
 
 def _nothing(parameter: _Parameter) -> Tensor:

@@ -114,14 +114,14 @@ class ReleasedParameters:
         """
         if closure is not None:
             raise RuntimeError(
-                "got a closure while gradients are released, expected none: the closure's backward pass would itself be "
-                "a step; call backward() before optimizer.step(), or remove() the release"
+                "got a closure while gradients are released, expected none: the closure's backward pass would itself "
+                "be a step; call backward() before optimizer.step(), or remove() the release"
             )
         if scaling.grad_scale is not None or scaling.found_inf is not None:
             raise RuntimeError(
                 "got torch.amp.GradScaler while gradients are released, expected optimizer.step(): parameters were "
-                "stepped during the backward pass with gradients of the scaled loss, which nothing could unscale; train "
-                "in bfloat16 without a scaler, or remove() the release"
+                "stepped during the backward pass with gradients of the scaled loss, which nothing could unscale; "
+                "train in bfloat16 without a scaler, or remove() the release"
             )
 
     def next_step(self) -> None:

@@ -218,6 +218,13 @@ class ParameterState:
         if "max_exp_avg_sq" in loaded:
             raise ValueError(f"{name}: got state with max_exp_avg_sq, but shardopt has no amsgrad")
         template = self.new(torch.device("meta"))
+        names = {"step", LOW_BITS, *template, *(moment.name for moment in self.moments)}
+        unknown = [key for key, value in loaded.items() if key not in names and isinstance(value, Tensor)]
+        if unknown:
+            raise ValueError(
+                f"{name}: got state with {', '.join(unknown)}, expected {', '.join(template)}; was it saved by another "
+                "optimizer?"
+            )
         low_bits = template.pop(LOW_BITS, None)
         if low_bits is not None and not of_torch and LOW_BITS not in loaded:
             raise ValueError(

@@ -327,5 +327,3 @@ def _report_of_torch() -> None:
 def test_memory_report_of_another_optimizer(ranks: Pool) -> None:
     """It has no attach(), and needs none."""
     ranks.run(2, _report_of_torch)
-
-

@@ -48,6 +48,10 @@ class Piece(NamedTuple):
         """The piece of a tensor laid out like the optimizer's parameter: a flat view."""
         return tensor.detach().reshape(-1)[self.offset : self.offset + self.numel]
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """The piece of the whole parameter, or of a tensor of its shape: flat."""
+        return whole.detach().reshape(-1)[self.start : self.start + self.numel]
+
 
 def remember_bare(wrapped: nn.Module, bare: Mapping[str, Shape]) -> nn.Module:
     """Notes at a wrapped model what parameters it had, in order, before anything was wrapped."""
@@ -80,9 +84,7 @@ def _pieces(model: nn.Module) -> Iterator[Piece]:
         flat = unit._handle.flat_param
         own = flat._params or [flat] * len(flat._fqns)
         in_units |= {id(param) for param in (flat, *own, *(flat._shared_params or ()))}
-        for index, (fqn, shape, info) in enumerate(
-            zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
-        ):
+        for index, (fqn, shape, info) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
             alone = flat._params is not None
             offset = 0 if alone or not info.in_shard else info.offset_in_shard
             start, numel = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
@@ -176,11 +178,27 @@ def _state(optimizer: ShardedOptimizer, group: Mapping[str, Any] | None, piece: 
     return spec.split(state)[piece.segment]
 
 
-def _blocks(shape: Shape, start: int, numel: int, block_size: int) -> list[int]:
+def block_numbers(shape: Shape, block_size: int) -> Tensor:
+    """For every element of the flattened parameter the number of its block, counted row by row."""
     row_numel = torch.Size(shape[1:]).numel()
-    elements = torch.arange(start, start + numel)
+    elements = torch.arange(torch.Size(shape).numel())
     per_row = -(-row_numel // block_size)
-    return (elements // row_numel * per_row + elements % row_numel // block_size).unique().tolist()
+    return elements // row_numel * per_row + elements % row_numel // block_size
+
+
+def shared_blocks(model: nn.Module, block_size: int) -> dict[str, list[int]]:
+    """The blocks of each parameter that several ranks have elements of; all ranks must call this."""
+    owned = {piece.name: blocks_of(piece, block_size) for piece in pieces(model)}
+    found: dict[str, list[int]] = {}
+    everyone = _from_all(owned)
+    for name in model.bare_shapes:
+        numbers = [number for own in everyone for number in own[name]]
+        found[name] = sorted({number for number in numbers if numbers.count(number) > 1})
+    return found
+
+
+def _blocks(shape: Shape, start: int, numel: int, block_size: int) -> list[int]:
+    return block_numbers(shape, block_size)[start : start + numel].unique().tolist()
 
 
 def _from_all(value: Any) -> list[Any]:

@@ -168,9 +168,7 @@ def fsdp1(model: nn.Module, layers: Iterable[str] | None = None, **options: obje
         **options: of ``FullyShardedDataParallel``; ``use_orig_params`` is True unless said otherwise.
     """
     bare = bare_shapes(model)
-    wrap = partial(
-        FullyShardedDataParallel, **{"use_orig_params": True, "device_id": torch.device("cpu"), **options}
-    )
+    wrap = partial(FullyShardedDataParallel, **{"use_orig_params": True, "device_id": torch.device("cpu"), **options})
     for path in ("up", "conv") if layers is None else layers:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, wrap(model.get_submodule(path)))

@@ -48,6 +48,7 @@ def import_state(
     bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
     flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Elsewhere moments are
     decoded to float32, and coded anew if the optimizer quantizes the parameter.
+    A second moment that the source has rounded to 0 stays 0; with log8 the first one beside it then becomes 0, too.
 
     The hyper-parameters that the optimizer knows are taken over, options such as ``codec`` stay. Low bits of master
     weights are not imported: master weights begin as the parameters stand.

@@ -178,7 +178,7 @@ def _decoded(name: str, spec: ParameterState, state: StateDict, moment: Moment) 
 def _opened(path: PathLike) -> Any:
     """The file, as a context manager."""
     try:
-        import safetensors
+        import safetensors  # type: ignore[import-not-found, import-untyped]
     except ImportError as error:
         raise ImportError(
             "got no package safetensors, which load_safetensors needs; pip install 'shardopt[safetensors]'"
@@ -284,6 +284,6 @@ def _read_state(file: Any, wanted: _Wanted, name: str) -> StateDict:
     for key in wanted.entries:
         value = file.get_tensor(state_key(name, key))
         state[key] = value if key == "step" else sharded(spec.shard, value, spec.grid if key in scales else None)
-    if all(moment.name in state for moment in spec.moments):
-        return {"step": state["step"], **spec.encode(state)}
-    return state
+    if state.keys() == spec.state_names:
+        return state
+    return {"step": state["step"], **spec.encode(state)}  # float32 moments

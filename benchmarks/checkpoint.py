@@ -1,0 +1,217 @@
+"""Seconds and bytes of saving and loading a decoder under FSDP2: 8-bit AdamW against torch's, interleaved.
+
+Contenders take turns, saving and then loading; medians over the rounds of the slowest rank's time are reported. The
+last is the measure of the others. DCP is torch.distributed.checkpoint with ``get_state_dict`` and ``set_state_dict``,
+which are timed with it. All write to the disk for good (fsync) and read what the system has in its cache.
+
+    torchrun --nproc_per_node 2 benchmarks/checkpoint.py --json checkpoint.json
+    python benchmarks/checkpoint.py --numel 10_000_000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+import shardopt.checkpoint
+from decoder import Architecture, Decoder, set_gradients
+from shardopt.checkpoint.index import read_index
+from step_cpu import commit, machine
+
+
+@dataclass
+class Contender:
+    """An optimizer over the model, and a way to save and load both."""
+
+    name: str
+    optimizer: Optimizer
+    save: Callable[[Path, nn.Module, Optimizer], None]
+    load: Callable[[Path, nn.Module, Optimizer], object]
+    state_bytes: Callable[[Path], int]  # of the moments, scales and step counts in a checkpoint
+
+
+@dataclass
+class Result:
+    contender: str
+    save_s: float  # medians of the rounds
+    load_s: float
+    fastest_save_s: float
+    fastest_load_s: float
+    bytes: int
+    state_bytes: int
+
+
+def dcp_save(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def dcp_load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def dcp_state_bytes(path: Path) -> int:
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: x for name, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+    sizes = {name: x.size.numel() * x.properties.dtype.itemsize for name, x in tensors.items()}
+    return sum(size for name, size in sizes.items() if name.startswith("optimizer."))
+
+
+def portable_state_bytes(path: Path) -> int:
+    stored = read_index(path)
+    return sum(chunk.bytes for name in stored if name.startswith("optimizer.") for chunk in stored[name].chunks)
+
+
+def make_model(numel: int) -> Decoder:
+    """Each layer is sharded by itself, over all ranks."""
+    torch.manual_seed(0)
+    model = Decoder(Architecture.of_numel(numel))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def contenders(model: nn.Module) -> list[Contender]:
+    """All over the same model; their state is that after one step."""
+    ours = shardopt.AdamW8bit(model.parameters(), lr=1e-5)
+    torchs = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    set_gradients(model)
+    for optimizer in (ours, torchs):
+        optimizer.step()
+    model.zero_grad()
+    portable = (shardopt.checkpoint.save, shardopt.checkpoint.load, portable_state_bytes)
+    through_dcp = (dcp_save, dcp_load, dcp_state_bytes)
+    return [
+        Contender("AdamW8bit, portable", ours, *portable),
+        Contender("AdamW8bit, DCP", ours, *through_dcp),
+        Contender("torch AdamW, DCP", torchs, *through_dcp),
+    ]
+
+
+def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int) -> list[Result]:
+    """Interleaved rounds, after an unmeasured one."""
+    saves: dict[str, list[float]] = {contender.name: [] for contender in found}
+    loads: dict[str, list[float]] = {contender.name: [] for contender in found}
+    sizes: dict[str, tuple[int, int]] = {}
+    for current in range(rounds + 1):
+        for contender in found:
+            save_s = _time(lambda c=contender: c.save(folder, model, c.optimizer))
+            load_s = _time(lambda c=contender: c.load(folder, model, c.optimizer))
+            if current:
+                saves[contender.name].append(save_s)
+                loads[contender.name].append(load_s)
+            in_all = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            sizes[contender.name] = (in_all, contender.state_bytes(folder))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+    return [
+        Result(
+            name,
+            statistics.median(saves[name]),
+            statistics.median(loads[name]),
+            min(saves[name]),
+            min(loads[name]),
+            *sizes[name],
+        )
+        for name in saves
+    ]
+
+
+def _time(work: Callable[[], object]) -> float:
+    """Seconds of the slowest rank, once the disk has nothing else to do."""
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Torchrun's, or one of a single process."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@contextmanager
+def common_folder(parent: Path | None) -> Iterator[Path]:
+    """A folder that rank 0 has made, for checkpoints to be made in."""
+    made = [tempfile.mkdtemp(dir=parent) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(made)
+    try:
+        yield Path(made[0]) / "checkpoint"
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(made[0])
+
+
+def print_table(results: list[Result]) -> None:
+    base = results[-1]
+    print(f"{'':24}{'save s':>9}{'load s':>9}{'MB':>10}{'MB of state':>13}", end="")
+    print(f"   over {base.contender}: {'save':>8}{'load':>8}{'bytes':>8}{'state':>8}")
+    for result in results:
+        print(
+            f"{result.contender:24}{result.save_s:9.3f}{result.load_s:9.3f}{result.bytes / 1e6:10.1f}"
+            f"{result.state_bytes / 1e6:13.1f}{'':{9 + len(base.contender)}}{result.save_s / base.save_s:8.2f}"
+            f"{result.load_s / base.load_s:8.2f}{result.bytes / base.bytes:8.3f}"
+            f"{result.state_bytes / base.state_bytes:8.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=100_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write (default: the system's for temporary files)")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    args = parser.parse_args()
+    with process_group():
+        model = make_model(args.numel)
+        numel = sum(param.numel() for param in model.parameters())
+        with common_folder(args.folder) as folder:
+            results = measure(model, contenders(model), folder, args.rounds)
+        first, ranks = dist.get_rank() == 0, dist.get_world_size()
+    if not first:
+        return
+    threads = torch.get_num_threads()
+    print(f"{machine()}, commit {commit()}, medians of {args.rounds} rounds")
+    print(f"{numel:,} parameters, FSDP2, {ranks} ranks, {threads} threads each")
+    print_table(results)
+    if args.json:
+        header = {"machine": machine(), "commit": commit(), "command": sys.argv, "numel": numel, "ranks": ranks}
+        rows = [asdict(result) for result in results]
+        args.json.write_text(json.dumps({**header, "threads": threads, "results": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""What it costs that the ranks of FSDP1 agree on the scales of the blocks that their shards cut.
+
+Steps with ``exact_cut_blocks=True`` and ``False`` take turns on the same model; medians over the rounds of the slowest
+rank's time. Without torchrun, or after it, the same is counted for 70 billion parameters on 512 ranks: torch's FSDP1 and
+shardopt run as they would there, on tensors without data.
+
+    torchrun --nproc_per_node 4 benchmarks/exchange.py --json exchange.json
+    python benchmarks/exchange.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardopt
+from decoder import Architecture, Decoder, set_gradients
+from shardopt.integrations.fsdp1 import GroupExchange
+from shardopt.layout import FlatShard
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.cut_blocks import FlatCuts
+from shardopt.optim.flat_state import flat_parts, shared_blocks
+from step_cpu import commit, machine
+
+RANKS_ON_PAPER = 512
+ON_PAPER = {
+    f"70B, vocabulary of {vocabulary}": Architecture(80, 8192, 28672, 1024, vocabulary, modern=True)
+    for vocabulary in (32000, 128256)
+}
+
+
+@dataclass
+class Count:
+    """What the ranks exchange in a step."""
+
+    model: str
+    parameters: int
+    units: int  # of FSDP1: each layer, and the rest
+    ranks: int
+    cut_blocks: int  # between any two ranks
+    own_cut_blocks: int  # of which a rank in the middle holds a part
+    round_bytes: int  # what the all-reduces of one round carry
+    rounds: int
+
+    @property
+    def messages(self) -> int:
+        """That a rank sends per step if the all-reduce is a ring."""
+        return self.rounds * 2 * (self.ranks - 1)
+
+    @property
+    def sent_bytes(self) -> float:
+        """That a rank sends per step, in the ring and in every other way that is as good."""
+        return self.rounds * 2 * self.round_bytes * (self.ranks - 1) / self.ranks
+
+    @property
+    def share(self) -> float:
+        """Of the float32 gradients that the rank sends per step for FSDP1's reduce-scatter."""
+        return self.sent_bytes / max(4 * self.parameters * (self.ranks - 1) / self.ranks, 1)
+
+
+@dataclass
+class Times:
+    """Medians, in seconds."""
+
+    exact: float
+    not_exact: float
+    collectives: float  # of the rank that waits least for the others
+    collectives_waiting: float  # of the one that waits most
+
+
+def shard(model: Decoder) -> nn.Module:
+    """FSDP1, each layer a unit."""
+    wrap = partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = wrap(layer)
+    return wrap(model)
+
+
+def make_optimizer(model: nn.Module, **options: Any) -> ShardedOptimizer:
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-5, **options)
+    optimizer.attach(model)
+    return optimizer
+
+
+def count(name: str, parameters: int, model: nn.Module, optimizer: ShardedOptimizer) -> Count:
+    """Asks the code that steps."""
+    (group,) = optimizer.param_groups
+    parts = [part for param in group["params"] for part in flat_parts(optimizer.state_spec(param, group))]
+    cuts = FlatCuts(parts, torch.device("cpu"))
+    numbers = [shared_blocks(part) for part in parts]
+    own = 0
+    for part, blocks in zip(parts, numbers, strict=True):
+        assert isinstance(part.shard, FlatShard)
+        first, end = part.shard.blocks(part.grid)
+        own += sum(first <= block < end for block in blocks)
+    units = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    rounds = 0 if not cuts else 2 if cuts.relative else 1
+    total = sum(map(len, numbers))
+    return Count(name, parameters, units, dist.get_world_size(), total, own, cuts.bytes, rounds)
+
+
+def count_on_paper(name: str, architecture: Architecture) -> Count:
+    """Shards the model among ranks that do not exist."""
+    dist.init_process_group("fake", rank=RANKS_ON_PAPER // 2, world_size=RANKS_ON_PAPER, store=FakeStore())
+    try:
+        with FakeTensorMode():
+            model = Decoder(architecture)
+            numel = sum(param.numel() for param in model.parameters())
+            sharded = shard(model)
+        return count(name, numel, sharded, make_optimizer(sharded))
+    finally:
+        dist.destroy_process_group()
+
+
+class Stopwatch:
+    """Times all calls of a method."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.calls = 0
+        self.seconds = 0.0
+        method: Callable[..., None] = getattr(owner, name)
+
+        def timed(*args: Any) -> None:
+            start = time.perf_counter()
+            method(*args)
+            self.seconds += time.perf_counter() - start
+            self.calls += 1
+
+        setattr(owner, name, timed)
+
+
+def measure(model: nn.Module, rounds: int, expected: Count) -> Times:
+    """Steps both ways in turn, after two unmeasured rounds."""
+    optimizers = {exact: make_optimizer(model, exact_cut_blocks=exact) for exact in (True, False)}
+    set_gradients(model)
+    watch = Stopwatch(GroupExchange, "all_reduce_max")
+    seconds: dict[str, list[float]] = {"exact": [], "not exact": [], "collectives": []}
+    for current in range(rounds + 2):
+        for exact, optimizer in optimizers.items():
+            watch.calls, watch.seconds = 0, 0.0
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.step()
+            took = time.perf_counter() - start
+            assert watch.calls == (expected.rounds if exact else 0), f"{watch.calls} collectives in a step"
+            if current >= 2:
+                seconds["exact" if exact else "not exact"].append(took)
+                if exact:
+                    seconds["collectives"].append(watch.seconds)
+    return Times(
+        exact=_median(seconds["exact"], dist.ReduceOp.MAX),
+        not_exact=_median(seconds["not exact"], dist.ReduceOp.MAX),
+        collectives=_median(seconds["collectives"], dist.ReduceOp.MIN),
+        collectives_waiting=_median(seconds["collectives"], dist.ReduceOp.MAX),
+    )
+
+
+def _median(seconds: list[float], among_ranks: Any) -> float:
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, among_ranks)
+    return statistics.median(times.tolist())
+
+
+def run(numel: int, rounds: int) -> tuple[Count, Times]:
+    """Measures on the ranks of torchrun."""
+    torch.manual_seed(0)
+    model = Decoder(Architecture.of_numel(numel))
+    numel = sum(param.numel() for param in model.parameters())
+    sharded = shard(model)
+    found = count("measured", numel, sharded, make_optimizer(sharded))
+    return found, measure(sharded, rounds, found)
+
+
+def print_counts(counts: list[Count]) -> None:
+    print(f"{'':28}{'parameters':>16}{'units':>7}{'ranks':>7}{'cut blocks':>12}{'own':>6}{'bytes a round':>15}", end="")
+    print(f"{'rounds':>8}{'messages':>10}{'bytes sent':>12}{'of gradients':>14}")
+    for c in counts:
+        print(
+            f"{c.model:28}{c.parameters:16,}{c.units:7}{c.ranks:7}{c.cut_blocks:12,}{c.own_cut_blocks:6}"
+            f"{c.round_bytes:15,}{c.rounds:8}{c.messages:10,}{c.sent_bytes:12,.0f}{c.share:14.1e}"
+        )
+    print("messages, bytes sent: by each rank in a step, by a ring; of gradients: of what FSDP1 itself sends")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=25_000_000)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--paper", action=argparse.BooleanOptionalAction, default=True, help="also count 512 ranks")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+
+    first, counts, times = True, [], None
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        found, times = run(args.numel, args.rounds)
+        counts.append(found)
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+    if not first:
+        return
+    print(f"{machine()}, commit {commit()}, AdamW8bit, log8, blocks of 128, FSDP1")
+    if args.paper:
+        counts += [count_on_paper(name, architecture) for name, architecture in ON_PAPER.items()]
+    print_counts(counts)
+    if times:
+        print(f"\nmeasured, medians of {args.rounds} rounds, {torch.get_num_threads()} threads per rank")
+        print(f"{'exact_cut_blocks=True':32}{times.exact * 1e3:10.3f} ms per step")
+        print(f"{'exact_cut_blocks=False':32}{times.not_exact * 1e3:10.3f} ms per step")
+        print(f"{'collectives':32}{times.collectives * 1e3:10.3f} ms on the rank that waits least for the others")
+        print(f"{'':32}{times.collectives_waiting * 1e3:10.3f} ms on the one that waits most")
+    if args.json:
+        header = {"machine": machine(), "commit": commit(), "command": sys.argv, "rounds": args.rounds}
+        rows = [{**asdict(c), "messages": c.messages, "sent_bytes": c.sent_bytes} for c in counts]
+        result = {**header, "counts": rows, "times": asdict(times) if times else None}
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

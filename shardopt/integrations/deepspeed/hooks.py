@@ -1,0 +1,99 @@
+"""All that is hooked into DeepSpeed: two methods of its engine, and its list of optimizers that ZeRO supports.
+
+- ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: it learns our types.
+- ``DeepSpeedEngine._configure_optimizer`` wraps it: afterwards we look at what its flat partitions are made of.
+- ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardopt.optim
+from shardopt.integrations.deepspeed.partitions import assign_partitions
+from shardopt.optim import ShardedOptimizer
+
+#: The versions of DeepSpeed whose insides are known: [first, end).
+VERSIONS = ((0, 19), (0, 20))
+
+#: Config types, which may be written in any letter case.
+TYPES: dict[str, type[ShardedOptimizer]] = {
+    name.lower(): getattr(shardopt.optim, name) for name in shardopt.optim.__all__ if name.endswith("8bit")
+}
+
+
+def install(engine_module: ModuleType) -> None:
+    """Hooks into DeepSpeed.
+
+    Args:
+        engine_module: ``deepspeed.runtime.engine``.
+    """
+    from deepspeed.runtime.zero import utils
+
+    engine_class = engine_module.DeepSpeedEngine
+    configure_basic, configure = engine_class._configure_basic_optimizer, engine_class._configure_optimizer
+
+    def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Tensor]) -> Any:
+        optimizer_type = _type_of(self.optimizer_name())
+        if optimizer_type is None:
+            return configure_basic(self, model_parameters)
+        return optimizer_type(model_parameters, **(self.optimizer_params() or {}))
+
+    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
+        ours = isinstance(client_optimizer, ShardedOptimizer)
+        if ours and self.zero_use_cpu_optimizer():
+            self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
+        with ShardedOptimizer.paused():  # stage 0 takes a step without gradients, which is none
+            configure(self, client_optimizer, model_parameters)
+        if isinstance(self.basic_optimizer, ShardedOptimizer):
+            _check_version()
+            _check_config(self)
+            assign_partitions(self)
+
+    engine_class._configure_basic_optimizer = _configure_basic_optimizer
+    engine_class._configure_optimizer = _configure_optimizer
+    known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
+    utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
+
+
+def _type_of(name: str) -> type[ShardedOptimizer] | None:
+    """The optimizer of ours that a config names; None if it names another.
+
+    Raises:
+        ValueError: there is no such optimizer anywhere.
+    """
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    if name.lower() in TYPES:
+        return TYPES[name.lower()]
+    if name not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
+        ours = ", ".join(sorted(c.__name__ for c in TYPES.values()))
+        raise ValueError(
+            f"got optimizer type {name!r}, expected one of shardopt's ({ours}), of DeepSpeed's "
+            f"({', '.join(DEEPSPEED_OPTIMIZERS)}) or of torch.optim's"
+        )
+    return None
+
+
+def _check_version() -> None:
+    import deepspeed
+
+    version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:2])
+    if not VERSIONS[0] <= version < VERSIONS[1]:
+        known = " to before ".join(".".join(map(str, v)) for v in VERSIONS)
+        raise RuntimeError(
+            f"got DeepSpeed {deepspeed.__version__}, expected {known}, whose partitions are known; install such a one"
+        )
+
+
+def _check_config(engine: Any) -> None:
+    if engine.zero_optimization() and engine.zero_elastic_checkpoint():
+        raise ValueError(
+            "zero_optimization.elastic_checkpoint: got true, expected false: it takes padding off tensors without; "
+            "use shardopt.checkpoint.save, which loads on any number of ranks"
+        )

@@ -1,0 +1,121 @@
+"""What DeepSpeed's flat partitions are made of: ZeRO 1, 2 and 3, and BF16_Optimizer.
+
+The names are those of DeepSpeed's own attributes, which are no interface. An optimizer wrapper that is not known is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardopt.integrations.exchange import RanksExchange
+from shardopt.layout import FlatBuffer, FlatShard, Segment, assign
+from shardopt.layout.names import parameter_names
+
+
+class _Names(NamedTuple):
+    """Places and names of a model's parameters, by identity."""
+
+    of: dict[int, tuple[int, str]]
+
+    def __getitem__(self, param: Tensor) -> tuple[int, str]:
+        return self.of[id(param)]
+
+
+def assign_partitions(engine: Any) -> None:
+    """Says of each flat tensor that DeepSpeed's optimizer steps which parameters it holds.
+
+    Args:
+        engine: a DeepSpeedEngine whose optimizer is configured.
+
+    Raises:
+        RuntimeError: DeepSpeed shards in a way that is not known here.
+    """
+    wrapper = engine.optimizer
+    named = enumerate(parameter_names(engine.module).items())
+    names = _Names({id(param): (place, name) for place, (name, param) in named})
+    kind = type(wrapper).__name__
+    if kind == "DeepSpeedZeroOptimizer":
+        for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
+            params = wrapper.round_robin_bit16_groups[index]
+            offsets = wrapper.round_robin_bit16_offsets[index]
+            group = wrapper.real_dp_process_group[index]
+            assign(flat, _one_range(params, offsets, int(wrapper.partition_size[index]), group, names))
+    elif kind == "BF16_Optimizer":
+        for index, flat in enumerate(wrapper.fp32_groups_flat_partition):
+            params = wrapper.bf16_groups[index]
+            group = wrapper.real_dp_process_group[index]
+            assign(flat, _one_range(params, _starts(p.numel() for p in params), flat.numel(), group, names))
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
+            group = wrapper.sub_group_process_groups[index]
+            assign(flat, _range_each(wrapper.fp16_groups[index], group, names))
+    elif wrapper is not engine.basic_optimizer and kind not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+        raise RuntimeError(
+            f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch it off in the "
+            "config"
+        )
+
+
+def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names) -> FlatBuffer:
+    """A partition that is one range of all parameters, flattened one after another.
+
+    Args:
+        params: the model's parameters.
+        offsets: where each begins in the flattened whole.
+        size: elements per rank.
+        group: the ranks that hold the ranges.
+        names: of the model's parameters.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    begin = rank * size
+    segments = []
+    for param, offset in zip(params, offsets, strict=True):
+        ends = [min(max(r * size - offset, 0), param.numel()) for r in range(world_size + 1)]
+        shard = _shard(tuple(param.shape), ends, rank, group)
+        place, name = names[param]
+        segments.append(Segment(name, place, shard, max(offset + shard.start - begin, 0) if shard.numel else 0))
+    return FlatBuffer(size, segments)
+
+
+def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
+    """A partition that is made of a range of each parameter (ZeRO 3)."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    segments = []
+    sizes = [int(param.partition_numel()) for param in params]
+    for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
+        numel = int(param.ds_numel)
+        ends = [min(r * size, numel) for r in range(world_size + 1)]
+        place, name = names[param]
+        segments.append(Segment(name, place, _shard(tuple(param.ds_shape), ends, rank, group), offset))
+    return FlatBuffer(sum(sizes), segments)
+
+
+def _shard(shape: tuple[int, ...], ends: Sequence[int], rank: int, group: Any) -> FlatShard:
+    """The range between two of ``ends``, where the ranks' ranges end."""
+    numel = torch.Size(shape).numel()
+    if ends[-1] != numel:
+        raise RuntimeError(
+            f"got partitions that end at {ends[-1]} of a parameter with {numel} elements, expected all of them; this "
+            "version of DeepSpeed partitions in a way that shardopt does not know"
+        )
+    cuts = sorted({end for end in ends if 0 < end < numel})
+    return FlatShard(shape, ends[rank], ends[rank + 1], cuts, RanksExchange((group,), _device_type(group)))
+
+
+def _device_type(group: Any) -> str:
+    """Where the group's back end wants its tensors."""
+    return "cpu" if dist.get_backend(group) == "gloo" else "cuda"
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += size
+    return starts

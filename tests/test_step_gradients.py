@@ -1,0 +1,149 @@
+"""Gradients that come, go, move or change dtype, or are none that can be stepped, with the tables of a step kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from helpers import RULES, everything, with_gradient
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from step_problem import SHAPES, kept, make, params_of, step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_come_and_go(dtype: torch.dtype) -> None:
+    """A parameter without a gradient is left alone, its step count too; also before its first gradient."""
+    optimizer = make(dtype=dtype)
+    anew = copy.deepcopy(optimizer)
+    absent = [(2, 3), (), (0,), (0, 1), (), (3,), (0, 1, 2, 3, 4), (), (0,), ()]
+    for t, without in enumerate(absent):
+        anew = copy.deepcopy(anew)
+        before = everything(optimizer)
+        step(optimizer, t, without)
+        step(anew, t, without)
+        after = everything(optimizer)
+        assert_same(after, everything(anew))
+        for index in without:
+            names = [name for name in after if name.split("/")[0] == str(index)]
+            assert_same({name: after[name] for name in names}, {name: before[name] for name in names})
+    assert [float(optimizer.state[p]["step"]) for p in params_of(optimizer)] == [6, 8, 8, 7, 9]
+
+
+def test_dtypes_of_gradients_may_change() -> None:
+    """The same values in a wider dtype make the same step."""
+    optimizer, expected = (make(dtype=torch.bfloat16) for _ in range(2))
+    for t, dtype in enumerate([torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]):
+        step(optimizer, t, grad_dtype=dtype)
+        step(expected, t)
+        assert_same(everything(optimizer), everything(expected))
+
+
+def test_data_of_a_gradient() -> None:
+    """The gradient is the same object with other memory, then with other values in the same memory."""
+    optimizer = make()
+    step(optimizer, 0)
+    anew = copy.deepcopy(optimizer)
+    for t in range(3):
+        for index, param in enumerate(params_of(optimizer)):
+            gradient, new = param.grad, values(tuple(param.shape), 10 * t + index, param.dtype)
+            assert gradient is not None
+            kept.append(gradient.data)
+            if t == 1:
+                gradient.copy_(new)
+            else:
+                gradient.data = new
+        anew = copy.deepcopy(anew)
+        for param, other in zip(params_of(optimizer), params_of(anew), strict=True):
+            other.grad = param.grad.clone()
+        optimizer.step()
+        anew.step()
+        assert_same(everything(optimizer), everything(anew))
+
+
+class OwnGradient(Parameter):
+    """A parameter whose gradient is found in another place."""
+
+    kept_gradient: Tensor | None = None
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self.kept_gradient
+
+
+def test_a_type_may_find_its_gradient_elsewhere() -> None:
+    value = values((40, 256), 3, torch.float32)
+    own, plain = OwnGradient(value.clone()), Parameter(value.clone())
+    optimizers = [RULES["adamw"].make([param]) for param in (own, plain)]
+    for t in range(4):
+        gradient = values((40, 256), 10 + t, torch.float32)
+        own.kept_gradient, plain.grad = None if t == 2 else gradient, None if t == 2 else gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(own, plain)
+    assert optimizers[0].state[own]["step"] == 3
+
+
+BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse": (lambda g: g.to_sparse(), "got a sparse gradient"),
+    "strided": (lambda g: g.T.contiguous().T, "got a gradient with strides"),
+    "narrow": (lambda g: g.bfloat16(), "got a gradient of torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GRADIENTS)
+def test_a_bad_gradient_changes_nothing_and_the_next_step_goes_well(name: str) -> None:
+    make_bad, message = BAD_GRADIENTS[name]
+    optimizer, expected = make(), make()
+    for t in range(4):
+        step(expected, t)
+        step(optimizer, t)
+        before = everything(optimizer)
+        with_gradient(params_of(optimizer)[2], make_bad(values(SHAPES[2], 5, torch.float32)))
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert_same(everything(optimizer), before)
+    assert_same(everything(optimizer), everything(expected))
+
+
+def test_a_gradient_that_shrank_is_not_stepped() -> None:
+    optimizer = make()
+    step(optimizer, 0)
+    step(optimizer, 1)
+    before = everything(optimizer)
+    gradient = params_of(optimizer)[1].grad
+    assert gradient is not None
+    gradient.data = torch.zeros(5)
+    with pytest.raises(RuntimeError, match=r"got a gradient of shape \(5,\) on cpu, expected \(300,\)"):
+        optimizer.step()
+    assert_same(everything(optimizer), before)
+
+
+def test_nonfinite_gradients_raise_in_any_step() -> None:
+    optimizer, expected = make(nonfinite="raise"), make()
+    for t in range(4):
+        step(expected, t)
+        step(optimizer, t)
+        before = everything(optimizer)
+        gradient = params_of(optimizer)[1].grad
+        assert gradient is not None
+        gradient[17] = torch.nan
+        with pytest.raises(FloatingPointError, match=r"parameter 1 of param group 0 \(300,\): got a gradient with NaN"):
+            optimizer.step()
+        assert_same(everything(optimizer), before)
+    assert_same(everything(optimizer), everything(expected))
+
+
+def test_nonfinite_gradients_raise_for_a_parameter_that_had_none() -> None:
+    optimizer = make(nonfinite="raise")
+    step(optimizer, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(optimizer, 1, without=(1,))
+    with_gradient(params_of(optimizer)[1], torch.full((300,), torch.inf))
+    with pytest.raises(FloatingPointError, match=r"^parameter 1 of param group 0 \(300,\): got a gradient with NaN"):
+        optimizer.step()
