@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,8 +118,8 @@ def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int)
     sizes: dict[str, tuple[int, int]] = {}
     for current in range(rounds + 1):
         for contender in found:
-            save_s = _time(lambda c=contender: c.save(folder, model, c.optimizer))
-            load_s = _time(lambda c=contender: c.load(folder, model, c.optimizer))
+            save_s = _time(partial(contender.save, folder, model, contender.optimizer))
+            load_s = _time(partial(contender.load, folder, model, contender.optimizer))
             if current:
                 saves[contender.name].append(save_s)
                 loads[contender.name].append(load_s)

@@ -1,8 +1,8 @@
 """What it costs that the ranks of FSDP1 agree on the scales of the blocks that their shards cut.
 
 Steps with ``exact_cut_blocks=True`` and ``False`` take turns on the same model; medians over the rounds of the slowest
-rank's time. Without torchrun, or after it, the same is counted for 70 billion parameters on 512 ranks: torch's FSDP1 and
-shardopt run as they would there, on tensors without data.
+rank's time. After it, or without torchrun, the same is counted for 70 billion parameters on 512 ranks: torch's FSDP1
+and shardopt run as they would there, on tensors without data.
 
     torchrun --nproc_per_node 4 benchmarks/exchange.py --json exchange.json
     python benchmarks/exchange.py
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 import warnings
@@ -32,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardopt
 from decoder import Architecture, Decoder, set_gradients
-from shardopt.integrations.fsdp1 import GroupExchange
+from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.cut_blocks import FlatCuts
@@ -55,7 +54,7 @@ class Count:
     units: int  # of FSDP1: each layer, and the rest
     ranks: int
     cut_blocks: int  # between any two ranks
-    own_cut_blocks: int  # of which a rank in the middle holds a part
+    own_cut_blocks: int  # of which one rank holds a part: the first, on paper one in the middle
     round_bytes: int  # what the all-reduces of one round carry
     rounds: int
 
@@ -118,7 +117,7 @@ def count(name: str, parameters: int, model: nn.Module, optimizer: ShardedOptimi
 
 def count_on_paper(name: str, architecture: Architecture) -> Count:
     """Shards the model among ranks that do not exist."""
-    dist.init_process_group("fake", rank=RANKS_ON_PAPER // 2, world_size=RANKS_ON_PAPER, store=FakeStore())
+    dist.init_process_group("fake", rank=RANKS_ON_PAPER // 2 + 1, world_size=RANKS_ON_PAPER, store=FakeStore())
     try:
         with FakeTensorMode():
             model = Decoder(architecture)
@@ -150,7 +149,7 @@ def measure(model: nn.Module, rounds: int, expected: Count) -> Times:
     """Steps both ways in turn, after two unmeasured rounds."""
     optimizers = {exact: make_optimizer(model, exact_cut_blocks=exact) for exact in (True, False)}
     set_gradients(model)
-    watch = Stopwatch(GroupExchange, "all_reduce_max")
+    watch = Stopwatch(RanksExchange, "all_reduce_max")
     seconds: dict[str, list[float]] = {"exact": [], "not exact": [], "collectives": []}
     for current in range(rounds + 2):
         for exact, optimizer in optimizers.items():
@@ -175,7 +174,7 @@ def measure(model: nn.Module, rounds: int, expected: Count) -> Times:
 def _median(seconds: list[float], among_ranks: Any) -> float:
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, among_ranks)
-    return statistics.median(times.tolist())
+    return float(times.median())
 
 
 def run(numel: int, rounds: int) -> tuple[Count, Times]:

@@ -59,8 +59,8 @@ def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]]) -> 
     for (_, name), shape, strides in zip(known, flat._shapes, flat._strides, strict=True):
         if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
             raise RuntimeError(
-                f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected a contiguous "
-                "one: its elements would be in the order of memory; wrap the model before it is made channels_last"
+                f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected contiguous "
+                "ones: its elements would be in the order of memory; wrap the model before it is made channels_last"
             )
     shards = _ranges(handle) if handle.uses_sharded_strategy else [_whole(tuple(shape)) for shape in flat._shapes]
     if handle._use_orig_params:

@@ -1,7 +1,7 @@
 """Gradient release: each parameter is stepped during the backward pass, and its gradient freed.
 
-Without DDP a parameter's post-accumulate hook does it, which FSDP2 runs after its reduction. DDP reduces gradients in
-buckets after that hook, so there a communication hook does it.
+A parameter's post-accumulate hook does it, which FSDP2 runs after its reduction. DDP reduces gradients only after that
+hook: see :mod:`shardopt.integrations.ddp_buckets`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class GradientRelease:
 def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRelease:
     """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
 
-    So few gradients live at once: one parameter's; one unit's with FSDP2; those of one bucket with DDP, beside the
-    buckets themselves, which it keeps for good. Parameters and state are those of ordinary steps, bit for bit, and the
-    loop stays as it is::
+    So few gradients live at once: one parameter's; one unit's with FSDP2 (HSDP holds what it has all-reduced until the
+    pass ends). DDP keeps its buckets, which hold all gradients: with it parameters are stepped at the end of the
+    backward pass, and what is saved is the gradients beside the buckets, as by ``gradient_as_bucket_view=True``.
+    Parameters and state are those of ordinary steps, bit for bit, and the loop stays as it is::
 
         shardopt.release_gradients(model, optimizer)
         for batch in batches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,15 +63,6 @@ class ReleasedParameters:
                     _demand_no_raise(group)
                     self._parameters[param] = _Parameter(listed_name(group, index, position), index, position, place)
                 place += 1
-
-    def __contains__(self, param: object) -> bool:
-        return param in self._parameters
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
     def nonfinite(self, *, wait: bool) -> int:
         """Gradient elements that were skipped; see :meth:`shardopt.kernels.skipped.SkippedElements.count`."""

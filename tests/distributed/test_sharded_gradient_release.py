@@ -261,16 +261,16 @@ def _live_under_ddp(bucket_view: bool) -> list[int]:
 
     def reduce(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buckets.add(bucket.buffer().untyped_storage().data_ptr())
-        return BucketHook.reduce_and_step(hook, bucket)
+        return BucketHook.reduce(hook, bucket)
 
     def look(_: Tensor) -> None:
         gradients = [param.grad for param in params if param.grad is not None]
         apart.append(sum(g.untyped_storage().data_ptr() not in buckets for g in gradients))
 
     hook = bucket_hook(replica)
-    hook.reduce_and_step = reduce  # type: ignore[method-assign]
-    finish = hook._finish
-    hook._finish = lambda: (look(params[0]), finish())[1]  # type: ignore[method-assign]
+    step = hook._step
+    hook.reduce = reduce  # type: ignore[method-assign]
+    hook._step = lambda: (look(params[0]), step())[1]  # type: ignore[method-assign]
     for param in params:
         param.register_post_accumulate_grad_hook(look)
     replica(torch.randn(2, 128)).sum().backward()

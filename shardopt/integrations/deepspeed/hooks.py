@@ -1,5 +1,6 @@
-"""All that is hooked into DeepSpeed: two methods of its engine, and its list of optimizers that ZeRO supports.
+"""All that is hooked into DeepSpeed: three methods of its engine, and its list of optimizers that ZeRO supports.
 
+- ``DeepSpeedEngine._is_supported_optimizer`` says what types a config may name.
 - ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: it learns our types.
 - ``DeepSpeedEngine._configure_optimizer`` wraps it: afterwards we look at what its flat partitions are made of.
 - ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
@@ -11,7 +12,6 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import shardopt.optim
@@ -37,12 +37,22 @@ def install(engine_module: ModuleType) -> None:
 
     engine_class = engine_module.DeepSpeedEngine
     configure_basic, configure = engine_class._configure_basic_optimizer, engine_class._configure_optimizer
+    is_supported = engine_class._is_supported_optimizer
+
+    def _is_supported_optimizer(self: Any, name: str) -> bool:
+        if name.lower() in TYPES or is_supported(self, name):
+            return True
+        ours = ", ".join(sorted(c.__name__ for c in TYPES.values()))
+        raise ValueError(
+            f"got optimizer type {name!r}, expected one of shardopt's ({ours}), of DeepSpeed's "
+            f"({', '.join(engine_module.DEEPSPEED_OPTIMIZERS)}) or of torch.optim's"
+        )
 
     def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Tensor]) -> Any:
-        optimizer_type = _type_of(self.optimizer_name())
-        if optimizer_type is None:
+        name = self.optimizer_name().lower()
+        if name not in TYPES:
             return configure_basic(self, model_parameters)
-        return optimizer_type(model_parameters, **(self.optimizer_params() or {}))
+        return TYPES[name](model_parameters, **(self.optimizer_params() or {}))
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
         ours = isinstance(client_optimizer, ShardedOptimizer)
@@ -55,29 +65,11 @@ def install(engine_module: ModuleType) -> None:
             _check_config(self)
             assign_partitions(self)
 
+    engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
     known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
-
-
-def _type_of(name: str) -> type[ShardedOptimizer] | None:
-    """The optimizer of ours that a config names; None if it names another.
-
-    Raises:
-        ValueError: there is no such optimizer anywhere.
-    """
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    if name.lower() in TYPES:
-        return TYPES[name.lower()]
-    if name not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
-        ours = ", ".join(sorted(c.__name__ for c in TYPES.values()))
-        raise ValueError(
-            f"got optimizer type {name!r}, expected one of shardopt's ({ours}), of DeepSpeed's "
-            f"({', '.join(DEEPSPEED_OPTIMIZERS)}) or of torch.optim's"
-        )
-    return None
 
 
 def _check_version() -> None:
