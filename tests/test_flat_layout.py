@@ -1,7 +1,8 @@
-"""Flat shards against brute force: element by element where blocks lie, who shares them, and whose they are to write."""
+"""Flat shards against brute force: where each element's block lies, who shares it, and who is to write it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def splits(draw: st.DrawFn, kind: st.SearchStrategy[Shape] = shapes) -> tuple[Sh
 
 def shards_of(shape: Shape, ends: Sequence[int], exchange: ThreadExchange | None = None) -> list[FlatShard]:
     cuts = sorted({end for end in ends if 0 < end < math.prod(shape)})
-    return [FlatShard(shape, a, b, cuts, exchange) for a, b in zip(ends, ends[1:], strict=False)]
+    return [FlatShard(shape, a, b, cuts, exchange) for a, b in itertools.pairwise(ends)]
 
 
 @settings(deadline=None)

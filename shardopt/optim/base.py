@@ -17,13 +17,12 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import UnknownShardError, assigned, read_model
 from shardopt.optim.entries import Group
-from shardopt.optim.flat_state import AnyState, encode_flat_moments, held_elements, state_of
+from shardopt.optim.flat_state import AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
 from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
 from shardopt.optim.stepper import Stepper
-
 
 #: In the param groups of a state dict: what elements of flat shards it is the state of; see :func:`held_elements`.
 _HELD = "held_elements"
@@ -291,7 +290,7 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, "
             f"expected {[len(group['params']) for group in own]}"
         )
-    groups = []
+    groups, is_own = [], True
     for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
         for option in STATE_FORMAT:
             if saved_group.get(option, group[option]) != group[option]:
@@ -301,11 +300,7 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
                     "state_dict(dequantize=True)"
                 )
         held = held_elements(group["params"])
-        if held is not None and saved_group.get(_HELD, held) != held:
-            raise ValueError(
-                f"param group {index}: got the state of other elements than this rank's, expected what this rank itself "
-                "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
-            )
+        is_own &= held is None or saved_group.get(_HELD, held) == held
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({**rest, **{k: v for k, v in saved_group.items() if k != _HELD}})
         check_options(groups[-1])
@@ -321,6 +316,11 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         if state_dict["state"]:
             raise
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
+    if on_any_rank(specs, not is_own):  # all must know: the others would wait for one that gives up
+        raise ValueError(
+            f"got the state of other elements than {'another' if is_own else 'this'} rank's, expected what it itself "
+            "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
+        )
     given = encode_flat_moments(specs, [state_dict["state"].get(index) for index in ids])
     state: StateDict = {}
     of_torch = all("master_weight_bits" not in group for group in saved)  # or dequantized: neither knows of them

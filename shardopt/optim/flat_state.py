@@ -202,7 +202,7 @@ def encode_flat_moments(
         for part, segment in zip(flat_parts(spec), segments, strict=False):
             parts.append(part)
             values.append([x if segment is None else segment.of(x) for x in moments] if moments else None)
-    if not parts or not _on_any_rank(parts, any(own is not None for own in values)):
+    if not parts or not on_any_rank(specs, any(own is not None for own in values)):
         return list(loaded)
     encoded = iter(encode_flat(parts, values))
     found: list[Mapping[str, Any] | None] = []
@@ -229,10 +229,14 @@ def _float_moments(spec: AnyState, loaded: Mapping[str, Any] | None) -> list[Ten
     return found if len(found) == len(own) and not native else None
 
 
-def _on_any_rank(parts: Sequence[ParameterState], here: bool) -> bool:
-    """Whether something is so on any of the ranks that share blocks with this one; all of them must call it."""
+def on_any_rank(specs: Sequence[AnyState], here: bool) -> bool:
+    """Whether something is so on any of the ranks that share parameters with this one in flat shards.
+
+    All of them must call this, with the same parameters.
+    """
     found = here
-    for exchange in dict.fromkeys(p.shard.exchange for p in parts if isinstance(p.shard, FlatShard)):
+    parts = [part for spec in specs for part in flat_parts(spec)]
+    for exchange in dict.fromkeys(part.shard.exchange for part in parts if isinstance(part.shard, FlatShard)):
         if exchange is not None:
             flag = torch.tensor([here], dtype=torch.int32)
             exchange.all_reduce_max(flag)

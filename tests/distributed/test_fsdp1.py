@@ -82,8 +82,8 @@ def run_odds(
 
 def _odds(orig: bool, rule: str, codec: str, block_sizes: list[int], dtype: torch.dtype, options: Any) -> None:
     for block_size in block_sizes:
-        options = {"codec": codec, "block_size": block_size, "min_quantized_numel": 32, **options}
-        run_odds(lambda m: RULES[rule].make(m.parameters(), **options), dtype=dtype, use_orig_params=orig)
+        own = {"codec": codec, "block_size": block_size, "min_quantized_numel": 32, **options}
+        run_odds(lambda m, own=own: RULES[rule].make(m.parameters(), **own), dtype=dtype, use_orig_params=orig)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What cannot be stepped under FSDP1 says so on all ranks; none waits for another. NaN in one rank's shard is everyone's."""
+"""What cannot be stepped under FSDP1 says so on all ranks, NaN in one rank's shard too; none waits for another."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_ranks_with_nothing(ranks: Pool) -> None:
     ranks.run(4, _nothing_here)
 
 
-def _optimizers(orig: bool, nonfinite: str, **options: Any) -> tuple[nn.Module, ShardedOptimizer, Any, ShardedOptimizer]:
+def _optimizers(
+    orig: bool, nonfinite: str, **options: Any
+) -> tuple[nn.Module, ShardedOptimizer, Any, ShardedOptimizer]:
     whole, model = make_odds(use_orig_params=orig)
     options = {"nonfinite": nonfinite, **SMALL, **options}
     optimizer, expected = (RULES["adamw"].make(m.parameters(), **options) for m in (model, whole))

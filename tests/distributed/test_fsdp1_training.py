@@ -1,4 +1,4 @@
-"""Training under FSDP1: real backward passes, evaluation between them, loss scaling, and what the optimizer is told when."""
+"""Training under FSDP1: real backward passes, evaluation between them, loss scaling, attaching early and late."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def test_ranks_with_the_same_batch_train_as_one(ranks: Pool, world_size: int, wa
 
 
 def _accumulated(orig: bool) -> None:
-    """Gradients of two batches are added up before FSDP shares them out; stepping too early is an error on all ranks."""
+    """Gradients of two batches are added up before they are shared out; stepping too early is an error on all ranks."""
     model, whole = fsdp1(make_net(), use_orig_params=orig), make_net()
     optimizer, expected = (make_optimizer(way, m) for way, m in (("fsdp1", model), ("single", whole)))
     for step in range(2):
         with model.no_sync():
             _backward(model, 10 * step)
-        with pytest.raises(RuntimeError, match="got a gradient of shape .* expected"):
+        with pytest.raises(RuntimeError, match=r"got a gradient of shape .* expected"):
             optimizer.step()
         _backward(model, 10 * step + 1)
         model.clip_grad_norm_(0.05)

@@ -36,9 +36,7 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
 def _optimizer(params: Any, rule: str, views: bool = False, **options: Any) -> ZeroRedundancyOptimizer:
     case = RULES[rule]
     hyper = {**case.hyper, **SMALL, **options}
-    return ZeroRedundancyOptimizer(
-        params, optimizer_class=case.optimizer, parameters_as_bucket_view=views, **hyper
-    )
+    return ZeroRedundancyOptimizer(params, optimizer_class=case.optimizer, parameters_as_bucket_view=views, **hyper)
 
 
 def _whole(steps: int, rule: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from helpers import RULES

@@ -33,7 +33,7 @@ def install(engine_module: ModuleType) -> None:
     Args:
         engine_module: ``deepspeed.runtime.engine``.
     """
-    from deepspeed.runtime.zero import utils
+    from deepspeed.runtime.zero import utils  # type: ignore[import-untyped]
 
     engine_class = engine_module.DeepSpeedEngine
     configure_basic, configure = engine_class._configure_basic_optimizer, engine_class._configure_optimizer
@@ -73,7 +73,7 @@ def install(engine_module: ModuleType) -> None:
 
 
 def _check_version() -> None:
-    import deepspeed
+    import deepspeed  # type: ignore[import-untyped]
 
     version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:2])
     if not VERSIONS[0] <= version < VERSIONS[1]:

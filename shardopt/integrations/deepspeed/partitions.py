@@ -6,8 +6,8 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,8 @@ from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import FlatBuffer, FlatShard, Segment, assign
 from shardopt.layout.names import parameter_names
 
-
-class _Names(NamedTuple):
-    """Places and names of a model's parameters, by identity."""
-
-    of: dict[int, tuple[int, str]]
-
-    def __getitem__(self, param: Tensor) -> tuple[int, str]:
-        return self.of[id(param)]
+#: Places and names of a model's parameters, by identity.
+_Names = Mapping[int, tuple[int, str]]
 
 
 def assign_partitions(engine: Any) -> None:
@@ -38,7 +32,7 @@ def assign_partitions(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     named = enumerate(parameter_names(engine.module).items())
-    names = _Names({id(param): (place, name) for place, (name, param) in named})
+    names = {id(param): (place, name) for place, (name, param) in named}
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer":
         for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
@@ -78,7 +72,7 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
     for param, offset in zip(params, offsets, strict=True):
         ends = [min(max(r * size - offset, 0), param.numel()) for r in range(world_size + 1)]
         shard = _shard(tuple(param.shape), ends, rank, group)
-        place, name = names[param]
+        place, name = names[id(param)]
         segments.append(Segment(name, place, shard, max(offset + shard.start - begin, 0) if shard.numel else 0))
     return FlatBuffer(size, segments)
 
@@ -91,7 +85,7 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
     for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
         numel = int(param.ds_numel)
         ends = [min(r * size, numel) for r in range(world_size + 1)]
-        place, name = names[param]
+        place, name = names[id(param)]
         segments.append(Segment(name, place, _shard(tuple(param.ds_shape), ends, rank, group), offset))
     return FlatBuffer(sum(sizes), segments)
 
