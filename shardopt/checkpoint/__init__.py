@@ -2,6 +2,7 @@
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.foreign import ImportReport, Outcome, import_state, load_safetensors, save_safetensors
+from shardopt.checkpoint.index import read_header
 from shardopt.checkpoint.portable import Loaded, async_save, load, save
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "import_state",
     "load",
     "load_safetensors",
+    "read_header",
     "save",
     "save_safetensors",
 ]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, pieces_of, state_chunks
-from shardopt.layout import read_model
+from shardopt.layout import FlatBuffer, assigned, read_model
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.flat_state import BufferState, encode_flat, shared_blocks
 from shardopt.optim.state import ParameterState
@@ -75,7 +75,8 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
     """
     read_model(model)
     group_of = {} if owner is None else owner.group_of()
-    pieces = list(pieces_of(model))
+    own = {id(param) for param in model.parameters()}
+    pieces = list(pieces_of(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))
     strangers = set(group_of) - {piece.param for piece in pieces}
     if strangers:
         shapes = sorted(tuple(param.shape) for param in strangers)

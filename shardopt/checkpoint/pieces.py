@@ -34,13 +34,24 @@ class Piece(NamedTuple):
     local: Tensor
 
 
-def pieces_of(model: Module) -> Iterator[Piece]:
+def pieces_of(model: Module, masters: Sequence[Tensor] = ()) -> Iterator[Piece]:
     """The parameters of a model. It must have been read by :func:`shardopt.layout.read_model`.
+
+    Args:
+        model: the model.
+        masters: flat buffers that stand for parameters of the model (DeepSpeed's).
 
     Raises:
         CheckpointError: a parameter is not sharded now, since it is gathered for a forward pass.
     """
-    for name, param in parameter_names(model).items():
+    named = parameter_names(model)
+    for param in masters:
+        buffer = shard_of(param)
+        assert isinstance(buffer, FlatBuffer)
+        for segment in buffer.segments:
+            named.pop(segment.name, None)
+    named.update((f"master {index}", param) for index, param in enumerate(masters))
+    for name, param in named.items():
         shard = shard_of(param)
         local = shard.local(param.detach())
         if local.shape != shard.local_shape:

@@ -8,8 +8,9 @@ shape. The header has the hyper-parameters and options of the param groups. How 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from shardopt.checkpoint.groups import describe
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
+from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
 
 
 class Loaded(NamedTuple):
@@ -47,8 +49,9 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
 
     Args:
         path: the folder, which all ranks see.
-        model: plain, or wrapped by DDP, FSDP1 or FSDP2, with DTensor parameters or without.
-        optimizer: one of shardopt's, or a ZeroRedundancyOptimizer of one; None to save the model only.
+        model: plain, or wrapped by DDP, FSDP1 or FSDP2, with DTensor parameters or without; or a DeepSpeed engine.
+        optimizer: one of shardopt's, or a ZeroRedundancyOptimizer of one; None to save the model only, and with a
+            DeepSpeed engine, which has its own.
         extra: what else to save, the same on all ranks: tensors, and what JSON can hold.
 
     Raises:
@@ -121,18 +124,33 @@ def load(
             Nothing was changed, on any rank.
         TypeError: the optimizer is not shardopt's.
     """
-    restoration = on_every_rank(lambda: Restoration(path, model, optimizer, convert=convert))
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with plain_errors():
-        state_dict_loader.load(
-            restoration.tensors,
-            storage_reader=PortableReader(path),
-            planner=planner,
-            no_dist=not dist.is_initialized(),
-        )
-    on_every_rank(restoration.convert)
-    restoration.commit()
+    with _opened(model, optimizer) as (bare, own):
+        restoration = on_every_rank(lambda: Restoration(path, bare, own, convert=convert))
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with plain_errors():
+            state_dict_loader.load(
+                restoration.tensors,
+                storage_reader=PortableReader(path),
+                planner=planner,
+                no_dist=not dist.is_initialized(),
+            )
+        on_every_rank(restoration.convert)
+        restoration.commit()
+    if is_engine(model):
+        refresh(model)
     return Loaded(restoration.extra, restoration.converted)
+
+
+@contextmanager
+def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module, Optimizer | None]]:
+    """Model and optimizer as they are, or those of a DeepSpeed engine."""
+    if not is_engine(model):
+        yield model, optimizer
+        return
+    if optimizer is not None:
+        raise TypeError("got an optimizer beside a DeepSpeed engine, expected the engine only; leave the optimizer out")
+    with opened(model) as (bare, own):
+        yield bare, own
 
 
 def _save_planner() -> DefaultSavePlanner:
@@ -143,6 +161,13 @@ def _to_save(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
 ) -> tuple[dict[str, Any], PortableWriter]:
     """The tensors to be saved, and where to."""
+    with _opened(model, optimizer) as (bare, own):
+        return _described(path, bare, own, extra)
+
+
+def _described(
+    path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
+) -> tuple[dict[str, Any], PortableWriter]:
     owner = None if optimizer is None else Owner.of(optimizer)
     contents = contents_of(model, owner)
     tensors: dict[str, Any] = model_chunks(model, contents)

@@ -1,4 +1,4 @@
-"""State dicts under FSDP1: each rank's own, loaded on the same ranks; and torch.optim's, which are quantized on load."""
+"""State dicts under FSDP1: each rank's own, loaded on the same ranks; and torch.optim's, quantized on load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer around ours: each parameter's state is on one rank. Bits as on one, also after a reload."""
+"""ZeroRedundancyOptimizer around ours, a parameter's state on one rank only: the bits of one rank, also reloaded."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _of_torch(path: Path) -> None:
     optimizer.load_state_dict(torch.load(path, weights_only=True))
     set_gradients(model, 0)
     before = copy.deepcopy(dict(model.named_parameters()))
-    with pytest.raises(RuntimeError, match="got state without exp_avg.*_codes"):
+    with pytest.raises(RuntimeError, match=r"got state without exp_avg.*_codes"):
         optimizer.step()
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
