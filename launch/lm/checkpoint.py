@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,9 +145,7 @@ def _is_complete(path: Path) -> bool:
 
 @contextmanager
 def _user_errors(what: str) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # the backend for one process
-        try:
-            yield
-        except CheckpointError as error:
-            raise UserError(f"{what}: {error}") from error
+    try:
+        yield
+    except CheckpointError as error:
+        raise UserError(f"{what}: {error}") from error

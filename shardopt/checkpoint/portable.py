@@ -8,6 +8,7 @@ shape. The header has the hyper-parameters and options of the param groups. How 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         TypeError: ``extra`` has something else in it, or the optimizer is not shardopt's.
     """
     tensors, writer = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
-    with plain_errors(writer.discard):
+    with plain_errors(writer.discard), _no_warning_of_one_process():
         state_dict_saver.save(
             tensors, storage_writer=writer, planner=_save_planner(), no_dist=not dist.is_initialized()
         )
@@ -127,7 +128,7 @@ def load(
     with _opened(model, optimizer) as (bare, own):
         restoration = on_every_rank(lambda: Restoration(path, bare, own, convert=convert))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with plain_errors():
+        with plain_errors(), _no_warning_of_one_process():
             state_dict_loader.load(
                 restoration.tensors,
                 storage_reader=PortableReader(path),
@@ -151,6 +152,14 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
         raise TypeError("got an optimizer beside a DeepSpeed engine, expected the engine only; leave the optimizer out")
     with opened(model) as (bare, own):
         yield bare, own
+
+
+@contextmanager
+def _no_warning_of_one_process() -> Iterator[None]:
+    """Keeps torch.distributed.checkpoint from warning that there is no process group, which it was told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _save_planner() -> DefaultSavePlanner:
