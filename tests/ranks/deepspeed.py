@@ -1,0 +1,207 @@
+"""Engines of DeepSpeed on the CPU, given gradients to step with, and what all ranks hold of them, put together.
+
+Gradients go DeepSpeed's whole way, from ``backward`` over the averaging to the flat partitions, and come out exact.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers import RULES
+from ranks import flat as parts
+from ranks.layouts import Shape, values
+from ranks.models import make_net
+from ranks.snapshot import Snapshot, snapshot
+from shardopt.layout import FlatBuffer, assigned
+from shardopt.optim import ShardedOptimizer
+
+#: Of a parameter's place among the model's and the number of a step.
+Gradient = Callable[[Shape, int, int], Tensor]
+
+HYPER = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed on its CPU accelerator, without the operator that it would compile there at first use."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    if dist.is_initialized():
+        os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
+        os.environ.update(WORLD_SIZE=str(dist.get_world_size()))
+    import deepspeed
+    import deepspeed.comm.torch as backend
+
+    backend.build_shm_op = lambda: None
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
+def config(stage: int, optimizer: str | None = "AdamW8bit", **options: Any) -> dict[str, Any]:
+    """A DeepSpeed config.
+
+    Args:
+        stage: of ZeRO.
+        optimizer: its config type; None for none.
+        **options: sections of the config, ``zero`` that of ZeRO, and ``params`` of the optimizer.
+    """
+    zero, params = options.pop("zero", {}), options.pop("params", {})
+    found = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage, **zero}}
+    if optimizer is not None:
+        found["optimizer"] = {"type": optimizer, "params": {**HYPER, **params}}
+    return {**found, **options}
+
+
+def make_engine(model: nn.Module, settings: dict[str, Any], **given: Any) -> Any:
+    """A DeepSpeedEngine of a model.
+
+    Args:
+        model: wrapped in place.
+        settings: the config.
+        **given: other arguments of ``deepspeed.initialize``.
+    """
+    bare = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in model.named_parameters()}
+    given.setdefault("model_parameters", model.parameters())
+    engine, *_ = import_deepspeed().initialize(model=model, config=settings, **given)
+    engine.bare_shapes = bare
+    return engine
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Decay for matrices, none and another learning rate for the rest."""
+    params = list(model.named_parameters())
+    matrix = {name: len(getattr(param, "ds_shape", param.shape)) > 1 for name, param in params}
+    return [
+        {"params": [param for name, param in params if matrix[name]]},
+        {"params": [param for name, param in params if not matrix[name]], "weight_decay": 0.0, "lr": 3e-2},
+    ]
+
+
+def gradient_of(shape: Shape, place: int, step: int) -> Tensor:
+    """Few enough bits that a multiple of it divided again is itself."""
+    return values(shape, 100 * step + place).bfloat16().float()
+
+
+def taking_gradients(model: nn.Module) -> nn.Module:
+    """Makes the model, wherever it is called with gradients by place, give a loss of which these are the gradients."""
+    own = [(child, [name for name, _ in child.named_parameters()]) for child in model.children()]
+    places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    names = {child: name for name, child in model.named_children()}
+
+    def forward(gradients: list[Tensor]) -> Tensor:
+        loss = torch.zeros(())
+        for child, params in own:
+            loss = child(loss, [gradients[places[f"{names[child]}.{name}"]] for name in params])
+        return loss
+
+    for child, _ in own:
+        child.forward = partial(_add_products, child)
+    model.forward = forward
+    return model
+
+
+def _add_products(module: nn.Module, loss: Tensor, gradients: list[Tensor]) -> Tensor:
+    for param, gradient in zip(module.parameters(), gradients, strict=True):
+        loss = loss + (param * gradient.to(param.dtype)).float().sum()
+    return loss
+
+
+def step_engine(engine: Any, step: int, rank: int = 0, gradient: Gradient = gradient_of) -> None:
+    """A step with given gradients, for whose average one rank stands in."""
+    world_size = dist.get_world_size()
+    factor = float(world_size) if dist.get_rank() == rank % world_size else 0.0
+    shapes = enumerate(engine.bare_shapes.values())
+    engine.backward(engine([factor * gradient(shape, place, step) for place, shape in shapes]))
+    engine.step()
+
+
+def step_whole(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, gradient: Gradient = gradient_of) -> None:
+    """The same without DeepSpeed."""
+    for place, param in enumerate(model.parameters()):
+        param.grad = gradient(tuple(param.shape), place, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stepped_engine(settings: dict[str, Any], steps: int, *, seed: int = 0, grouped: bool = False) -> Any:
+    """An engine of the tests' model that took so many steps."""
+    model = taking_gradients(make_net(seed=seed))
+    engine = make_engine(model, settings, **({"model_parameters": groups_of(model)} if grouped else {}))
+    for step in range(steps):
+        step_engine(engine, step, rank=step)
+    return engine
+
+
+def stepped_whole(
+    steps: int, *, rule: str = "adamw", dtype: torch.dtype = torch.float32, grouped: bool = False, **options: Any
+) -> tuple[nn.Module, ShardedOptimizer]:
+    """What :func:`stepped_engine` does, without DeepSpeed.
+
+    Args:
+        steps: how many.
+        rule: one of ``RULES``.
+        dtype: what the model was rounded to before; it has fp32 parameters now, the masters.
+        grouped: whether it has several param groups.
+        **options: of the optimizer.
+    """
+    model = make_net(dtype).float()
+    params: Iterable[Any] = groups_of(model) if grouped else model.parameters()
+    optimizer = RULES[rule].optimizer(params, **{**HYPER, **options})
+    for step in range(steps):
+        step_whole(model, optimizer, step)
+    return model, optimizer
+
+
+def masters(engine: Any) -> list[tuple[Tensor, dict[str, Any]]]:
+    """The flat tensors that DeepSpeed steps, each with its param group."""
+    wrapper, optimizer = engine.optimizer, engine.basic_optimizer
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        of = wrapper.sub_group_to_group_id
+        return [(flat, optimizer.param_groups[of[i]]) for i, flat in enumerate(wrapper.fp32_partitioned_groups_flat)]
+    return [(param, group) for group in optimizer.param_groups for param in group["params"]]
+
+
+def engine_snapshot(engine: Any) -> Snapshot:
+    """Masters and state in full, in the form of :func:`ranks.snapshot.snapshot`; all ranks must call this."""
+    optimizer = engine.basic_optimizer
+    if engine.optimizer is optimizer:
+        return snapshot(dict(engine.module.named_parameters()), optimizer)
+    places: dict[str, tuple[int, int]] = {}
+    states: dict[str, dict[str, Tensor]] = {}
+    sizes: dict[str, int] = {}
+    for flat, group in masters(engine):
+        buffer = assigned(flat)
+        assert isinstance(buffer, FlatBuffer)
+        for index, (name, _, shard, offset) in enumerate(buffer.segments):
+            piece = parts.Piece(name, shard.global_shape, flat, offset, shard.start, shard.numel, index)
+            states[name] = {"": piece.of(flat).clone(), **parts._state(optimizer, group, piece)}
+            places[name], sizes[name] = (piece.start, piece.numel), group["block_size"]
+    assert states.keys() == engine.bare_shapes.keys()
+    everyone = parts._from_all((states, places))
+    found: Snapshot = {}
+    for name, shape in engine.bare_shapes.items():
+        found[name] = parts._elements(everyone, name, shape, "")
+        for key in sorted(states[name]):
+            if key == "step":
+                steps = [own[name][key] for own, _ in everyone]
+                assert all(torch.equal(step, steps[0]) for step in steps), f"{name}: got steps {steps}"
+                found[f"{name}/{key}"] = steps[0]
+            elif key.endswith("_scales"):
+                found[f"{name}/{key}"] = parts._scales(everyone, name, shape, key, sizes[name])
+            elif key:
+                found[f"{name}/{key}"] = parts._elements(everyone, name, shape, key)
+    return found
+
+
+def model_parameters(engine: Any) -> Snapshot:
+    """What the model computes with, in full; all ranks must call this."""
+    import deepspeed
+
+    params = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        return {name: param.detach().clone() for name, param in params.items()}

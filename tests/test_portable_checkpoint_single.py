@@ -1,0 +1,305 @@
+"""The portable checkpoint in one process: what it holds, what it converts, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from ranks.layouts import values
+from shardopt.checkpoint import CheckpointError
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.state import ParameterState
+
+
+class Small(nn.Module):
+    """A quantized matrix, one of bfloat16, a bias, a shared parameter, a frozen one and buffers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values((33, 200), seed))
+        self.brain = nn.Parameter(values((16, 512), seed + 1).bfloat16())
+        self.bias = nn.Parameter(values((33,), seed + 2))
+        self.same = self.weight
+        self.frozen = nn.Parameter(values((4, 4), seed + 3), requires_grad=False)
+        self.register_buffer("mean", values((5,), seed + 4))
+        self.register_buffer("scratch", values((5,), seed + 5), persistent=False)
+
+
+def trained(seed: int = 0, steps: int = 2, **options: Any) -> tuple[Small, ShardedOptimizer]:
+    model = Small(seed)
+    optimizer = shardopt.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+    for step in range(steps):
+        step_with(model, optimizer, seed + step)
+    return model, optimizer
+
+
+def step_with(model: Small, optimizer: ShardedOptimizer, seed: int) -> None:
+    for index, param in enumerate(p for p in model.parameters() if p.requires_grad):
+        param.grad = values(tuple(param.shape), 10 * seed + index, param.dtype)
+    optimizer.step()
+
+
+def everything(model: Small, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """All that a checkpoint should bring back, copied."""
+    found: dict[str, Any] = {name: x.clone() for name, x in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
+            found[f"{name}/{key}"] = value.clone()
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return {**found, "groups": groups}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(x, b[key]) and x.dtype == b[key].dtype if isinstance(x, torch.Tensor) else x == b[key]
+        for key, x in a.items()
+    )
+
+
+def test_all_comes_back(tmp_path: Path) -> None:
+    model, optimizer = trained(master_weight_bits=24)
+    optimizer.param_groups[0]["lr"] = 0.5
+    shardopt.checkpoint.save(tmp_path, model, optimizer, epoch=3, names=["a", None], rng=torch.get_rng_state())
+    other, fresh = trained(seed=7, steps=0, master_weight_bits=24)
+    loaded = shardopt.checkpoint.load(tmp_path, other, fresh)
+    assert same(everything(other, fresh), everything(model, optimizer))
+    assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
+    assert loaded.extra["epoch"] == 3
+    assert loaded.extra["names"] == ["a", None]
+    assert torch.equal(loaded.extra["rng"], torch.get_rng_state())
+
+
+def test_a_model_alone(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model)
+    other, fresh = trained(seed=7)
+    before = everything(other, fresh)
+    shardopt.checkpoint.load(tmp_path, other)
+    after = everything(other, fresh)
+    assert torch.equal(other.weight, model.weight)
+    assert same({k: v for k, v in after.items() if "/" in k}, {k: v for k, v in before.items() if "/" in k})
+    with pytest.raises(CheckpointError, match="without an optimizer"):
+        shardopt.checkpoint.load(tmp_path, other, fresh)
+
+
+def test_before_the_first_step_there_is_no_state(tmp_path: Path) -> None:
+    model, optimizer = trained(steps=0)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, stepped = trained(seed=7)
+    shardopt.checkpoint.load(tmp_path, other, stepped)
+    assert not stepped.state
+    assert same(everything(other, stepped), everything(model, optimizer))
+
+
+def test_a_learning_rate_on_a_tensor_keeps_its_place(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = trained(seed=7)
+    lr = fresh.param_groups[0]["lr"] = torch.tensor(0.5)
+    shardopt.checkpoint.load(tmp_path, other, fresh)
+    assert fresh.param_groups[0]["lr"] is lr
+    assert float(lr) == 0.25
+
+
+def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    expected = everything(model, optimizer)
+    saving = shardopt.checkpoint.async_save(tmp_path, model, optimizer)
+    step_with(model, optimizer, 50)
+    saving.result()
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(tmp_path, other, fresh)
+    assert same(everything(other, fresh), expected)
+
+
+def test_async_save_tells_its_errors(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    (tmp_path / "file").write_text("")
+    saving = shardopt.checkpoint.async_save(tmp_path / "file", model, optimizer)
+    with pytest.raises(CheckpointError):
+        saving.result()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"codec": "dynamic8"}, {"block_size": 32}, {"codec": "fp32"}, {"min_quantized_numel": 10**6}],
+    ids=str,
+)
+def test_another_codec_is_converted_on_demand(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = trained(seed=7, **options)
+    before = everything(other, fresh)
+    with pytest.raises(CheckpointError, match=r"log8 in blocks of 128 state for .* convert=True"):
+        shardopt.checkpoint.load(tmp_path, other, fresh)
+    assert same(everything(other, fresh), before)
+    loaded = shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
+    assert loaded.converted.keys() == {"weight", "brain"}
+    moments = optimizer.rule(optimizer.param_groups[0]).moments
+    for name in ("weight", "brain"):
+        source, target = model.get_parameter(name), other.get_parameter(name)
+        decoded = ParameterState.of(source, optimizer.param_groups[0], moments).decode(optimizer.state[source])
+        spec = ParameterState.of(target, fresh.param_groups[0], moments)
+        for key, expected in spec.encode(decoded).items():
+            assert torch.equal(fresh.state[target][key], expected), key
+        assert torch.equal(fresh.state[target]["step"], optimizer.state[source]["step"])
+    assert torch.equal(fresh.state[other.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+    assert {key: fresh.param_groups[0][key] for key in options} == options
+    step_with(other, fresh, 9)
+
+
+@pytest.mark.parametrize(("saved", "own"), [(24, 32), (32, 24), (24, None), (None, 32), (32, None)])
+def test_other_master_weights_are_converted_on_demand(tmp_path: Path, saved: int | None, own: int | None) -> None:
+    model, optimizer = trained(master_weight_bits=saved)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = trained(seed=7, master_weight_bits=own)
+    with pytest.raises(CheckpointError, match="low bits"):
+        shardopt.checkpoint.load(tmp_path, other, fresh)
+    loaded = shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
+    assert loaded.converted.keys() == {"brain"}
+    moments = optimizer.rule(optimizer.param_groups[0]).moments
+
+    def master(param: torch.Tensor, of: ShardedOptimizer) -> torch.Tensor:
+        from shardopt.kernels.weights import StoredWeights
+
+        spec = ParameterState.of(param, of.param_groups[0], moments)
+        return spec.weights.load(StoredWeights(param.detach(), of.state[param].get("master_low_bits")))
+
+    kept = torch.bfloat16 if own is None else torch.float32
+    got, expected = master(other.brain, fresh), master(model.brain, optimizer)
+    if own == 24 and saved == 32:
+        assert (got - expected).abs().max() <= expected.abs().max() * 2**-16
+    else:
+        assert torch.equal(got, expected.to(kept).float())
+    step_with(other, fresh, 9)
+
+
+def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = trained(seed=7, steps=0)
+    other.weight.data = other.weight.data.bfloat16()
+    with pytest.raises(CheckpointError, match=r"torch.float32 weights .* for torch.bfloat16"):
+        shardopt.checkpoint.load(tmp_path, other, fresh)
+    shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
+    assert torch.equal(other.weight, model.weight.bfloat16())
+
+
+class Wider(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values((33, 201), 0))
+        self.same = self.weight
+        self.more = nn.Parameter(values((3,), 0))
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other = Wider()
+    fresh = shardopt.AdamW8bit([p for p in other.parameters() if p.requires_grad])
+    with pytest.raises(CheckpointError, match=r"another model: it lacks model.more, .*weight \(33, 200\) for"):
+        shardopt.checkpoint.load(tmp_path, other, fresh)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    lion = shardopt.Lion8bit([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(CheckpointError, match=r"saved by AdamW8bit, expected .* of Lion8bit"):
+        shardopt.checkpoint.load(tmp_path, model, lion)
+    theirs = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match="one of shardopt's"):
+        shardopt.checkpoint.save(tmp_path, model, theirs)
+
+
+def test_other_parameters_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match="the optimizer of this model"):
+        shardopt.checkpoint.save(tmp_path, Small(3), optimizer)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match="got no state of frozen"):
+        shardopt.checkpoint.load(tmp_path, model, shardopt.AdamW8bit(model.parameters()))
+
+
+def test_groups_may_be_split_but_not_merged(tmp_path: Path) -> None:
+    model, _ = trained()
+    groups = [{"params": [model.weight, model.brain], "weight_decay": 0.5}, {"params": [model.bias]}]
+    optimizer = shardopt.AdamW8bit(groups)
+    step_with(model, optimizer, 1)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    split = shardopt.AdamW8bit([{"params": [p]} for p in (model.brain, model.weight, model.bias)])
+    shardopt.checkpoint.load(tmp_path, model, split)
+    assert [group["weight_decay"] for group in split.param_groups] == [0.5, 0.5, 0.01]
+    merged = shardopt.AdamW8bit([model.weight, model.brain, model.bias])
+    with pytest.raises(CheckpointError, match="different weight_decay"):
+        shardopt.checkpoint.load(tmp_path, model, merged)
+
+
+def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer, epoch=1)
+    with pytest.raises(TypeError):
+        shardopt.checkpoint.save(tmp_path, model, optimizer, thing=object())
+    assert shardopt.checkpoint.load(tmp_path, model, optimizer).extra == {"epoch": 1}
+
+
+def _truncate(folder: Path) -> None:
+    data = next(folder.glob("*.bin"))
+    data.write_bytes(data.read_bytes()[:-100])
+
+
+def _flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+def _newer(folder: Path) -> None:
+    import zlib
+
+    text = (folder / "checkpoint.json").read_bytes().rpartition(b',\n"crc32"')[0]
+    text = text.replace(b'"format_version": 1', b'"format_version": 99')
+    (folder / "checkpoint.json").write_bytes(text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode())
+
+
+FAULTS = {
+    "missing": (lambda folder: next(folder.glob("*.bin")).unlink(), "No such file"),
+    "truncated": (_truncate, "bytes"),
+    "flipped data": (lambda folder: _flip(next(folder.glob("*.bin")), 5000), "checksum"),
+    "flipped index": (lambda folder: _flip(folder / "checkpoint.json", 300), "checksum|damaged"),
+    "no index": (lambda folder: (folder / "checkpoint.json").unlink(), "checkpoint.json"),
+    "newer": (_newer, "format version 99"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path, fault: str) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    damage, message = FAULTS[fault]
+    damage(tmp_path)
+    other, running = trained(seed=7)
+    before = everything(other, running)
+    with pytest.raises(CheckpointError, match=message):
+        shardopt.checkpoint.load(tmp_path, other, running)
+    assert same(everything(other, running), before)
+    step_with(other, running, 9)
+
+
+def test_the_index_is_json(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    index = json.loads((tmp_path / "checkpoint.json").read_text())
+    assert index["tensors"]["optimizer.weight.exp_avg_codes"]["shape"] == [33, 200]
+    assert index["tensors"]["optimizer.weight.exp_avg_sq_scales"]["shape"] == [33, 2, 2]
+    assert "model.same" not in index["tensors"]
+    assert "model.scratch" not in index["tensors"]
+    assert index["header"]["param_groups"][0]["parameters"] == ["weight", "brain", "bias"]
