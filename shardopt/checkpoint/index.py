@@ -22,6 +22,7 @@ import os
 import re
 import zlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,11 +123,15 @@ def dump_index(index: Index) -> bytes:
 
 
 def remove_strays(folder: Path, keep: Collection[str]) -> None:
-    """Removes the files of earlier saves, and of saves that died: those that have our names and are not to be kept."""
+    """Removes the files of earlier saves, and of saves that died: those that have our names and are not to be kept.
+
+    Those that cannot be removed are left to the next save.
+    """
     for path in folder.iterdir():
         ours = _DATA_FILE.fullmatch(path.name) or _UNFINISHED_INDEX.fullmatch(path.name)
         if ours and path.name not in keep:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
 
 def _verified(path: Path, text: bytes) -> dict[str, Any]:

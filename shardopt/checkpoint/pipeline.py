@@ -25,7 +25,7 @@ def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
     """
     # Not a ThreadPoolExecutor: an asynchronous save that the interpreter waits for at its exit could not use one.
     todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
-    threads = [Thread(target=_work, args=(todo,)) for _ in range(THREADS)]
+    threads = [Thread(target=_work, args=(todo,), daemon=True) for _ in range(THREADS)]
     pending: deque[Future[T]] = deque()
 
     def results() -> Iterator[T]:

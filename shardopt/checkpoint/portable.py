@@ -71,8 +71,8 @@ def async_save(
 ) -> Future[None]:
     """Copies a model and its optimizer to the host's memory, and saves the copy while training goes on.
 
-    Costs the host as much memory as this rank's part of the checkpoint. Wait for one save before beginning another.
-    With a process group, its back end must be one for the CPU too, such as ``"cpu:gloo,cuda:nccl"``.
+    Costs the host as much memory as this rank's part of the checkpoint. All ranks must call this. Wait for one save
+    before beginning another. The ranks talk in a gloo group of their own, beside the training's collectives.
 
     Args:
         path: see :func:`save`, as for the others.
@@ -85,7 +85,11 @@ def async_save(
     """
     tensors, writer = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
     saving = state_dict_saver.async_save(
-        tensors, storage_writer=writer, planner=_save_planner(), no_dist=not dist.is_initialized()
+        tensors,
+        storage_writer=writer,
+        planner=_save_planner(),
+        process_group=_group_of_saves(),
+        no_dist=not dist.is_initialized(),
     )
     done: Future[None] = Future()
 
@@ -152,6 +156,21 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
         raise TypeError("got an optimizer beside a DeepSpeed engine, expected the engine only; leave the optimizer out")
     with opened(model) as (bare, own):
         yield bare, own
+
+
+_groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _group_of_saves() -> dist.ProcessGroup | None:
+    """All ranks, once more: collectives of saving and of training must not get into each other's way."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _groups_of_saves:
+        _groups_of_saves.clear()  # of a process group that is gone
+        _groups_of_saves[world] = dist.new_group(backend="gloo")
+    return _groups_of_saves[world]
 
 
 @contextmanager

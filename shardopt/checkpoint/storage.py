@@ -145,8 +145,7 @@ class PortableWriter(StorageWriter, AsyncStager):
             if isinstance(stored, TensorStorageMetadata)
         }
         self._commit(dump_index(Index(self._header, files, tensors)))
-        with suppress(OSError):  # the next save will
-            remove_strays(self._folder, files)
+        remove_strays(self._folder, files)
 
     def discard(self) -> None:
         """Removes what this rank wrote for a save that failed on another rank. The next save would, too."""

@@ -133,3 +133,19 @@ def _continue_exactly(path: Path) -> None:
     model, optimizer = _fresh("fsdp", "lion", {"codec": "companded8"})
     shardopt.checkpoint.load(path, model, optimizer)
     step_with(model, optimizer, STEPS)
+
+
+def _save_while_training(way: str, path: Path) -> None:
+    model, optimizer = trained(way, STEPS)
+    for _ in range(2):  # the second replaces the first
+        saving = shardopt.checkpoint.async_save(path, model, optimizer, epoch=7, generator=torch.arange(5))
+        other, beside = _fresh(way, "adamw", {})
+        for step in range(5):
+            step_with(other, beside, step)
+        saving.result(timeout=60)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
+def test_async_save(ranks: Pool, tmp_path: Path, way: str) -> None:
+    ranks.run(2, _save_while_training, way, tmp_path)
+    ranks.run(3, _load, "fsdp columns", tmp_path, "adamw", {})

@@ -6,7 +6,9 @@ Gradients go DeepSpeed's whole way, from ``backward`` over the averaging to the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import sys
+import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -22,24 +24,29 @@ from ranks.snapshot import Snapshot, snapshot
 from shardopt.layout import FlatBuffer, assigned
 from shardopt.optim import ShardedOptimizer
 
-#: Of a parameter's place among the model's and the number of a step.
-Gradient = Callable[[Shape, int, int], Tensor]
-
+#: Of every optimizer here.
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed on its CPU accelerator, without the operator that it would compile there at first use."""
+    """DeepSpeed on its CPU accelerator. From here on nothing may be compiled in this process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     if dist.is_initialized():
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
         os.environ.update(WORLD_SIZE=str(dist.get_world_size()))
     import deepspeed
-    import deepspeed.comm.torch as backend
+    import torch.utils.cpp_extension
 
-    backend.build_shm_op = lambda: None
+    # Not "import deepspeed.comm.torch": the attribute of that name is torch.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    torch.utils.cpp_extension.load = _refuse_to_compile
     deepspeed.utils.logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # what DeepSpeed uses of torch
     return deepspeed
+
+
+def _refuse_to_compile(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError(f"got a compilation of {args} {kwargs}, expected none")
 
 
 def config(stage: int, optimizer: str | None = "AdamW8bit", **options: Any) -> dict[str, Any]:
@@ -51,7 +58,11 @@ def config(stage: int, optimizer: str | None = "AdamW8bit", **options: Any) -> d
         **options: sections of the config, ``zero`` that of ZeRO, and ``params`` of the optimizer.
     """
     zero, params = options.pop("zero", {}), options.pop("params", {})
-    found = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage, **zero}}
+    found = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, **zero},
+    }
     if optimizer is not None:
         found["optimizer"] = {"type": optimizer, "params": {**HYPER, **params}}
     return {**found, **options}
@@ -111,19 +122,35 @@ def _add_products(module: nn.Module, loss: Tensor, gradients: list[Tensor]) -> T
     return loss
 
 
-def step_engine(engine: Any, step: int, rank: int = 0, gradient: Gradient = gradient_of) -> None:
-    """A step with given gradients, for whose average one rank stands in."""
+def step_engine(engine: Any, step: int) -> None:
+    """A step with given gradients, for whose average one rank stands in: each step another."""
     world_size = dist.get_world_size()
-    factor = float(world_size) if dist.get_rank() == rank % world_size else 0.0
-    shapes = enumerate(engine.bare_shapes.values())
-    engine.backward(engine([factor * gradient(shape, place, step) for place, shape in shapes]))
-    engine.step()
+    factor = float(world_size) if dist.get_rank() == step % world_size else 0.0
+    micro_steps = engine.gradient_accumulation_steps()
+    for micro in range(micro_steps):
+        shapes = enumerate(engine.bare_shapes.values())
+        given = [factor * gradient_of(shape, place, step * micro_steps + micro) for place, shape in shapes]
+        engine.backward(engine(given))
+        engine.step()
 
 
-def step_whole(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, gradient: Gradient = gradient_of) -> None:
-    """The same without DeepSpeed."""
+def step_whole(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, micro_steps: int = 1, clip: float | None = None
+) -> None:
+    """The same without DeepSpeed.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        step: the step's number.
+        micro_steps: the gradient is the mean of so many.
+        clip: the gradients' norm at most.
+    """
     for place, param in enumerate(model.parameters()):
-        param.grad = gradient(tuple(param.shape), place, step)
+        numbers = range(step * micro_steps, (step + 1) * micro_steps)
+        param.grad = sum(gradient_of(tuple(param.shape), place, number) for number in numbers) / micro_steps
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -133,28 +160,38 @@ def stepped_engine(settings: dict[str, Any], steps: int, *, seed: int = 0, group
     model = taking_gradients(make_net(seed=seed))
     engine = make_engine(model, settings, **({"model_parameters": groups_of(model)} if grouped else {}))
     for step in range(steps):
-        step_engine(engine, step, rank=step)
+        step_engine(engine, step)
     return engine
 
 
-def stepped_whole(
-    steps: int, *, rule: str = "adamw", dtype: torch.dtype = torch.float32, grouped: bool = False, **options: Any
+def make_whole(
+    rule: str = "adamw", *, dtype: torch.dtype = torch.float32, grouped: bool = False, **options: Any
 ) -> tuple[nn.Module, ShardedOptimizer]:
-    """What :func:`stepped_engine` does, without DeepSpeed.
+    """What an engine is of, without DeepSpeed.
 
     Args:
-        steps: how many.
-        rule: one of ``RULES``.
-        dtype: what the model was rounded to before; it has fp32 parameters now, the masters.
-        grouped: whether it has several param groups.
+        rule: one of ``RULES``, of which the class is taken.
+        dtype: what the parameters are rounded to at first; they are float32 then: the masters.
+        grouped: whether the optimizer has several param groups.
         **options: of the optimizer.
     """
     model = make_net(dtype).float()
     params: Iterable[Any] = groups_of(model) if grouped else model.parameters()
-    optimizer = RULES[rule].optimizer(params, **{**HYPER, **options})
+    return model, RULES[rule].optimizer(params, **{**HYPER, **options})
+
+
+def stepped_whole(steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    """What :func:`stepped_engine` gives, without DeepSpeed; the options are those of :func:`make_whole`."""
+    stepping = {key: options.pop(key) for key in ("micro_steps", "clip") if key in options}
+    model, optimizer = make_whole(rule, **options)
     for step in range(steps):
-        step_whole(model, optimizer, step)
+        step_whole(model, optimizer, step, **stepping)
     return model, optimizer
+
+
+def whole_snapshot(model: nn.Module, optimizer: ShardedOptimizer) -> Snapshot:
+    """What :func:`engine_snapshot` gives, without DeepSpeed."""
+    return snapshot(dict(model.named_parameters()), optimizer)
 
 
 def masters(engine: Any) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -169,12 +206,13 @@ def masters(engine: Any) -> list[tuple[Tensor, dict[str, Any]]]:
 def engine_snapshot(engine: Any) -> Snapshot:
     """Masters and state in full, in the form of :func:`ranks.snapshot.snapshot`; all ranks must call this."""
     optimizer = engine.basic_optimizer
-    if engine.optimizer is optimizer:
-        return snapshot(dict(engine.module.named_parameters()), optimizer)
+    held = masters(engine)
+    if all(assigned(flat) is None for flat, _ in held):  # stage 0
+        return snapshot(dict(zip(engine.bare_shapes, (param for param, _ in held), strict=True)), optimizer)
     places: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[str, Tensor]] = {}
     sizes: dict[str, int] = {}
-    for flat, group in masters(engine):
+    for flat, group in held:
         buffer = assigned(flat)
         assert isinstance(buffer, FlatBuffer)
         for index, (name, _, shard, offset) in enumerate(buffer.segments):

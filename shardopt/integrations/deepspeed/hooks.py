@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 import shardopt.optim
 from shardopt.integrations.deepspeed.partitions import assign_partitions
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.options import DEFAULTS
 
 #: The versions of DeepSpeed whose insides are known: [first, end).
 VERSIONS = ((0, 19), (0, 20))
@@ -52,7 +54,9 @@ def install(engine_module: ModuleType) -> None:
         name = self.optimizer_name().lower()
         if name not in TYPES:
             return configure_basic(self, model_parameters)
-        return TYPES[name](model_parameters, **(self.optimizer_params() or {}))
+        params = self.optimizer_params() or {}
+        _check_params(TYPES[name], params)
+        return TYPES[name](model_parameters, **params)
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
         ours = isinstance(client_optimizer, ShardedOptimizer)
@@ -70,6 +74,20 @@ def install(engine_module: ModuleType) -> None:
     engine_class._configure_optimizer = _configure_optimizer
     known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
+
+
+def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) -> None:
+    if "max_grad_norm" in params:
+        raise ValueError(
+            "optimizer.params: got max_grad_norm, which is DeepSpeed's to do; set gradient_clipping beside it"
+        )
+    known = [name for name in inspect.signature(optimizer).parameters if name not in ("params", "options")]
+    known += DEFAULTS
+    unknown = sorted(params.keys() - set(known))
+    if unknown:
+        raise ValueError(
+            f"optimizer.params of {optimizer.__name__}: got {', '.join(unknown)}, expected some of {', '.join(known)}"
+        )
 
 
 def _check_version() -> None:

@@ -1,0 +1,297 @@
+"""DeepSpeed's ZeRO 0 to 3: given the same gradients, masters, codes and scales are those of the unsharded optimizer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardopt
+from ranks.deepspeed import (
+    HYPER,
+    config,
+    engine_snapshot,
+    groups_of,
+    import_deepspeed,
+    make_engine,
+    make_whole,
+    masters,
+    model_parameters,
+    step_engine,
+    step_whole,
+    stepped_engine,
+    stepped_whole,
+    taking_gradients,
+    whole_snapshot,
+)
+from ranks.models import loss_of, make_batch, make_net
+from ranks.pool import Pool
+from ranks.snapshot import assert_same
+
+STEPS = 3
+BF16 = {"bf16": {"enabled": True}}
+ROUND_ROBIN = {"round_robin_gradients": True}
+SUB_GROUPS = {"sub_group_size": 20000}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+#: What every stage is, at its worst.
+STAGES: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, ROUND_ROBIN), (2, ROUND_ROBIN), (3, SUB_GROUPS)]
+
+
+def _check(engine: Any, whole: nn.Module, optimizer: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Demands that an engine holds what the unsharded optimizer holds, and computes with it."""
+    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
+    expected = {name: param.detach().to(dtype) for name, param in whole.named_parameters()}
+    assert_same(model_parameters(engine), expected)
+
+
+def _as_whole(settings: dict[str, Any], rule: str, grouped: bool, options: dict[str, Any]) -> None:
+    engine = stepped_engine(settings, STEPS, grouped=grouped)
+    dtype = next(engine.module.parameters()).dtype
+    _check(engine, *stepped_whole(STEPS, rule, dtype=dtype, grouped=grouped, **options), dtype)
+    for flat, _ in masters(engine):
+        assert flat.device.type == "cpu"
+        assert engine.basic_optimizer.state[flat]["step"] == STEPS
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        *STAGES,
+        (1, {}),
+        (2, {}),
+        (2, {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False}),
+        (3, {}),
+        (3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}),
+        (1, OFFLOAD),
+        (2, {**OFFLOAD, **ROUND_ROBIN}),
+        (3, {**OFFLOAD, **SUB_GROUPS}),
+    ],
+)
+def test_given_gradients(
+    deepspeed_ranks: Pool, world_size: int, grouped: bool, stage: int, zero: dict[str, Any]
+) -> None:
+    deepspeed_ranks.run(world_size, _as_whole, config(stage, zero=zero), "adamw", grouped, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(("stage", "zero"), STAGES)
+def test_given_gradients_on_other_worlds(
+    deepspeed_ranks: Pool, world_size: int, stage: int, zero: dict[str, Any]
+) -> None:
+    deepspeed_ranks.run(world_size, _as_whole, config(stage, zero=zero), "adamw", True, {})
+
+
+@pytest.mark.parametrize(("stage", "zero"), STAGES)
+@pytest.mark.parametrize(
+    ("kind", "rule", "params"),
+    [
+        ("Adam8bit", "adam", {}),
+        ("Lion8bit", "lion", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
+        ("SGD8bit", "momentum", {"momentum": 0.9, "codec": "dynamic8"}),
+        ("AdamW8bit", "adamw", {"codec": "bf16"}),
+        ("AdamW8bit", "adamw", {"codec": "fp32"}),
+    ],
+)
+def test_rules_and_codecs(
+    deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], kind: str, rule: str, params: dict[str, Any]
+) -> None:
+    deepspeed_ranks.run(3, _as_whole, config(stage, kind, zero=zero, params=params), rule, False, params)
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "other"),
+    [
+        *((stage, zero, {}) for stage, zero in STAGES),
+        (1, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),  # BF16_Optimizer
+        (2, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        (2, {**OFFLOAD, **ROUND_ROBIN}, {}),
+        (3, {**OFFLOAD, **SUB_GROUPS}, {}),
+    ],
+)
+def test_bf16(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], other: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, _as_whole, config(stage, zero=zero, **BF16, **other), "adamw", True, {})
+
+
+@pytest.mark.parametrize("kind", ["adamw8bit", "ADAMW8BIT", "AdamW8Bit"])
+def test_type_in_any_letter_case(deepspeed_ranks: Pool, kind: str) -> None:
+    deepspeed_ranks.run(2, _as_whole, config(2, kind), "adamw", False, {})
+
+
+def _accumulation(settings: dict[str, Any]) -> None:
+    _check(stepped_engine(settings, STEPS), *stepped_whole(STEPS, micro_steps=2))
+
+
+@pytest.mark.parametrize(("stage", "zero"), STAGES)
+def test_gradient_accumulation(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, _accumulation, config(stage, zero=zero, gradient_accumulation_steps=2))
+
+
+def _clipped(settings: dict[str, Any], clip: float) -> None:
+    engine = stepped_engine(settings, STEPS)
+    hyper = {**settings["optimizer"]["params"]}
+    clipped, free = (stepped_whole(STEPS, "momentum", **{**hyper, "clip": c})[0] for c in (clip, None))
+    got = model_parameters(engine)
+    for name, param in clipped.named_parameters():
+        torch.testing.assert_close(got[name], param.detach(), rtol=1e-5, atol=1e-6)
+    assert not all(torch.allclose(got[name], param.detach()) for name, param in free.named_parameters())
+
+
+@pytest.mark.parametrize(("stage", "zero"), STAGES)
+def test_gradient_clipping(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+    """The norm is summed in another order than elsewhere, so gradients equal up to rounding; SGD shows their size."""
+    params = {"momentum": 0.9, "codec": "fp32", "weight_decay": 0.0}
+    deepspeed_ranks.run(2, _clipped, config(stage, "SGD8bit", zero=zero, params=params, gradient_clipping=1.0), 1.0)
+
+
+def _scheduled(settings: dict[str, Any]) -> None:
+    engine = stepped_engine(settings, 0)
+    whole, optimizer = make_whole()
+    lrs = []
+    for step in range(4):
+        (optimizer.param_groups[0]["lr"],) = engine.get_lr()
+        lrs += engine.get_lr()
+        step_engine(engine, step)
+        step_whole(whole, optimizer, step)
+    assert lrs[0] != lrs[1] != lrs[2]
+    _check(engine, whole, optimizer)
+
+
+@pytest.mark.parametrize(("stage", "zero"), STAGES)
+def test_lr_scheduler(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
+    deepspeed_ranks.run(2, _scheduled, config(stage, zero=zero, scheduler=schedule))
+
+
+def _zero_init(settings: dict[str, Any]) -> None:
+    with import_deepspeed().zero.Init(config_dict_or_path=settings):
+        model = make_net()
+    engine = make_engine(taking_gradients(model), settings, model_parameters=groups_of(model))
+    for step in range(STEPS):
+        step_engine(engine, step)
+    _check(engine, *stepped_whole(STEPS, grouped=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_zero_init(deepspeed_ranks: Pool, world_size: int) -> None:
+    deepspeed_ranks.run(world_size, _zero_init, config(3, zero=SUB_GROUPS))
+
+
+def _given_optimizer(settings: dict[str, Any], called: bool) -> None:
+    model = taking_gradients(make_net())
+    if called:
+        engine = make_engine(model, settings, optimizer=lambda params: shardopt.AdamW8bit(params, **HYPER))
+    else:
+        optimizer = shardopt.AdamW8bit(groups_of(model), **HYPER)
+        engine = make_engine(model, settings, optimizer=optimizer, model_parameters=None)
+        assert engine.basic_optimizer is optimizer
+    for step in range(STEPS):
+        step_engine(engine, step)
+    _check(engine, *stepped_whole(STEPS, grouped=not called))
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(("stage", "zero"), [*STAGES, (2, OFFLOAD), (3, OFFLOAD)])
+def test_optimizer_instead_of_type(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], called: bool) -> None:
+    deepspeed_ranks.run(2, _given_optimizer, config(stage, None, zero=zero), called)
+
+
+def _trains(settings: dict[str, Any]) -> list[float]:
+    """The same batch on every rank: averaging is exact. ZeRO 3 computes linear layers otherwise, here for both."""
+    engine = make_engine(make_net(), settings)
+    whole, optimizer = make_whole()
+    losses = []
+    for step in range(5):
+        loss = loss_of(engine, make_batch(step))
+        engine.backward(loss)
+        engine.step()
+        expected = loss_of(whole, make_batch(step))
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(loss, expected)
+        losses.append(float(loss))
+    _check(engine, whole, optimizer)
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "zero"), STAGES)
+def test_trains_as_one(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+    first, second = deepspeed_ranks.run(2, _trains, config(stage, zero=zero))
+    assert first == second
+    assert first[-1] < first[0]
+
+
+def _raises(settings: dict[str, Any], error: type[Exception], match: str) -> None:
+    import_deepspeed()
+    with pytest.raises(error, match=match):
+        make_engine(make_net(), settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (config(1, "AdamW9bit"), "got optimizer type 'AdamW9bit', expected one of shardopt's .*AdamW8bit.*Lion8bit"),
+        (
+            config(1, params={"learning_rate": 1}),
+            "AdamW8bit: got learning_rate, expected .*lr, betas.*codec.*block_size",
+        ),
+        (config(1, "sgd8bit", params={"betas": 1}), "SGD8bit: got betas, expected .*momentum"),
+        (config(1, params={"max_grad_norm": 1.0}), "got max_grad_norm.*set gradient_clipping"),
+        (config(2, zero={"elastic_checkpoint": True}), "elastic_checkpoint: got true.*shardopt.checkpoint.save"),
+    ],
+)
+def test_wrong_config(deepspeed_ranks: Pool, settings: dict[str, Any], match: str) -> None:
+    deepspeed_ranks.run(2, _raises, settings, ValueError, match)
+
+
+def _other_version(version: str) -> None:
+    deepspeed = import_deepspeed()
+    own, deepspeed.__version__ = deepspeed.__version__, version
+    try:
+        _raises(config(2), RuntimeError, rf"got DeepSpeed {version}, expected 0\.19")
+    finally:
+        deepspeed.__version__ = own
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "1.0.0"])
+def test_other_versions_are_refused(deepspeed_ranks: Pool, version: str) -> None:
+    deepspeed_ranks.run(2, _other_version, version)
+
+
+def _strange() -> None:
+    import_deepspeed()
+    from shardopt.integrations.deepspeed.partitions import assign_partitions
+
+    class MiCS_Optimizer:  # noqa: N801  DeepSpeed's name
+        pass
+
+    engine = SimpleNamespace(module=make_net(), optimizer=MiCS_Optimizer(), basic_optimizer=None)
+    with pytest.raises(RuntimeError, match="got DeepSpeed's MiCS_Optimizer, expected ZeRO 0 to 3 without MiCS"):
+        assign_partitions(engine)
+
+
+def test_unknown_wrappers_are_refused(deepspeed_ranks: Pool) -> None:
+    deepspeed_ranks.run(2, _strange)
+
+
+def _others_stay(kind: str) -> None:
+    """DeepSpeed's own and torch's types mean what they meant."""
+    engine = make_engine(make_net(), config(1, kind, params={"min_quantized_numel": 64}) | _plain(kind))
+    assert isinstance(engine.basic_optimizer, getattr(torch.optim, kind))
+    assert dist.get_world_size() == 2
+
+
+def _plain(kind: str) -> dict[str, Any]:
+    allowed = {"zero_allow_untested_optimizer": True}
+    return {"optimizer": {"type": kind, "params": {"lr": 1e-3}}, **allowed}
+
+
+def test_other_types(deepspeed_ranks: Pool) -> None:
+    deepspeed_ranks.run(2, _others_stay, "NAdam")

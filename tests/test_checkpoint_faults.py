@@ -1,0 +1,324 @@
+"""The portable checkpoint's storage in one process: what each fault says, and that the previous checkpoint stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from checkpoint_folder import (
+    assert_holds,
+    assert_only,
+    cut,
+    flip,
+    load,
+    save,
+    saved,
+    the_data_file,
+    values_of,
+)
+from shardopt.checkpoint import data_file
+from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
+from shardopt.checkpoint.storage import CheckpointError, PortableReader, PortableWriter, plain_errors, read_index
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def _newer(path: Path) -> None:
+    text = (
+        dump_index(load_index(path))
+        .rpartition(b',\n"crc32"')[0]
+        .replace(b'"format_version": 1', b'"format_version": 2')
+    )
+    (path / INDEX_NAME).write_bytes(text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode())
+
+
+def _reach_out(path: Path) -> None:
+    """An index that has its data elsewhere."""
+    index = load_index(path)
+    (name,) = index.files
+    chunks = [chunk._replace(file="../elsewhere") for chunk in index.tensors["first"].chunks]
+    tensors = {**index.tensors, "first": index.tensors["first"]._replace(chunks=chunks)}
+    files = {name: index.files[name], "../elsewhere": index.files[name]}
+    (path / INDEX_NAME).write_bytes(dump_index(index._replace(files=files, tensors=tensors)))
+
+
+def _write(path: Path, name: str, text: str) -> None:
+    (path / name).write_text(text)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda path: path.rename(path.with_name("moved")), "there is no such folder"),
+    "a file": (lambda path: (path.rename(path.with_name("moved")), path.touch()), "there is no such folder"),
+    "empty folder": (lambda path: [entry.unlink() for entry in path.iterdir()], f"there is no {INDEX_NAME} in it"),
+    "never finished": (lambda path: (path / INDEX_NAME).unlink(), "saving it was never finished"),
+    "unreadable": (lambda path: ((path / INDEX_NAME).unlink(), (path / INDEX_NAME).mkdir()), "cannot be read"),
+    "another kind": (lambda path: _write(path, INDEX_NAME, '{"weights": []}\n'), "a file of another kind"),
+    "another's text": (lambda path: _write(path, INDEX_NAME, "PK\x03\x04"), "a file of another kind"),
+    "truncated index": (lambda path: _truncate(path / INDEX_NAME), "it was damaged after it was saved"),
+    "newer": (_newer, r"got format version 2, expected 1; install"),
+    "data elsewhere": (_reach_out, "got content that no version of shardopt writes"),
+    "truncated data": (lambda path: _truncate(the_data_file(path)), r"got \d+ bytes, expected \d+"),
+    "longer data": (lambda path: the_data_file(path).open("ab").write(b"x"), r"got \d+ bytes, expected \d+"),
+    "missing data": (lambda path: the_data_file(path).unlink(), "cannot be found"),
+    "flipped byte": (lambda path: flip(the_data_file(path), 0), "got checksum .* expected .* were damaged"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "checkpoint"
+    saved(path)
+    make, message = FAULTS[fault]
+    make(path)
+    target = torch.zeros(8, 16)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(path, {"first": cut(target, ((), ()))})
+    assert str(path) in str(caught.value)
+    if "data" not in fault and fault != "flipped byte":
+        with pytest.raises(CheckpointError, match=message):
+            read_index(path)
+    assert not target.any()
+
+
+def test_every_flipped_byte_of_the_index_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.zeros(1)})
+    path = tmp_path / INDEX_NAME
+    content = path.read_bytes()
+    for place in range(len(content)):
+        flip(path, place)
+        with pytest.raises(CheckpointError):
+            read_index(tmp_path)
+        path.write_bytes(content)
+    assert list(read_index(tmp_path)) == ["a"]
+
+
+def test_every_flipped_byte_of_the_data_is_noticed(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = the_data_file(tmp_path)
+    for stored in read_index(tmp_path).values():
+        for chunk in stored.chunks:
+            flip(path, chunk.position + chunk.bytes - 1)
+            with (
+                pytest.raises(CheckpointError, match=f"the {chunk.bytes} bytes at {chunk.position}"),
+                data_file.read_chunks(path, [chunk]) as chunks,
+            ):
+                list(chunks)
+            flip(path, chunk.position + chunk.bytes - 1)
+    assert_only(tmp_path)
+
+
+def test_loading_what_does_not_fit(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match=r"got first of torch.float16 to load into, expected torch.float32"):
+        load(tmp_path, {"first": torch.zeros(8, 16, dtype=torch.float16)})
+    with pytest.raises(CheckpointError, match="ValueError: Size mismatch"):
+        load(tmp_path, {"first": torch.zeros(8, 8)})
+    with pytest.raises(CheckpointError, match="Missing key in checkpoint state_dict: third"):
+        load(tmp_path, {"third": torch.zeros(8, 8)})
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes some bytes, then no more."""
+    pwrite, calls = os.pwrite, iter(range(1000))
+    monkeypatch.setattr(os, "pwrite", lambda *args: pwrite(*args) if next(calls) < 2 else _raise(FULL), raising=True)
+
+
+def _no_sync(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Fails when a file of this kind of name goes to the disk."""
+    fsync = os.fsync
+
+    def refusing(file: int) -> None:
+        if name in os.readlink(f"/proc/self/fd/{file}").rpartition("/")[2]:
+            raise FULL
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+
+
+FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "data": _no_room,
+    "data sync": lambda monkeypatch: _no_sync(monkeypatch, ".bin"),
+    "index": lambda monkeypatch: _no_sync(monkeypatch, INDEX_NAME),
+    "rename": lambda monkeypatch: monkeypatch.setattr(Path, "replace", lambda *args: _raise(FULL)),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of open files are read from /proc")
+@pytest.mark.parametrize("failure", FAILURES)
+def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    saved(tmp_path, seed=1)
+    with monkeypatch.context() as context:
+        FAILURES[failure](context)
+        with pytest.raises(CheckpointError, match=r"cannot write \d+ bytes: No space left .* previous") as caught:
+            saved(tmp_path, seed=2)
+    assert str(tmp_path) in str(caught.value)
+    assert_only(tmp_path, seed=1)
+    saved(tmp_path, seed=2)
+    assert_only(tmp_path, seed=2)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such tensor"), KeyboardInterrupt()])
+def test_any_other_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    saved(tmp_path, seed=1)
+    with monkeypatch.context() as context:
+        context.setattr(dcp.DefaultSavePlanner, "lookup_object", lambda *args: _raise(error))
+        expected = CheckpointError if isinstance(error, Exception) else CheckpointException
+        with pytest.raises(expected, match=type(error).__name__):
+            saved(tmp_path, seed=2)
+    assert_only(tmp_path, seed=1)
+
+
+def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it, all data are on the disk and the old checkpoint is whole; after it, the new one."""
+    saved(tmp_path, seed=1)
+    replace, synced = Path.replace, []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+
+    def checked(source: Path, target: Path) -> Path:
+        data = {path.stat().st_ino for path in tmp_path.glob("*.bin")} - {the_data_file(tmp_path).stat().st_ino}
+        assert data
+        assert data | {source.stat().st_ino} <= set(synced)
+        assert_holds(tmp_path, seed=1)
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", checked)
+    saved(tmp_path, seed=2)
+    assert_only(tmp_path, seed=2)
+
+
+def test_strays(tmp_path: Path) -> None:
+    """Left by saves that died. Only what has our names is removed, and nothing that may be in use."""
+    saved(tmp_path)
+    strays = ["0123456789abcdef-0.bin", "0123456789abcdef-17.bin", f"{INDEX_NAME}.0123456789abcdef"]
+    others = ["notes.txt", "0123456789abcdef.bin", f"{INDEX_NAME}.backup"]
+    for name in [*strays, *others]:
+        _write(tmp_path, name, "text")
+    saved(tmp_path, seed=1)
+    assert sorted(os.listdir(tmp_path)) == sorted([*load_index(tmp_path).files, INDEX_NAME, *others])
+    for name in others:
+        (tmp_path / name).unlink()
+    assert_only(tmp_path, seed=1)
+
+    data = the_data_file(tmp_path)
+    index = (tmp_path / INDEX_NAME).read_bytes()
+    flip(tmp_path / INDEX_NAME, 100)  # what it had is not known now, but may be again
+    with pytest.raises(CheckpointError):
+        save(tmp_path, {"first": 1})
+    writer = PortableWriter(tmp_path, {})
+    writer.prepare_global_plan([])
+    assert data.exists()
+    (tmp_path / INDEX_NAME).write_bytes(index)
+    assert_only(tmp_path, seed=1)
+    flip(tmp_path / INDEX_NAME, 100)
+    saved(tmp_path, seed=2)
+    assert_only(tmp_path, seed=2)
+
+
+def test_strays_make_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    _write(tmp_path, "0123456789abcdef-0.bin", "text")
+    _no_room(monkeypatch)
+    with pytest.raises(CheckpointError, match="No space left"):
+        saved(tmp_path, seed=1)
+    assert_only(tmp_path)
+
+
+def test_a_stray_that_stays_is_no_error(tmp_path: Path) -> None:
+    stray = tmp_path / "0123456789abcdef-0.bin"
+    stray.mkdir()  # cannot be removed as a file
+    saved(tmp_path)
+    stray.rmdir()
+    assert_only(tmp_path)
+
+
+def test_discard_keeps_what_was_committed(tmp_path: Path) -> None:
+    writer = PortableWriter(tmp_path, {"seed": 0})
+    tensors = {"first": values_of((8, 16), torch.float32), "second": values_of((8, 4), torch.uint8)}
+    writer.discard()
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    writer.discard()
+    assert_only(tmp_path)
+
+
+def test_data_of_another_save_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when two saves into one folder overlap: the second removes the first's data, the first must not commit."""
+    saved(tmp_path, seed=1)
+    finish = PortableWriter.finish
+
+    def late(writer: PortableWriter, **kwargs: Any) -> None:
+        monkeypatch.setattr(PortableWriter, "finish", finish)
+        saved(tmp_path, seed=2)
+        finish(writer, **kwargs)
+
+    monkeypatch.setattr(PortableWriter, "finish", late)
+    with pytest.raises(CheckpointError, match=r"cannot be found .* left alone by other saves"):
+        saved(tmp_path, seed=3)
+    assert_only(tmp_path, seed=2)
+
+
+def test_saving_what_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="TypeError: got lr, which is no tensor") as caught:
+        save(tmp_path, {"lr": 1.0})
+    assert isinstance(caught.value.__cause__, CheckpointException)
+    half = Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(2, 2))])
+    with pytest.raises(CheckpointError, match="got 4 elements of half to save, expected 8"):
+        save(tmp_path, {"half": half})
+    twice = [Chunk((0, 0), torch.zeros(3, 2)), Chunk((2, 0), torch.zeros(2, 2))]
+    with pytest.raises(CheckpointError, match="ValueError: Failed to validate global plan"):
+        save(tmp_path, {"twice": Chunks((4, 2), torch.float32, twice)})
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot make this folder"):
+        save(tmp_path / "file" / "folder", {"tensor": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match="got use_collectives=False"):
+        dcp.save(
+            {"a": torch.zeros(2)}, storage_writer=PortableWriter(tmp_path, {}), no_dist=True, use_collectives=False
+        )
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_data_file_is_never_overwritten(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match="File exists"):
+        data_file.DataFileWriter(the_data_file(tmp_path)).write()
+    assert_only(tmp_path)
+
+
+def test_big_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "byteorder", "big")
+    for make in (partial(PortableWriter, tmp_path, {}), partial(PortableReader, tmp_path)):
+        with pytest.raises(CheckpointError, match="expected a little-endian one"):
+            make()
+
+
+def test_plain_errors() -> None:
+    failures = {3: CheckpointError("full"), 0: ValueError("other"), 1: CheckpointError("full")}
+    called: list[int] = []
+    with pytest.raises(CheckpointError) as caught, plain_errors(lambda: called.append(1)):
+        raise CheckpointException("write", {rank: (error, None) for rank, error in failures.items()})  # type: ignore[misc]
+    assert str(caught.value) == "rank 0: ValueError: other\nrank 1, 3: full"
+    assert called == [1]
+    with pytest.raises(ZeroDivisionError), plain_errors():
+        raise ZeroDivisionError
