@@ -76,7 +76,7 @@ def test_all_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_model_alone(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, _ = trained()
     shardopt.checkpoint.save(tmp_path, model)
     other, fresh = trained(seed=7)
     before = everything(other, fresh)

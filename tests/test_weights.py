@@ -316,5 +316,5 @@ def test_state_without_low_bits_is_told() -> None:
     optimizer = RULES["adamw"].make([param])
     step(optimizer, {"": param}, {"": torch.ones_like(param)})
     optimizer.param_groups[0]["master_weight_bits"] = 24
-    with pytest.raises(RuntimeError, match="got state without master_low_bits, expected .*set the options"):
+    with pytest.raises(RuntimeError, match=r"got state without master_low_bits, expected .*set the options"):
         step(optimizer, {"": param}, {"": torch.ones_like(param)})

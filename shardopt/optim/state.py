@@ -124,7 +124,7 @@ class ParameterState:
         Where blocks are cut this gathers the moments, and all ranks must call it. For flat shards with cut blocks see
         :func:`shardopt.optim.flat_state.encode_flat`.
         """
-        if self._exchanges:
+        if self.codec.blockwise and self._exchanges:
             return self._encode_gathered(values)
         return self.encode_local([self.shard.local(values[m.name]) for m in self.moments])
 
