@@ -74,13 +74,15 @@ def test_bands_hold_each_element_once_in_its_block(drawn: tuple[Shape, int, list
         mine = numbers[shard.start : shard.end]
         found: list[tuple[int, int, int]] = []  # element here, in the parameter, its block here
         for band in shard.bands(grid):
-            assert band.first_element // grid.row_numel * grid.row_numel + band.first_col == band.first_element
+            assert (shard.start + band.element) // grid.row_numel * grid.row_numel + band.first_col == (
+                shard.start + band.element
+            )
             for row in range(band.rows):
                 for col in range(band.cols):
                     at = row * band.cols + col
                     block = (band.first_col + col) // block_size - band.first_col // block_size
                     here = band.block + row * band.blocks_stride + block
-                    found.append((band.element + at, band.first_element + at, here))
+                    found.append((band.element + at, (shard.start + band.element) + at, here))
         first = mine[0] if mine else 0
         assert found == [(i, shard.start + i, number - first) for i, number in enumerate(mine)]
         assert shard.blocks(grid) == ((first, mine[-1] + 1) if mine else (0, 0))
@@ -97,7 +99,7 @@ def test_pieces_are_cut_where_others_hold_the_rest(drawn: tuple[Shape, int, list
     for shard in shards_of(shape, ends):
         for band in shard.bands(grid):
             for piece in rectangles(grid, band.first_col, band.cols):
-                begin = band.first_element + piece.col
+                begin = (shard.start + band.element) + piece.col
                 for row in range(band.rows):
                     inside = numbers[begin + row * grid.row_numel :][: piece.cols]
                     complete = [inside.count(number) == whole[number] for number in set(inside)]

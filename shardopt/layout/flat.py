@@ -70,7 +70,7 @@ class FlatShard(Shard):
             whole_rows = (self.end - at) // width if col == 0 else 0
             rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
             block = row * per_row + col // grid.block_size
-            bands.append(Band(at - self.start, at, rows, col, cols, block - first_block, per_row))
+            bands.append(Band(at - self.start, rows, col, cols, block - first_block, per_row))
             at += rows * cols
         return bands
 

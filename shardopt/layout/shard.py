@@ -47,7 +47,6 @@ class Band(NamedTuple):
 
     Attributes:
         element: the index of the first in the local tensor; ``cols`` further on begins the next row.
-        first_element: the same in the flattened global parameter, where that makes sense.
         rows: how many.
         first_col: of the global row.
         cols: how many.
@@ -56,7 +55,6 @@ class Band(NamedTuple):
     """
 
     element: int
-    first_element: int
     rows: int
     first_col: int
     cols: int
@@ -106,7 +104,7 @@ class Shard:
         """The part as matrices, for its blocks."""
         covered = self.local_blocks(grid)
         block = self.first_col // grid.block_size - covered.first
-        return [Band(0, 0, self.rows, self.first_col, self.cols, block, covered.per_row)]
+        return [Band(0, self.rows, self.first_col, self.cols, block, covered.per_row)]
 
     def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         """The shape of the local scales of codecs with one scale per block."""

@@ -215,8 +215,8 @@ def _rectangles(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry
         rows, cols = shard.rows, shard.cols
         if shard.is_range or not spec.weights.stochastic:  # all that the shard holds is then one long row
             rows, cols = 1, param.numel()
-        first = shard.first_element if spec.weights.stochastic else 0
-        bands = [Band(0, first, rows, 0, cols, 0, -(-cols // size))]
+        bands = [Band(0, rows, 0, cols, 0, -(-cols // size))]
+    first = shard.first_element if spec.weights.stochastic or isinstance(shard, FlatShard) else 0
     entries: list[_Entry] = []
     for band in bands:
         pieces = [Rectangle(0, band.cols, band.first_col // size, cut=False)]
@@ -230,11 +230,11 @@ def _rectangles(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry
             if piece.cut and cut is not None:
                 shared = _addresses(cut.extremes, block, [2] * len(cut.extremes))
             elif piece.cut:
-                shared = flat_cuts.addresses(spec, spec.grid.block_of(band.first_element + piece.col))
+                shared = flat_cuts.addresses(spec, spec.grid.block_of(first + element))
             entries.append(
                 _Entry(
                     element,
-                    band.first_element + piece.col,
+                    first + element,
                     band.rows,
                     piece.cols,
                     band.cols,

@@ -157,7 +157,7 @@ class ParameterState:
             elements = slice(band.element, band.element + numel)
             blocks = [to_blocks(_padded(x.reshape(-1)[elements].view(band.rows, -1), lead), size) for x in local]
             if cut_blocks and band.rows == 1:
-                first = self.grid.block_of(band.first_element)
+                first = self.grid.block_of(self.shard.first_element + band.element)
                 for number in range(blocks[0].shape[1]):
                     for x, whole in zip(blocks, cut_blocks.get(first + number, ()), strict=False):
                         x[0, number] = whole

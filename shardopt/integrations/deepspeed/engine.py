@@ -19,17 +19,23 @@ def is_engine(model: Module) -> bool:
 def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
     """The engine's bare model and our optimizer, with the flat masters that it steps in its param groups.
 
-    ZeRO 3 shows them to the optimizer one at a time, and none between steps.
+    ZeRO 3 shows them to the optimizer one at a time, and none between steps. Parameters that no optimizer has (frozen
+    ones) are gathered meanwhile, whole on every rank, and written back.
     """
     wrapper = engine.optimizer
-    stage3 = hasattr(wrapper, "_set_fp32_optimizer_param_groups")
-    if stage3:
-        wrapper._set_fp32_optimizer_param_groups()
-    try:
+    if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):
         yield engine.module, engine.basic_optimizer
+        return
+    from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]
+
+    stepped = {id(param) for group in wrapper.fp16_groups for param in group}
+    frozen = [param for param in engine.module.parameters() if id(param) not in stepped]
+    wrapper._set_fp32_optimizer_param_groups()
+    try:
+        with GatheredParameters(frozen, modifier_rank=0, enabled=bool(frozen)):
+            yield engine.module, engine.basic_optimizer
     finally:
-        if stage3:
-            wrapper._clear_fp32_optimizer_param_groups()
+        wrapper._clear_fp32_optimizer_param_groups()
 
 
 def refresh(engine: Any) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 import shardopt.optim
 from shardopt.integrations.deepspeed.partitions import assign_partitions
@@ -59,9 +60,16 @@ def install(engine_module: ModuleType) -> None:
         return TYPES[name](model_parameters, **params)
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
-        ours = isinstance(client_optimizer, ShardedOptimizer)
-        if ours and self.zero_use_cpu_optimizer():
-            self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
+        def accepted(optimizer: Any) -> Any:
+            if isinstance(optimizer, ShardedOptimizer) and self.zero_use_cpu_optimizer():
+                self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
+            return optimizer
+
+        if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
+            make = client_optimizer
+            client_optimizer = lambda params: accepted(make(params))  # noqa: E731
+        else:
+            accepted(client_optimizer)
         with ShardedOptimizer.paused():  # stage 0 takes a step without gradients, which is none
             configure(self, client_optimizer, model_parameters)
         if isinstance(self.basic_optimizer, ShardedOptimizer):
