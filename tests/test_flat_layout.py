@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +21,7 @@ from helpers import RULES
 from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadExchange, on_threads
-from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Segment, assign, rectangles
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Segment, assign, assigned, rectangles
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.flat_state import BufferState, encode_flat
 from shardopt.optim.state import ParameterState
@@ -330,3 +333,11 @@ def test_buffer_decodes_its_parameters(codec: str) -> None:
         assert_same({key: segment.of(value) for key, value in decoded.items()}, own.decode(part))
         segment.of(inside).fill_(True)
     assert all(not value[~inside].any() for value in decoded.values()), "padding is not zero"
+
+
+def test_a_parameter_is_pickled_without_its_shard() -> None:
+    """Frameworks put parameters into their checkpoints; a shard knows of process groups, which cannot be pickled."""
+    param = Parameter(torch.arange(6.0))
+    assign(param, FlatShard((2, 6), 0, 6, (6,), exchange=threading.Lock()))  # type: ignore[arg-type]
+    assert assigned(pickle.loads(pickle.dumps(param))) is None
+    assert assigned(copy.deepcopy(param)) in (None, assigned(param))

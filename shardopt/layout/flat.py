@@ -7,7 +7,7 @@ which it begins and the one in which it ends may be cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +15,17 @@ from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.shard import Band, Exchange, Shard
 
 
-class FlatShard(Shard):
+class _AssignedShard(Shard):
+    """A shard that stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: Any) -> Shard:
+        return self
+
+
+class FlatShard(_AssignedShard):
     """The elements ``[start, end)`` of the flattened parameter, as a 1-D tensor.
 
     Args:
@@ -119,7 +129,7 @@ class Segment(NamedTuple):
         return buffer[self.offset : self.offset + self.shard.local_shape[0]]
 
 
-class FlatBuffer(Shard):
+class FlatBuffer(_AssignedShard):
     """A 1-D tensor made of ranges of several parameters, and of padding, which no optimizer looks at.
 
     Args:

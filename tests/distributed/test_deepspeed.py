@@ -57,8 +57,7 @@ def _as_whole(settings: dict[str, Any], rule: str, grouped: bool, options: dict[
         assert engine.basic_optimizer.state[flat]["step"] == STEPS
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("world_size", "grouped"), [(2, False), (3, True)])
 @pytest.mark.parametrize(
     ("stage", "zero"),
     [
@@ -88,7 +87,7 @@ def test_given_gradients_on_other_worlds(
     deepspeed_ranks.run(world_size, _as_whole, config(stage, zero=zero), "adamw", True, {})
 
 
-@pytest.mark.parametrize(("stage", "zero"), STAGES)
+@pytest.mark.parametrize(("stage", "zero"), STAGES[2:])
 @pytest.mark.parametrize(
     ("kind", "rule", "params"),
     [
@@ -117,6 +116,26 @@ def test_rules_and_codecs(
 )
 def test_bf16(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], other: dict[str, Any]) -> None:
     deepspeed_ranks.run(2, _as_whole, config(stage, zero=zero, **BF16, **other), "adamw", True, {})
+
+
+def _without_masters(settings: dict[str, Any]) -> None:
+    """DeepSpeed hands over bf16 partitions; what they lack of a master is in our state."""
+    engine = make_engine(taking_gradients(make_net(torch.bfloat16)), settings)
+    whole = make_net(torch.bfloat16)
+    optimizer = shardopt.AdamW8bit(whole.parameters(), **settings["optimizer"]["params"])
+    for step in range(STEPS):
+        step_engine(engine, step)
+        step_whole(whole, optimizer, step)
+    assert {flat.dtype for flat, _ in masters(engine)} == {torch.bfloat16}
+    _check(engine, whole, optimizer, torch.bfloat16)
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize(("stage", "zero"), STAGES[1:])
+def test_bf16_without_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], bits: int) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    settings = config(stage, zero=zero, params={"master_weight_bits": bits}, bf16=bf16)
+    deepspeed_ranks.run(2, _without_masters, settings)
 
 
 @pytest.mark.parametrize("kind", ["adamw8bit", "ADAMW8BIT", "AdamW8Bit"])
@@ -155,11 +174,11 @@ def _scheduled(settings: dict[str, Any]) -> None:
     whole, optimizer = make_whole()
     lrs = []
     for step in range(4):
-        (optimizer.param_groups[0]["lr"],) = engine.get_lr()
         lrs += engine.get_lr()
+        optimizer.param_groups[0]["lr"] = lrs[-1]
         step_engine(engine, step)
         step_whole(whole, optimizer, step)
-    assert lrs[0] != lrs[1] != lrs[2]
+    assert len(set(lrs)) > 2
     _check(engine, whole, optimizer)
 
 
@@ -197,7 +216,7 @@ def _given_optimizer(settings: dict[str, Any], called: bool) -> None:
 
 
 @pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize(("stage", "zero"), [*STAGES, (2, OFFLOAD), (3, OFFLOAD)])
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, OFFLOAD)])
 def test_optimizer_instead_of_type(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], called: bool) -> None:
     deepspeed_ranks.run(2, _given_optimizer, config(stage, None, zero=zero), called)
 
@@ -269,7 +288,7 @@ def _strange() -> None:
     import_deepspeed()
     from shardopt.integrations.deepspeed.partitions import assign_partitions
 
-    class MiCS_Optimizer:  # noqa: N801  DeepSpeed's name
+    class MiCS_Optimizer:  # as DeepSpeed calls it
         pass
 
     engine = SimpleNamespace(module=make_net(), optimizer=MiCS_Optimizer(), basic_optimizer=None)

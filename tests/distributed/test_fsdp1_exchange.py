@@ -139,11 +139,10 @@ def _inexact_step(orig: bool, codec: str, block_size: int) -> None:
     assert counts[1] > 10, "hardly anything differs: this test sees nothing"
 
 
-@pytest.mark.parametrize(("world_size", "orig"), [(3, True), (4, False)])
-@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(("world_size", "orig", "block_size"), [(3, True, 16), (4, False, 128)])
 @pytest.mark.parametrize("codec", EIGHT_BIT)
 def test_without_exchange_each_fragment_is_a_block(
-    ranks: Pool, world_size: int, orig: bool, codec: str, block_size: int
+    ranks: Pool, world_size: int, orig: bool, block_size: int, codec: str
 ) -> None:
     ranks.run(world_size, _inexact_step, orig, codec, block_size)
 

@@ -62,7 +62,7 @@ def _round_trip(orig: bool, dtype: torch.dtype, rule: str, options: dict[str, An
     assert_same(gathered(loaded, loaded_optimizer), gathered(model, optimizer))
 
 
-@pytest.mark.parametrize(("world_size", "orig"), [*FEW_WORLDS, (2, False)])
+@pytest.mark.parametrize(("world_size", "orig"), FEW_WORLDS)
 @pytest.mark.parametrize(
     ("rule", "dtype", "options"),
     [
@@ -109,18 +109,16 @@ def _from_torch(orig: bool, rule: str, options: dict[str, Any], dtype: torch.dty
     assert_same_on_rank_0(gathered(model, ours), lambda: snapshot_of(whole, our_whole))
 
 
-@pytest.mark.parametrize(("world_size", "orig"), [*FEW_WORLDS, (3, False)])
 @pytest.mark.parametrize(
-    ("rule", "options"),
+    ("rule", "options", "world_size", "orig"),
     [
-        ("adamw", {"codec": "log8"}),
-        ("adamw", {"codec": "log8", "block_size": 16}),
-        ("adamw", {"codec": "companded8"}),
-        ("adamw", {"codec": "dynamic8", "block_size": 16}),
-        ("adamw", {"codec": "bf16"}),
-        ("adamw", {"codec": "fp32"}),
-        ("momentum", {"codec": "log8"}),
-        ("momentum", {"codec": "fp32"}),
+        *(("adamw", {"codec": "log8", "block_size": size}, *on) for size in (16, 128) for on in FEW_WORLDS),
+        *(("adamw", {"codec": "fp32"}, *on) for on in (*FEW_WORLDS, (3, False))),
+        ("adamw", {"codec": "companded8"}, 3, True),
+        ("adamw", {"codec": "dynamic8", "block_size": 16}, 4, False),
+        ("adamw", {"codec": "bf16"}, 4, False),
+        ("momentum", {"codec": "log8"}, 4, True),
+        ("momentum", {"codec": "fp32"}, 3, False),
     ],
 )
 def test_state_of_torch(ranks: Pool, world_size: int, orig: bool, rule: str, options: dict[str, Any]) -> None:

@@ -148,7 +148,8 @@ def step_whole(
     """
     for place, param in enumerate(model.parameters()):
         numbers = range(step * micro_steps, (step + 1) * micro_steps)
-        param.grad = sum(gradient_of(tuple(param.shape), place, number) for number in numbers) / micro_steps
+        mean = sum(gradient_of(tuple(param.shape), place, number) for number in numbers) / micro_steps
+        param.grad = mean.to(param.dtype)
     if clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
@@ -207,8 +208,13 @@ def engine_snapshot(engine: Any) -> Snapshot:
     """Masters and state in full, in the form of :func:`ranks.snapshot.snapshot`; all ranks must call this."""
     optimizer = engine.basic_optimizer
     held = masters(engine)
-    if all(assigned(flat) is None for flat, _ in held):  # stage 0
-        return snapshot(dict(zip(engine.bare_shapes, (param for param, _ in held), strict=True)), optimizer)
+    if all(assigned(flat) is None for flat, _ in held):  # stage 0: with bf16, other tensors than the model's
+        wrapper = engine.optimizer
+        master_of = {param: param for param, _ in held}
+        if wrapper is not optimizer:
+            for of_model, of_optimizer in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+                master_of.update(zip(of_model, of_optimizer, strict=True))
+        return snapshot({name: master_of[param] for name, param in engine.module.named_parameters()}, optimizer)
     places: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[str, Tensor]] = {}
     sizes: dict[str, int] = {}

@@ -21,19 +21,6 @@ from shardopt.layout.names import parameter_names
 _Names = Mapping[int, tuple[int, str]]
 
 
-class _Partition(FlatBuffer):
-    """A flat buffer that stays behind where its tensor is pickled: it knows of process groups, which cannot be.
-
-    ZeRO 3 and BF16_Optimizer put the tensors themselves into their checkpoints.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: Any) -> FlatBuffer:
-        return self
-
-
 def assign_partitions(engine: Any) -> None:
     """Says of each flat tensor that DeepSpeed's optimizer steps which parameters it holds.
 
@@ -87,7 +74,7 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
         shard = _shard(tuple(param.shape), ends, rank, group)
         place, name = names[id(param)]
         segments.append(Segment(name, place, shard, max(offset + shard.start - begin, 0) if shard.numel else 0))
-    return _Partition(size, segments)
+    return FlatBuffer(size, segments)
 
 
 def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
@@ -100,7 +87,7 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
         ends = [min(r * size, numel) for r in range(world_size + 1)]
         place, name = names[id(param)]
         segments.append(Segment(name, place, _shard(tuple(param.ds_shape), ends, rank, group), offset))
-    return _Partition(sum(sizes), segments)
+    return FlatBuffer(sum(sizes), segments)
 
 
 def _shard(shape: tuple[int, ...], ends: Sequence[int], rank: int, group: Any) -> FlatShard:

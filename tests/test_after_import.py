@@ -1,0 +1,111 @@
+"""Something is done once a module is imported, whoever imports it; DeepSpeed is hooked that way in either order."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shardopt.integrations.after_import import after_import
+
+NAME = "module_for_after_import"
+
+
+@pytest.fixture
+def module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module that nobody has imported."""
+    finders = list(sys.meta_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / f"{NAME}.py"
+    path.write_text("value = 1\nspec_loader = __spec__.loader\n")
+    yield path
+    sys.meta_path[:] = finders
+    sys.modules.pop(NAME, None)
+
+
+def test_before_the_import(module_path: Path) -> None:
+    seen: list[int] = []
+    after_import(NAME, lambda module: seen.append(module.value))
+    importlib.import_module("json")
+    assert seen == []
+    module = importlib.import_module(NAME)
+    importlib.import_module(NAME)
+    assert seen == [1]
+    assert module.__loader__ is module.__spec__.loader is module.spec_loader
+    assert type(module.__loader__).__module__ == "_frozen_importlib_external"
+    assert module.__file__ == str(module_path)
+
+
+def test_after_the_import(module_path: Path) -> None:
+    importlib.import_module(NAME)
+    finders = list(sys.meta_path)
+    seen: list[ModuleType] = []
+    after_import(NAME, seen.append)
+    assert seen == [sys.modules[NAME]]
+    assert sys.meta_path == finders
+
+
+def test_several(module_path: Path) -> None:
+    seen: list[str] = []
+    after_import(NAME, lambda module: seen.append("first"))
+    after_import(NAME, lambda module: seen.append("second"))
+    importlib.import_module(NAME)
+    assert sorted(seen) == ["first", "second"]
+
+
+def test_looking_for_the_module_is_no_import(module_path: Path) -> None:
+    seen: list[ModuleType] = []
+    after_import(NAME, seen.append)
+    assert find_spec(NAME) is not None
+    assert seen == []
+    module = importlib.import_module(NAME)
+    assert seen == [module]
+
+
+def test_a_module_that_fails_at_first(module_path: Path) -> None:
+    seen: list[ModuleType] = []
+    after_import(NAME, seen.append)
+    module_path.write_text("raise OSError('not now')\n")
+    with pytest.raises(OSError, match="not now"):
+        importlib.import_module(NAME)
+    assert seen == []
+    module_path.write_text("value = 22222\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module(NAME).value == 22222
+    assert len(seen) == 1
+
+
+def test_a_module_that_is_not_there(module_path: Path) -> None:
+    after_import("no_such_module_anywhere", lambda module: None)
+    assert find_spec("no_such_module_anywhere") is None
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        importlib.import_module("no_such_module_anywhere")
+
+
+def _run(*lines: str) -> None:
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_shardopt_imports_no_deepspeed() -> None:
+    _run("import sys, shardopt, shardopt.checkpoint", "assert 'deepspeed' not in sys.modules")
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("order", [("shardopt", "deepspeed"), ("deepspeed", "shardopt")])
+def test_order_of_imports(order: tuple[str, str]) -> None:
+    _run(
+        "import os",
+        "os.environ['DS_ACCELERATOR'] = 'cpu'",
+        *(f"import {name}" for name in order),
+        "from deepspeed.runtime import engine, zero",
+        "for method in ('_is_supported_optimizer', '_configure_basic_optimizer', '_configure_optimizer'):",
+        "    assert getattr(engine.DeepSpeedEngine, method).__module__.startswith('shardopt.'), method",
+        "assert shardopt.AdamW8bit in zero.utils.ZERO_SUPPORTED_OPTIMIZERS",
+    )
