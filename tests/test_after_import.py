@@ -88,19 +88,22 @@ def test_a_module_that_is_not_there(module_path: Path) -> None:
         importlib.import_module("no_such_module_anywhere")
 
 
-def _run(*lines: str) -> None:
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+def _run(folder: Path, *lines: str) -> None:
+    """Runs a program, away from the source tree, whose `shardopt` is not the installed one."""
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 
-def test_shardopt_imports_no_deepspeed() -> None:
-    _run("import sys, shardopt, shardopt.checkpoint", "assert 'deepspeed' not in sys.modules")
+def test_shardopt_imports_no_deepspeed(tmp_path: Path) -> None:
+    _run(tmp_path, "import sys, shardopt, shardopt.checkpoint", "assert 'deepspeed' not in sys.modules")
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("order", [("shardopt", "deepspeed"), ("deepspeed", "shardopt")])
-def test_order_of_imports(order: tuple[str, str]) -> None:
+def test_order_of_imports(order: tuple[str, str], tmp_path: Path) -> None:
     _run(
+        tmp_path,
         "import os",
         "os.environ['DS_ACCELERATOR'] = 'cpu'",
         *(f"import {name}" for name in order),
