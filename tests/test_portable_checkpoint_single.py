@@ -175,7 +175,7 @@ def test_other_master_weights_are_converted_on_demand(tmp_path: Path, saved: int
     kept = torch.bfloat16 if own is None else torch.float32
     got, expected = master(other.brain, fresh), master(model.brain, optimizer)
     if own == 24 and saved == 32:
-        assert (got - expected).abs().max() <= expected.abs().max() * 2**-16
+        assert ((got - expected).abs() <= expected.abs() * 2**-16).all()  # half a place of 16 bits of mantissa
     else:
         assert torch.equal(got, expected.to(kept).float())
     step_with(other, fresh, 9)

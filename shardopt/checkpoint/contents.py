@@ -84,19 +84,21 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
             f"got an optimizer with {len(strangers)} parameters that the model has not, of shapes {shapes[:5]}, "
             "expected the optimizer of this model"
         )
-    return [_content(piece, group_of.get(piece.param), owner) for piece in pieces]
+    parts = {} if owner is None else {param: _parts(owner, param, group) for param, group in group_of.items()}
+    contents = []
+    for piece in pieces:
+        spec, state = parts[piece.param][piece.segment or 0] if piece.param in parts else (None, {})
+        contents.append(Content(piece, group_of.get(piece.param), spec, state))
+    return contents
 
 
-def _content(piece: Piece, group: int | None, owner: Owner | None) -> Content:
-    if group is None or owner is None:
-        return Content(piece, None, None, {})
-    spec = owner.sharded.state_spec(piece.param, owner.groups[group])
-    state = owner.sharded.state.get(piece.param, {})
+def _parts(owner: Owner, param: Tensor, group: int) -> list[tuple[ParameterState, dict[str, Tensor]]]:
+    """What the state of one of the optimizer's parameters looks like, and the state: of each that it is made of."""
+    spec = owner.sharded.state_spec(param, owner.groups[group])
+    state = owner.sharded.state.get(param, {})
     if isinstance(spec, BufferState):
-        assert piece.segment is not None
-        return Content(piece, group, spec.specs[piece.segment], spec.split(state)[piece.segment] if state else {})
-    local = {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()}
-    return Content(piece, group, spec, local)
+        return list(zip(spec.specs, spec.split(state) if state else [{} for _ in spec.specs], strict=True))
+    return [(spec, {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()})]
 
 
 def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:

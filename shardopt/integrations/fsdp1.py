@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
 from shardopt.integrations.exchange import RanksExchange
-from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign
+from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign, equal_ends
 from shardopt.layout.names import canonical_modules
 
 
@@ -69,10 +69,8 @@ def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]]) -> 
         return
     size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
     begin = handle.rank * size if handle.uses_sharded_strategy else 0
-    segments = []
-    for (place, name), first, shard in zip(known, _offsets(flat), shards, strict=True):
-        offset = max(first + shard.start - begin, 0) if shard.end > shard.start else 0
-        segments.append(Segment(name, place, shard, offset))
+    parts = zip(known, _offsets(flat), shards, strict=True)
+    segments = [Segment.within(name, place, shard, first, begin) for (place, name), first, shard in parts]
     assign(flat, FlatBuffer(size, segments))
 
 
@@ -88,16 +86,15 @@ def _ranges(handle: Any) -> list[FlatShard]:
     found = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
         numel = torch.Size(shape).numel()
-        ends = [min(max(r * size - first, 0), numel) for r in range(world_size + 1)]
-        start, end = ends[rank], ends[rank + 1]
-        cuts = sorted({cut for cut in ends if 0 < cut < numel})
+        shard = FlatShard.between(tuple(shape), equal_ends(first, numel, size, world_size), rank, exchange)
         known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
-        if known != ((start, end) if end > start else (0, 0)):
+        expected = (shard.start, shard.end) if shard.numel else (0, 0)
+        if known != expected:
             raise RuntimeError(
                 f"got an FSDP1 shard with elements {known} of a parameter of shape {tuple(shape)}, expected "
-                f"{(start, end)}; PyTorch {torch.__version__} shards in a way that shardopt does not know"
+                f"{expected}; PyTorch {torch.__version__} shards in a way that shardopt does not know"
             )
-        found.append(FlatShard(tuple(shape), start, end, cuts, exchange))
+        found.append(shard)
     return found
 
 

@@ -1,7 +1,7 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, Rectangle, is_quantized, rectangles
-from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
+from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.shard import (
     Band,
     Exchange,
@@ -29,6 +29,7 @@ __all__ = [
     "UnknownShardError",
     "assign",
     "assigned",
+    "equal_ends",
     "is_quantized",
     "read_model",
     "rectangles",

@@ -34,7 +34,6 @@ class FlatShard(_AssignedShard):
         end: that after the last one.
         cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
         exchange: the ranks that hold the ranges; None where this rank holds all.
-        holders: these ranks, and those that hold copies.
     """
 
     def __init__(
@@ -44,14 +43,18 @@ class FlatShard(_AssignedShard):
         end: int,
         cuts: Sequence[int] = (),
         exchange: Exchange | None = None,
-        holders: Exchange | None = None,
     ) -> None:
         super().__init__(global_shape, (max(end - start, 0),))
         self.start, self.end = start, max(end, start)
         self.cuts = tuple(cuts)
         self.exchange = exchange
-        self._holders = holders or exchange
         self._cut_blocks: dict[int, list[int]] = {}
+
+    @classmethod
+    def between(cls, global_shape: tuple[int, ...], ends: Sequence[int], rank: int, exchange: Exchange) -> FlatShard:
+        """The shard of a rank, where the ranks' ranges end at ``ends[1:]`` and the first begins at ``ends[0]``, 0."""
+        cuts = sorted({end for end in ends if 0 < end < ends[-1]})
+        return cls(global_shape, ends[rank], ends[rank + 1], cuts, exchange)
 
     @property
     def numel(self) -> int:
@@ -68,7 +71,7 @@ class FlatShard(_AssignedShard):
 
     @property
     def holders(self) -> Exchange | None:
-        return self._holders
+        return self.exchange
 
     def bands(self, grid: BlockGrid) -> list[Band]:
         width, per_row = grid.row_numel, grid.blocks_per_row
@@ -109,6 +112,21 @@ class FlatShard(_AssignedShard):
         return grid.block_of(self.start), grid.block_of(self.end - 1) + 1
 
 
+def equal_ends(first: int, numel: int, size: int, ranks: int) -> list[int]:
+    """Where ranges of a parameter end if each rank has as much of a whole that several parameters are flattened into.
+
+    Args:
+        first: where in the whole the parameter begins.
+        numel: its elements.
+        size: elements of the whole per rank.
+        ranks: how many.
+
+    Returns:
+        What :meth:`FlatShard.between` takes.
+    """
+    return [min(max(rank * size - first, 0), numel) for rank in range(ranks + 1)]
+
+
 class Segment(NamedTuple):
     """What a flat buffer holds of one parameter.
 
@@ -123,6 +141,11 @@ class Segment(NamedTuple):
     place: int
     shard: FlatShard
     offset: int
+
+    @classmethod
+    def within(cls, name: str, place: int, shard: FlatShard, first: int, begin: int) -> Segment:
+        """The segment of a parameter that begins at ``first`` of the whole in which the buffer begins at ``begin``."""
+        return cls(name, place, shard, first + shard.start - begin if shard.numel else 0)
 
     def of(self, buffer: Tensor) -> Tensor:
         """The segment's elements in a tensor laid out like the buffer: a view."""

@@ -110,10 +110,10 @@ class PlannedParameter(NamedTuple):
         first_elements: list[int] = []
         cut = None
         for part in spec.parts(param, state):
-            rectangles, cut = _rectangles(name, part, flat_cuts)
+            entries, cut = _entries_of(name, part, flat_cuts)
             noise_of = noise_key(noise.seed, noise.place if part.place is None else part.place)
-            rows += [_row(part, rectangle, noise_of, group) for rectangle in rectangles]
-            first_elements += [part.first + rectangle.element for rectangle in rectangles]
+            rows += [_row(part, entry, noise_of, group) for entry in entries]
+            first_elements += [part.first + entry.element for entry in entries]
         return cls(name, group, spec, param.device, rows, first_elements, state["step"], cut)
 
 
@@ -183,7 +183,7 @@ def _row(part: Part, entry: _Entry, key: int, group: int) -> tuple[object, ...]:
     )
 
 
-def _rectangles(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry], CutParameter | None]:
+def _entries_of(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry], CutParameter | None]:
     """Divides a part into what the kernels can step in one go.
 
     Returns:

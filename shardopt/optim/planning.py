@@ -104,8 +104,7 @@ def make_plan(
     planned: list[PlannedParameter | None] = []
     for place, parameter in enumerate(found):
         param, spec = parameter.param, parameter.spec
-        flat = FlatCuts([], param.device) if spec is None else cuts.get(spec.shard.local(param).device)
-        flat = flat or FlatCuts([], param.device)
+        flat = cuts.get(param.device) or FlatCuts([], param.device)
         if place not in gradients:
             planned.append(parameter.planned_if_possible(state, flat))
             continue

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
 
 import shardopt
 from ranks.flat import gathered, gathered_parameters, pieces
@@ -126,6 +127,15 @@ def test_ranks_with_the_same_batch_train_as_one(ranks: Pool, world_size: int, wa
         assert_same(got, expected)
 
 
+def _step_both(model: nn.Module, optimizer: Optimizer, whole: nn.Module, expected: Optimizer) -> None:
+    """Steps the model, and the whole one with the gradients that the ranks have of it together."""
+    for name, gradient in _gathered_gradients(model).items():
+        whole.get_parameter(name).grad = gradient
+    optimizer.step()
+    expected.step()
+    optimizer.zero_grad()
+
+
 def _accumulated(orig: bool) -> None:
     """Gradients of two batches are added up before they are shared out; stepping too early is an error on all ranks."""
     model, whole = fsdp1(make_net(), use_orig_params=orig), make_net()
@@ -137,11 +147,7 @@ def _accumulated(orig: bool) -> None:
             optimizer.step()
         _backward(model, 10 * step + 1)
         model.clip_grad_norm_(0.05)
-        for name, gradient in _gathered_gradients(model).items():
-            whole.get_parameter(name).grad = gradient
-        optimizer.step()
-        expected.step()
-        optimizer.zero_grad()
+        _step_both(model, optimizer, whole, expected)
     assert_same(gathered(model, optimizer), snapshot_of(whole, expected))
 
 
@@ -288,11 +294,7 @@ def _tied(orig: bool) -> None:
     expected = shardopt.AdamW(whole.parameters(), block_size=16, **SMALL)
     for step in range(3):
         _backward(model, step)
-        for name, gradient in _gathered_gradients(model).items():
-            whole.get_parameter(name).grad = gradient
-        optimizer.step()
-        expected.step()
-        optimizer.zero_grad()
+        _step_both(model, optimizer, whole, expected)
     assert_same(gathered(model, optimizer), snapshot_of(whole, expected))
 
 

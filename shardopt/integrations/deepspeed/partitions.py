@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardopt.integrations.exchange import RanksExchange
-from shardopt.layout import FlatBuffer, FlatShard, Segment, assign
+from shardopt.layout import FlatBuffer, FlatShard, Segment, assign, equal_ends
 from shardopt.layout.names import parameter_names
 
 #: Places and names of a model's parameters, by identity.
@@ -67,13 +67,12 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
         names: of the model's parameters.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    begin = rank * size
     segments = []
-    for param, offset in zip(params, offsets, strict=True):
-        ends = [min(max(r * size - offset, 0), param.numel()) for r in range(world_size + 1)]
+    for param, first in zip(params, offsets, strict=True):
+        ends = equal_ends(first, param.numel(), size, world_size)
         shard = _shard(tuple(param.shape), ends, rank, group)
         place, name = names[id(param)]
-        segments.append(Segment(name, place, shard, max(offset + shard.start - begin, 0) if shard.numel else 0))
+        segments.append(Segment.within(name, place, shard, first, rank * size))
     return FlatBuffer(size, segments)
 
 
@@ -83,8 +82,7 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
     segments = []
     sizes = [int(param.partition_numel()) for param in params]
     for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
-        numel = int(param.ds_numel)
-        ends = [min(r * size, numel) for r in range(world_size + 1)]
+        ends = equal_ends(0, int(param.ds_numel), size, world_size)
         place, name = names[id(param)]
         segments.append(Segment(name, place, _shard(tuple(param.ds_shape), ends, rank, group), offset))
     return FlatBuffer(sum(sizes), segments)
@@ -98,8 +96,7 @@ def _shard(shape: tuple[int, ...], ends: Sequence[int], rank: int, group: Any) -
             f"got partitions that end at {ends[-1]} of a parameter with {numel} elements, expected all of them; this "
             "version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    cuts = sorted({end for end in ends if 0 < end < numel})
-    return FlatShard(shape, ends[rank], ends[rank + 1], cuts, RanksExchange((group,), _device_type(group)))
+    return FlatShard.between(shape, ends, rank, RanksExchange((group,), _device_type(group)))
 
 
 def _device_type(group: Any) -> str:
