@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
 #include <tuple>
 
 #include "step/cuda.h"
@@ -48,6 +49,15 @@ void step_on_cuda(int device, uint64_t entries, uint64_t groups, uint64_t tasks,
   for (const auto& [rule, begin, end] : batches) step_cuda(call, {rule, begin, end}, pointer<void>(stream));
 }
 
+void copy_on_cuda(int device, const Table<uint64_t>& to, const Table<uint64_t>& from, const Table<int64_t>& nbytes,
+                  uint64_t stream) {
+  if (to.size() != from.size() || to.size() != nbytes.size())
+    throw std::invalid_argument("copy_cuda: got arrays of different lengths, expected one range per row");
+  const CudaDeviceGuard guard(device);
+  const py::gil_scoped_release release;
+  copy_cuda(to.data(), from.data(), nbytes.data(), to.size(), pointer<void>(stream));
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -62,6 +72,8 @@ void bind_cuda(py::module_& m) {
         py::arg("stream"),
         "Steps the entries in a stream, without synchronization. Arguments without an _C type are addresses on the "
         "device.");
+  m.def("copy_cuda", &copy_on_cuda, py::arg("device"), py::arg("to"), py::arg("source"), py::arg("nbytes"),
+        py::arg("stream"), "Copies ranges between host and device in a stream: addresses, and bytes.");
 }
 
 }  // namespace shardopt

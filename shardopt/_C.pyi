@@ -57,6 +57,13 @@ def cuda_device_count() -> int: ...
 def cuda_tasks(
     entries: npt.NDArray[Any], groups: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], list[tuple[int, int, int]]]: ...
+def copy_cuda(
+    device: int,
+    to: npt.NDArray[np.uint64],
+    source: npt.NDArray[np.uint64],
+    nbytes: npt.NDArray[np.int64],
+    stream: int,
+) -> None: ...
 def step_cuda(
     device: int,
     entries: int,

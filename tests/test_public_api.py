@@ -35,6 +35,8 @@ OPTIONS: dict[str, Any] = {
     "stochastic_rounding_seed": 0,
     "exact_cut_blocks": True,
     "offload": None,
+    "device_state_budget": 0,
+    "pin_memory": True,
     "foreach": None,
     "fused": None,
     "capturable": False,

@@ -45,6 +45,13 @@ void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream) {
   cuda::launch_of(batch.rule, cuda::Rules{})(call, batch, static_cast<cudaStream_t>(stream));
 }
 
+void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void* stream) {
+  for (int64_t i = 0; i < count; ++i)
+    cuda::check(cudaMemcpyAsync(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]),
+                                static_cast<size_t>(nbytes[i]), cudaMemcpyDefault, static_cast<cudaStream_t>(stream)),
+                "a copy between host and device");
+}
+
 CudaDeviceGuard::CudaDeviceGuard(int device) {
   int current = 0;
   cuda::check(cudaGetDevice(&current), "cudaGetDevice");

@@ -53,6 +53,9 @@ void prepare_cuda(const CudaCall& call, void* stream);
 // fails.
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream);
 
+// Copies count ranges of memory of the host or the device, in the given stream.
+void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void* stream);
+
 // Makes a device the current one, as long as it lives.
 class CudaDeviceGuard {
  public:

@@ -74,6 +74,8 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
         CheckpointError: the optimizer has parameters that the model has not.
     """
     read_model(model)
+    if owner is not None:
+        owner.sharded.synchronize()
     group_of = {} if owner is None else owner.group_of()
     own = {id(param) for param in model.parameters()}
     pieces = list(pieces_of(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))

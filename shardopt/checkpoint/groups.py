@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.optim.options import STATE_FORMAT
+from shardopt.optim.options import PLACEMENT, STATE_FORMAT
 
 #: What belongs to a run, not to what it has learned.
-_OF_THE_RUN = frozenset(["exact_cut_blocks", "offload", "foreach", "fused", "capturable", "differentiable"])
+_OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", *PLACEMENT])
 
 SavedGroup = dict[str, Any]
 

@@ -22,6 +22,7 @@ from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
 from shardopt.optim.flat_state import BufferState, encode_flat
 from shardopt.optim.options import STATE_FORMAT
+from shardopt.optim.placement import Place
 from shardopt.optim.state import LOW_BITS, ParameterState
 
 
@@ -248,23 +249,9 @@ class Restoration:
             group = targets[0].content.group
             assert group is not None
             spec = owner.sharded.state_spec(param, owner.groups[group])
-            states = [self._on_device(target, param.device) for target in targets]
+            place = owner.sharded.places.place(param)
+            states = [_placed(target, place) for target in targets]
             owner.sharded.state[param] = spec.join(states) if isinstance(spec, BufferState) else states[0]
-
-    def _on_device(self, target: _Target, device: torch.device) -> dict[str, Tensor]:
-        """A parameter's state in the form that the optimizer keeps."""
-        spec = target.spec
-        assert spec is not None
-        state = target.state or fresh_state(spec)  # a segment of a flat buffer that was saved without
-        scales = {spec.scales_name(moment) for moment in spec.moments}
-        return {
-            key: value.to(device)
-            if key == "step"
-            else spec.shard.like_scales(value.to(device), spec.grid)
-            if key in scales
-            else spec.shard.like_parameter(value.to(device))
-            for key, value in state.items()
-        }
 
     def _check_steps(self) -> None:
         """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""
@@ -278,6 +265,17 @@ class Restoration:
                     f"{self._path}: got parameters stepped {sorted(counts)} times for one flat parameter, expected one "
                     "count; wrap the model with use_orig_params=True"
                 )
+
+
+def _placed(target: _Target, place: Place) -> dict[str, Tensor]:
+    """A parameter's state in the form that the optimizer keeps, where it does."""
+    spec = target.spec
+    assert spec is not None
+    state = target.state or fresh_state(spec)  # a segment of a flat buffer that was saved without
+    return {
+        key: value.to(place.steps) if key == "step" else spec.like(key, value.to(place.state))
+        for key, value in state.items()
+    }
 
 
 def _with_weights(target: _Target) -> _Target:

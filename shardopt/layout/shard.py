@@ -7,7 +7,7 @@ parameters) with :func:`register`; nothing here knows of torch.distributed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -60,6 +60,33 @@ class Band(NamedTuple):
     cols: int
     block: int
     blocks_stride: int
+
+    def split(self, limit: int, block_size: int) -> Iterator[Band]:
+        """Its parts, in order: rows, or whole blocks of one row.
+
+        Args:
+            limit: elements of a part, at most; but a block is never divided.
+            block_size: elements per block.
+        """
+        if self.rows * self.cols <= limit:
+            yield self
+            return
+        if self.cols <= limit:
+            some = limit // self.cols
+            for row in range(0, self.rows, some):
+                first, block = self.element + row * self.cols, self.block + row * self.blocks_stride
+                yield self._replace(element=first, rows=min(some, self.rows - row), block=block)
+            return
+        width = max(limit // block_size, 1) * block_size
+        end = self.first_col + self.cols
+        for row in range(self.rows):
+            first, block = self.element + row * self.cols, self.block + row * self.blocks_stride
+            col = self.first_col
+            while col < end:
+                stop = min(col // block_size * block_size + width, end)
+                blocks = col // block_size - self.first_col // block_size
+                yield Band(first + col - self.first_col, 1, col, stop - col, block + blocks, self.blocks_stride)
+                col = stop
 
 
 class Shard:

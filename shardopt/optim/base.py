@@ -18,7 +18,8 @@ from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import UnknownShardError, assigned, read_model
 from shardopt.optim.entries import Group
 from shardopt.optim.flat_state import AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
-from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
+from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_hyper, check_options, with_defaults
+from shardopt.optim.placement import StatePlaces
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
@@ -26,6 +27,9 @@ from shardopt.optim.stepper import Stepper
 
 #: In the param groups of a state dict: what elements of flat shards it is the state of; see :func:`held_elements`.
 _HELD = "held_elements"
+
+#: In the param groups of a state dict: what is not taken over.
+_KEPT = frozenset([_HELD, *PLACEMENT])
 
 
 @dataclass
@@ -47,6 +51,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._steppers: dict[tuple[int, ...], Stepper] = {}
+        self.places = StatePlaces(self)
         super().__init__(params, {**defaults, **with_defaults(options)})
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -92,7 +97,8 @@ class ShardedOptimizer(Optimizer):
         try:
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
-        except ValueError:
+            self.places.check()
+        except (ValueError, MemoryError):
             self.param_groups.pop()
             raise
 
@@ -120,6 +126,15 @@ class ShardedOptimizer(Optimizer):
         """
         read_model(model)
         self._forget_plans()
+
+    def synchronize(self) -> None:
+        """Waits until what was offloaded is complete in the host's memory.
+
+        To be called before :attr:`state` is read by hand; methods and checkpoints call it by themselves.
+        """
+        if self._released is not None:
+            self._released.wait()
+        self.places.synchronize()
 
     def state_spec(self, param: Tensor, group: Mapping[str, Any]) -> AnyState:
         """What the state of one of the parameters looks like, given its param group."""
@@ -154,6 +169,7 @@ class ShardedOptimizer(Optimizer):
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         if self._released is not None:
             self._released.check_step(closure, scaling)
+            self._released.wait()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -175,6 +191,7 @@ class ShardedOptimizer(Optimizer):
                 loads, and so does one of this class with any codec. Costs 4 bytes per parameter and moment. Low bits of
                 master weights are left out.
         """
+        self.synchronize()
         state_dict = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             held = held_elements(group["params"])
@@ -198,6 +215,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: the state is of other parameters or another optimizer, or was quantized in another way. Nothing
                 was changed.
         """
+        self.synchronize()
         last_hook = self.register_load_state_dict_pre_hook(_adopt)
         try:
             super().load_state_dict(state_dict)
@@ -211,6 +229,7 @@ class ShardedOptimizer(Optimizer):
                     state["state"][param] = value.state
         super().__setstate__(state)
         self._steppers = getattr(self, "_steppers", {})
+        self.places = getattr(self, "places", None) or StatePlaces(self)
         self._forget_plans()
 
     _paused = False
@@ -236,13 +255,14 @@ class ShardedOptimizer(Optimizer):
     def end_release(self) -> None:
         """Ends what :meth:`release` began."""
         if self._released is not None:
+            self._released.wait()
             self._skipped_released += self._released.nonfinite(wait=True)
             self._released = None
 
     def _stepper(self) -> Stepper:
         """What is kept of the last step of these param groups: DeepSpeed shows the optimizer one at a time."""
         key = tuple(id(group["params"][0]) if group["params"] else 0 for group in self.param_groups)
-        return self._steppers.setdefault(key, Stepper())
+        return self._steppers.setdefault(key, Stepper(self.places))
 
     def _forget_plans(self) -> None:
         for stepper in self._steppers.values():
@@ -302,7 +322,7 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         held = held_elements(group["params"])
         is_own &= held is None or saved_group.get(_HELD, held) == held
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**rest, **{k: v for k, v in saved_group.items() if k != _HELD}})
+        groups.append({**rest, **{k: v for k, v in saved_group.items() if k not in _KEPT}})
         check_options(groups[-1])
         optimizer.check_group(groups[-1])
     ids = [index for group in saved for index in group["params"]]
@@ -327,7 +347,7 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     params = [param for _, param in optimizer._all_params()]
     for position, (index, param, spec, loaded) in enumerate(zip(ids, params, specs, given, strict=True)):
         if loaded is not None:
-            device = spec.shard.local(param).device
+            device = optimizer.places.place(param).state
             adopted = spec.adopt(loaded, device, f"parameter {position}", of_torch=of_torch) if loaded else {}
             state[index] = _Adopted(adopted)
     return {**state_dict, "state": state, "param_groups": groups}

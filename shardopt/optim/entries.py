@@ -16,6 +16,7 @@ from shardopt.layout import Band, FlatShard, Rectangle, rectangles
 from shardopt.optim.cut_blocks import CutParameter, FlatCuts
 from shardopt.optim.flat_state import AnyState
 from shardopt.optim.options import TABLE_FORMAT
+from shardopt.optim.placement import Offload, Place
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import LOW_BITS, Part, StateDict
 
@@ -69,9 +70,12 @@ class PlannedParameter(NamedTuple):
         spec: what its state looks like.
         device: where it lives.
         rows: of ``_C.tensor_entry``, with the gradient's address and dtype left open.
+        extents: of ``EXTENT``, one per row.
+        pieces: per row, which of the parameter's pieces it belongs to.
         first_elements: per row, the gradient's element with which it begins.
         step: its step count.
         cut: what its owners exchange, where a column shard cuts blocks.
+        offload: what is copied for its step, if anything.
     """
 
     name: str
@@ -79,9 +83,12 @@ class PlannedParameter(NamedTuple):
     spec: AnyState
     device: torch.device
     rows: list[tuple[object, ...]]
+    extents: list[tuple[object, ...]]
+    pieces: list[int]
     first_elements: list[int]
     step: Tensor
     cut: CutParameter | None
+    offload: Offload
 
     @classmethod
     def of(
@@ -93,13 +100,14 @@ class PlannedParameter(NamedTuple):
         state: StateDict,
         noise: Noise,
         flat_cuts: FlatCuts,
+        place: Place,
     ) -> PlannedParameter:
         """The rows for ``param``, this rank's part, and its state.
 
         Raises:
             RuntimeError: the state is not what the kernels can step with this parameter.
         """
-        _check(name, "step", state["step"], torch.float32, 1, param.device)
+        _check(name, "step", state["step"], torch.float32, 1, place.steps)
         for key in spec.state_names:
             if key not in state:
                 raise RuntimeError(
@@ -107,14 +115,20 @@ class PlannedParameter(NamedTuple):
                     "when the optimizer is made, or load a state that has it"
                 )
         rows: list[tuple[object, ...]] = []
+        extents: list[tuple[object, ...]] = []
+        pieces: list[int] = []
         first_elements: list[int] = []
         cut = None
         for part in spec.parts(param, state):
-            entries, cut = _entries_of(name, part, flat_cuts)
+            entries, cut = _entries_of(name, part, flat_cuts, place)
             noise_of = noise_key(noise.seed, noise.place if part.place is None else part.place)
             rows += [_row(part, entry, noise_of, group) for entry in entries]
+            extents += [_extent(part, entry) for entry in entries]
+            first_piece = pieces[-1] + 1 if pieces else 0
+            pieces += [first_piece + entry.piece for entry in entries]
             first_elements += [part.first + entry.element for entry in entries]
-        return cls(name, group, spec, param.device, rows, first_elements, state["step"], cut)
+        device, step = param.device, state["step"]
+        return cls(name, group, spec, device, rows, extents, pieces, first_elements, step, cut, place.offload)
 
 
 class Noise(NamedTuple):
@@ -140,6 +154,8 @@ class _Entry(NamedTuple):
         block_size: elements per block.
         low_bits: address.
         cut: whether other ranks hold parts of its blocks.
+        blocks: how many a row has.
+        piece: what of the part it belongs to; see :meth:`Band.split`.
     """
 
     element: int
@@ -154,6 +170,20 @@ class _Entry(NamedTuple):
     block_size: int
     low_bits: int
     cut: bool
+    blocks: int
+    piece: int
+
+
+def _extent(part: Part, entry: _Entry) -> tuple[object, ...]:
+    """A row of ``EXTENT``."""
+    spec = part.spec
+    numel = (entry.rows - 1) * entry.row_stride + entry.cols
+    blocks = (entry.rows - 1) * entry.blocks_stride + entry.blocks
+    codes = [numel * spec.codec.code_dtype.itemsize for _ in spec.moments]
+    scales = [4 * blocks * spec.codec.scales(signed=m.signed) if spec.codec.blockwise else 0 for m in spec.moments]
+    rest = [0] * (_C.max_moments - len(spec.moments))
+    low_bits = numel * spec.weights.low_bits // 8
+    return (numel * part.param.element_size(), numel, low_bits, codes + rest, scales + rest)
 
 
 def _row(part: Part, entry: _Entry, key: int, group: int) -> tuple[object, ...]:
@@ -183,7 +213,7 @@ def _row(part: Part, entry: _Entry, key: int, group: int) -> tuple[object, ...]:
     )
 
 
-def _entries_of(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry], CutParameter | None]:
+def _entries_of(name: str, part: Part, flat_cuts: FlatCuts, place: Place) -> tuple[list[_Entry], CutParameter | None]:
     """Divides a part into what the kernels can step in one go.
 
     Returns:
@@ -195,12 +225,12 @@ def _entries_of(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry
     widths = [spec.codec.scales(signed=moment.signed) for moment in spec.moments]
     low_bits = spec.local_low_bits(state)
     for moment, (codes, scales), width in zip(spec.moments, coded, widths, strict=True):
-        _check(name, spec.codes_name(moment), codes, spec.codec.code_dtype, param.numel(), param.device)
+        _check(name, spec.codes_name(moment), codes, spec.codec.code_dtype, param.numel(), place.state)
         if scales is not None:
             numel = math.prod(shard.scales_shape(spec.grid)) * width
-            _check(name, spec.scales_name(moment), scales, torch.float32, numel, param.device)
+            _check(name, spec.scales_name(moment), scales, torch.float32, numel, place.state)
     if low_bits is not None:
-        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, param.device)
+        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, place.state)
     cut: CutParameter | None = None
     if spec.codec.blockwise:
         bands = shard.bands(spec.grid)
@@ -218,7 +248,10 @@ def _entries_of(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry
         bands = [Band(0, rows, 0, cols, 0, -(-cols // size))]
     first = shard.first_element if spec.weights.stochastic or isinstance(shard, FlatShard) else 0
     entries: list[_Entry] = []
-    for band in bands:
+    if place.offload is not None:
+        limit = place.piece_numel(spec, param)
+        bands = [smaller for band in bands for smaller in band.split(limit, size)]
+    for number, band in enumerate(bands):
         pieces = [Rectangle(0, band.cols, band.first_col // size, cut=False)]
         if spec.codec.blockwise and (cut is not None or isinstance(shard, FlatShard)):
             pieces = rectangles(spec.grid, band.first_col, band.cols)
@@ -226,15 +259,18 @@ def _entries_of(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry
             if band.rows * piece.cols == 0:
                 continue
             element, block = band.element + piece.col, band.block + piece.block - band.first_col // size
+            row = 0 if shard.is_range else element // shard.cols
+            in_global = first + element + row * (shard.row_numel - shard.cols)
+            first_col = band.first_col + piece.col
             shared: list[int] = []
             if piece.cut and cut is not None:
                 shared = _addresses(cut.extremes, block, [2] * len(cut.extremes))
             elif piece.cut:
-                shared = flat_cuts.addresses(spec, spec.grid.block_of(first + element))
+                shared = flat_cuts.addresses(spec, spec.grid.block_of(in_global))
             entries.append(
                 _Entry(
                     element,
-                    first + element,
+                    in_global,
                     band.rows,
                     piece.cols,
                     band.cols,
@@ -245,6 +281,8 @@ def _entries_of(name: str, part: Part, flat_cuts: FlatCuts) -> tuple[list[_Entry
                     size,
                     0 if low_bits is None else low_bits.data_ptr() + element * spec.weights.low_bits // 8,
                     bool(shared),
+                    (first_col + piece.cols - 1) // size - first_col // size + 1,
+                    number,
                 )
             )
     return entries, cut

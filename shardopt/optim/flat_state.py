@@ -46,6 +46,10 @@ class BufferState:
         """Fresh state; see :meth:`ParameterState.new`."""
         return self.join([spec.new(device) for spec in self.specs])
 
+    def like(self, key: str, local: Tensor) -> Tensor:
+        """See :meth:`ParameterState.like`: a buffer's entries are this rank's."""
+        return local
+
     def join(self, states: Sequence[StateDict]) -> StateDict:
         """The state of the buffer for those of its segments."""
         found: dict[str, list[Tensor]] = {}

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardopt.layout import UnknownShardError, shard_of
+from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.state import LOW_BITS
 
 
@@ -20,6 +21,7 @@ class MemoryUse:
     state: int = 0  # codes, unquantized moments, step counts
     scales: int = 0
     master_weights: int = 0  # their low bits
+    offload_buffers: int = 0
 
     @property
     def total(self) -> int:
@@ -65,14 +67,19 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
     """
     report = MemoryReport()
     seen: set[int] = set()
+    shared: dict[int, int] = {}  # bytes not yet accounted for of host memory with the state of several parameters
 
     def add(kind: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() == 0:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if tensor.nbytes < nbytes and tensor.device.type == "cpu" and kind not in ("parameters", "gradients"):
+            shared[address] = shared.get(address, nbytes) - tensor.nbytes
+            address, nbytes = tensor.data_ptr(), tensor.nbytes
+        if address in seen or nbytes == 0:
             return
-        seen.add(storage.data_ptr())
+        seen.add(address)
         use = report.host if tensor.device.type == "cpu" else report.device
-        setattr(use, kind, getattr(use, kind) + storage.nbytes())
+        setattr(use, kind, getattr(use, kind) + nbytes)
 
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -84,6 +91,10 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(_kind_of(key), _local(value))
+    report.host.state += sum(shared.values())  # what aligning takes, and parameters without state
+    if isinstance(optimizer, ShardedOptimizer):
+        for device, nbytes in optimizer.places.buffer_bytes.items():
+            (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
     return report
 
 

@@ -40,7 +40,12 @@ class Options(TypedDict, total=False):
         exact_cut_blocks: flat shards (FSDP1, ZeRO) begin and end within blocks. Their owners agree on the scales of
             such blocks by a small collective per step, and results do not depend on the number of ranks. False leaves
             it out: each fragment gets a scale of its own.
-        offload: None; not in this version.
+        offload: where the state of parameters on a GPU lives. None: beside them. "state": in the host's memory; a step
+            streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
+            are copied to it, and parameters back.
+        device_state_budget: with ``offload``, bytes of state that stay on the device after all, as many parameters as
+            fit, in order: a whole number, or a text such as "2GiB". The same in all param groups.
+        pin_memory: with ``offload``, whether the host's memory is page-locked: without, copies do not overlap.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: the same.
         capturable: the same.
@@ -56,7 +61,9 @@ class Options(TypedDict, total=False):
     stochastic_rounding: bool
     stochastic_rounding_seed: int
     exact_cut_blocks: bool
-    offload: str | None
+    offload: Literal["state", "step"] | None
+    device_state_budget: int | str
+    pin_memory: bool
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -74,6 +81,8 @@ DEFAULTS: Options = {
     "stochastic_rounding_seed": 0,
     "exact_cut_blocks": True,
     "offload": None,
+    "device_state_budget": 0,
+    "pin_memory": True,
     "foreach": None,
     "fused": None,
     "capturable": False,
@@ -82,6 +91,9 @@ DEFAULTS: Options = {
 
 #: What a checkpoint and the optimizer that loads it must agree on: the codes mean nothing without it.
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
+
+#: Where the state lives: a matter of the machine, so an optimizer keeps its own when it loads.
+PLACEMENT = ("offload", "device_state_budget", "pin_memory")
 
 #: What the tables of a step depend on.
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed", "exact_cut_blocks")
@@ -119,13 +131,33 @@ def check_options(group: Mapping[str, Any]) -> None:
     _check_weight_options(group)
     if not isinstance(group["exact_cut_blocks"], bool):
         raise ValueError(f"exact_cut_blocks: got {group['exact_cut_blocks']!r}, expected True or False")
-    if group["offload"] is not None:
-        raise ValueError(
-            f"offload: got {group['offload']!r}, but this version supports only None; leave the option out"
-        )
+    if group["offload"] not in (None, "state", "step"):
+        raise ValueError(f"offload: got {group['offload']!r}, expected None, 'state' or 'step'")
+    try:
+        bytes_of(group["device_state_budget"])
+    except ValueError as error:
+        raise ValueError(f"device_state_budget: {error}") from None
+    if not isinstance(group["pin_memory"], bool):
+        raise ValueError(f"pin_memory: got {group['pin_memory']!r}, expected True or False")
     for name in ("differentiable", "amsgrad"):
         if group.get(name):
             raise ValueError(f"{name}: got True, which shardopt does not support; leave the option out")
+
+
+def bytes_of(size: int | str) -> int:
+    """A size in bytes: a whole number, or one with a unit, as "2GiB", "512MiB", "64KiB".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, str):
+        for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
+            number = size.removesuffix(unit).strip()
+            if size.endswith(unit) and number.isascii() and number.replace(".", "", 1).isdigit():
+                return int(float(number) * factor)
+    raise ValueError(f"got {size!r}, expected bytes: a whole number >= 0, or a text such as '2GiB' or '512MiB'")
 
 
 def _check_weight_options(group: Mapping[str, Any]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,9 +15,12 @@ from shardopt import _C
 from shardopt.codec import CODECS
 from shardopt.kernels.dispatch import Call, LossScaling, Tables, make_call
 from shardopt.kernels.skipped import SkippedElements
+from shardopt.kernels.streamed import EXTENT, StreamedCall, StreamedTables
 from shardopt.layout import Shard, shard_of
+from shardopt.optim import placement
 from shardopt.optim.cut_blocks import CutBlocks, FlatCuts
 from shardopt.optim.entries import Group, PlannedParameter
+from shardopt.optim.placement import Offload, StatePlaces
 
 _TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 
@@ -49,6 +54,7 @@ class Plan:
         planned: one per parameter, in the groups' order; None for one that is in no table.
         flat: what flat shards share.
         skipped: where skipped elements are counted.
+        places: copies what does not live beside its parameter.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Plan:
         planned: Sequence[PlannedParameter | None],
         flat: FlatParameters,
         skipped: SkippedElements,
+        places: StatePlaces,
     ) -> None:
         self.groups = groups
         self._planned = planned
@@ -73,7 +80,7 @@ class Plan:
             if parameter is not None:
                 by_device.setdefault(parameter.device, []).append((index, parameter))
         self._devices = [
-            _DeviceTables(device, found, flat.cuts.get(device) or FlatCuts([], device), skipped)
+            _DeviceTables(device, found, flat.cuts.get(device) or FlatCuts([], device), skipped, places)
             for device, found in by_device.items()
         ]
         self._new_groups = True
@@ -141,8 +148,64 @@ class Plan:
         self._gradients = []
 
 
+class _Rows:
+    """The rows of parameters of which the same is offloaded, and the call with those of them that have a gradient."""
+
+    def __init__(self, device: torch.device, offload: Offload, planned: list[tuple[int, PlannedParameter]]) -> None:
+        self._device = device
+        self._offload = offload
+        self.kernels = torch.device("cpu") if offload == "step" else device
+        self._planned = planned
+        self._all_entries = np.array([row for _, p in planned for row in p.rows], dtype=_C.tensor_entry)
+        self._all_extents = np.array([row for _, p in planned for row in p.extents], dtype=EXTENT)
+        self._all_parameters = np.array([i for i, p in planned for _ in p.rows], dtype=np.int64)
+        self._all_first_elements = np.array([first for _, p in planned for first in p.first_elements], dtype=np.int64)
+        pieces = [(i, piece) for i, p in planned for piece in p.pieces]
+        self._all_pieces = np.array([now != last for now, last in zip(pieces, [None, *pieces], strict=False)]).cumsum()
+        self.planned: list[PlannedParameter] = []
+        self.call: Call | None = None
+
+    def select(self, has_gradient: npt.NDArray[np.bool_]) -> None:
+        """Makes the tables of the parameters that have a gradient."""
+        rows = has_gradient[self._all_parameters]
+        self._selected = rows
+        self._parameters = self._all_parameters[rows]
+        self._first_elements = self._all_first_elements[rows]
+        self.planned = [p for i, p in self._planned if has_gradient[i]]
+        self._tables = Tables(self._all_entries[rows], [p.step for p in self.planned], _TABLES)
+        self.call = None
+
+    def prepare(
+        self,
+        watch: _C.Watch,
+        groups: npt.NDArray[np.void],
+        scaling: LossScaling,
+        skipped: SkippedElements,
+        places: StatePlaces,
+    ) -> None:
+        """Fills in what is new in this step."""
+        if not self.planned:
+            return
+        changed = watch.fill(self._tables.entries, self._parameters, self._first_elements)
+        if self.call is None:
+            self.call = self._make_call(places)
+            skipped.add(self.call, self.kernels)
+            changed = True
+        self.call.update(changed, groups, scaling)
+
+    def _make_call(self, places: StatePlaces) -> Call:
+        if self._offload is None:
+            return make_call(self._device, self._tables)
+        pieces = self._all_pieces[self._selected]
+        streamed = StreamedTables(self._tables, self._all_extents[self._selected], pieces)
+        transfers = places.transfers(self._device, self._offload)
+        return StreamedCall(
+            streamed, placement.MOVES[self._offload], transfers, placement.CHUNK_BYTES, partial(make_call, self.kernels)
+        )
+
+
 class _DeviceTables:
-    """The rows of all parameters on one device, and the call with those of them that have a gradient."""
+    """The rows of all parameters on one device."""
 
     def __init__(
         self,
@@ -150,17 +213,18 @@ class _DeviceTables:
         planned: list[tuple[int, PlannedParameter]],
         flat_cuts: FlatCuts,
         skipped: SkippedElements,
+        places: StatePlaces,
     ) -> None:
         self._device = device
-        self._planned = planned
         self._flat_cuts = flat_cuts
         self._skipped = skipped
-        self._all_entries = np.array([row for _, p in planned for row in p.rows], dtype=_C.tensor_entry)
-        self._all_parameters = np.array([i for i, p in planned for _ in p.rows], dtype=np.int64)
-        self._all_first_elements = np.array([first for _, p in planned for first in p.first_elements], dtype=np.int64)
+        self._places = places
+        by_offload: dict[Offload, list[tuple[int, PlannedParameter]]] = {}
+        for index, parameter in planned:
+            by_offload.setdefault(parameter.offload, []).append((index, parameter))
+        self._rows = [_Rows(device, offload, found) for offload, found in by_offload.items()]
         self._lr: dict[int, Tensor] = {}  # by group: float32, where the learning rate is on a device
-        self._groups = np.zeros(0, dtype=_C.group_entry)
-        self._call: Call | None = None
+        self._groups: dict[torch.device, npt.NDArray[np.void]] = {}  # by the kernels' device
         self._dtypes: bytes | None = None
         self._select(bytes([_C.Watch.no_gradient]) * (1 + max((index for index, _ in planned), default=-1)))
 
@@ -174,23 +238,18 @@ class _DeviceTables:
             scaling: the loss scale.
         """
         if groups is not None:
-            rows = [group.row(*self._learning_rate(index, group)) for index, group in enumerate(groups)]
-            self._groups = np.array(rows, dtype=_C.group_entry)
+            for kernels in {rows.kernels for rows in self._rows}:
+                found = [group.row(*self._learning_rate(kernels, index, group)) for index, group in enumerate(groups)]
+                self._groups[kernels] = np.array(found, dtype=_C.group_entry)
         if dtypes != self._dtypes:
             self._select(dtypes)
-        if not self._tables.steps:
-            return
-        changed = watch.fill(self._tables.entries, self._parameters, self._first_elements)
-        if self._call is None:
-            self._call = make_call(self._device, self._tables)
-            self._skipped.add(self._call, self._device)
-            changed = True
-        self._call.update(changed, self._groups, scaling)
+        for rows in self._rows:
+            rows.prepare(watch, self._groups[rows.kernels], scaling, self._skipped, self._places)
 
     def run(self) -> None:
         """Runs all phases of the step."""
-        if self._call is not None:
-            self._skipped.keep_if_captured(self._call, (self._lr, self._cut))
+        for call in self._calls():
+            self._skipped.keep_if_captured(call, (self._lr, self._cut))
         self._cut.clear_extremes()
         self._run(_C.Phase.step)
         if self._cut:
@@ -201,29 +260,29 @@ class _DeviceTables:
             self._run(_C.Phase.finish)
             self._cut.share_scales()
 
+    def _calls(self) -> list[Call]:
+        """None if other ranks have something to step and this one has not."""
+        return [rows.call for rows in self._rows if rows.call is not None]
+
     def _run(self, phase: _C.Phase) -> None:
-        if self._call is not None:  # else other ranks have something to step, this one has not
-            self._call.run(phase)
+        for call in self._calls():
+            call.run(phase)
 
     def _select(self, dtypes: bytes) -> None:
         """Makes the tables of the parameters that have a gradient."""
-        if self._call is not None:
-            self._skipped.retire([self._call])
-            self._call = None
+        self._skipped.retire(self._calls())
         has_gradient = np.frombuffer(dtypes, dtype=np.uint8) != _C.Watch.no_gradient
-        rows = has_gradient[self._all_parameters]
-        self._parameters = self._all_parameters[rows]
-        self._first_elements = self._all_first_elements[rows]
-        planned = [p for i, p in self._planned if has_gradient[i]]
-        self._tables = Tables(self._all_entries[rows], [p.step for p in planned], _TABLES)
+        for rows in self._rows:
+            rows.select(has_gradient)
+        planned = [p for rows in self._rows for p in rows.planned]
         self._cut = CutBlocks([p.cut for p in planned if p.cut is not None], self._flat_cuts)
         self._dtypes = dtypes
 
-    def _learning_rate(self, index: int, group: Group) -> tuple[float | None, Tensor | None]:
+    def _learning_rate(self, kernels: torch.device, index: int, group: Group) -> tuple[float | None, Tensor | None]:
         """Where a group's learning rate is on a device: its value for the CPU, else a buffer beside the parameters."""
         if group.lr is None:
             return None, None
-        if self._device.type == "cpu":
+        if kernels.type == "cpu":
             return float(group.lr), None
         if index not in self._lr:
             self._lr[index] = torch.zeros((), dtype=torch.float32, device=self._device)

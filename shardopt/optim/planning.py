@@ -14,8 +14,9 @@ from shardopt.layout import Exchange, UnknownShardError
 from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.entries import Group, Noise, PlannedParameter
 from shardopt.optim.flat_state import AnyState, flat_parts, state_of
+from shardopt.optim.placement import Place, StatePlaces
 from shardopt.optim.plan import FiniteCheck, FlatParameters, Plan
-from shardopt.optim.state import ParameterState, StateDict
+from shardopt.optim.state import ParameterState
 
 _WIDTH = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
 
@@ -46,20 +47,20 @@ class _Parameter(NamedTuple):
         assert self.spec is not None
         return self.group, (self.name, self.spec.shard, gradient)
 
-    def planned(self, state: Mapping[Tensor, Any], flat: FlatCuts) -> PlannedParameter:
+    def planned(self, state: Mapping[Tensor, Any], flat: FlatCuts, place: Place) -> PlannedParameter:
         """Its rows in the tables."""
         assert self.spec is not None
-        local = self.spec.shard.local(self.param)
-        return PlannedParameter.of(self.name, self.group, self.spec, local, state[self.param], self.noise, flat)
+        local, own = self.spec.shard.local(self.param), state[self.param]
+        return PlannedParameter.of(self.name, self.group, self.spec, local, own, self.noise, flat, place)
 
-    def planned_if_possible(self, state: Mapping[Tensor, Any], flat: FlatCuts) -> PlannedParameter | None:
+    def planned_if_possible(self, state: Mapping[Tensor, Any], flat: FlatCuts, place: Place) -> PlannedParameter | None:
         """The rows of one that has state but no gradient now, so that one coming needs no new plan."""
         if self.spec is None or not state.get(self.param):
             return None
         try:
             local = self.spec.shard.local(self.param)
             _check_tensors(self.name, local, local)
-            return self.planned(state, flat)
+            return self.planned(state, flat, place)
         except (RuntimeError, KeyError, ValueError):
             return None  # what is wrong with it is to be told when it is stepped
 
@@ -70,6 +71,7 @@ def make_plan(
     groups: list[Group],
     scaling: LossScaling,
     skipped: SkippedElements,
+    places: StatePlaces,
     first_place: int = 0,
     name: str | None = None,
 ) -> Plan:
@@ -81,6 +83,7 @@ def make_plan(
         groups: one per param group.
         scaling: the loss scale.
         skipped: where skipped elements are counted.
+        places: where the state of each parameter lives.
         first_place: the first parameter's place among all that the optimizer has.
         name: how errors name the parameter, if it is a single one that is not the param group's first.
 
@@ -106,15 +109,17 @@ def make_plan(
         param, spec = parameter.param, parameter.spec
         flat = cuts.get(param.device) or FlatCuts([], param.device)
         if place not in gradients:
-            planned.append(parameter.planned_if_possible(state, flat))
+            if spec is not None and state.get(param):
+                places.put(param, spec, state[param])
+            planned.append(parameter.planned_if_possible(state, flat, places.place(param)))
             continue
         assert spec is not None
         if not state[param]:
-            state[param].update(spec.new(spec.shard.local(param).device))
-        put_step_beside(state[param], spec.shard.local(param).device)
-        planned.append(parameter.planned(state, flat))
+            state[param].update(spec.new(places.place(param).state))
+        places.put(param, spec, state[param])
+        planned.append(parameter.planned(state, flat, places.place(param)))
     skipped.retire()
-    plan = Plan(param_groups, state, groups, planned, FlatParameters(cuts, idle), skipped)
+    plan = Plan(param_groups, state, groups, planned, FlatParameters(cuts, idle), skipped, places)
     if not plan.refresh(param_groups, state, gradients):
         raise RuntimeError(
             "got a gradient or state that is not in memory as a dense tensor, expected ones that the kernels can "
@@ -157,12 +162,6 @@ def _gradient(parameter: _Parameter) -> Tensor:
     gradient = spec.shard.local_gradient(param.grad)
     _check_tensors(name, spec.shard.local(param), gradient)
     return gradient
-
-
-def put_step_beside(state: StateDict, device: torch.device) -> None:
-    """Moves a step count to the parameter: ZeroRedundancyOptimizer leaves those that it loads on the CPU."""
-    if isinstance(state.get("step"), Tensor) and state["step"].device != device:
-        state["step"] = state["step"].to(device)
 
 
 def _nothing(parameter: _Parameter) -> Tensor:

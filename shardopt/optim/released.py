@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
+from shardopt.optim.deferred import DeferredSteps
+from shardopt.optim.placement import StatePlaces
 from shardopt.optim.planning import listed_name
 from shardopt.optim.stepper import Stepper
 
@@ -30,11 +32,11 @@ class _Parameter:
         stepped: whether it was, since the optimizer's last ``step()``.
     """
 
-    def __init__(self, name: str, group: int, position: int, place: int) -> None:
+    def __init__(self, name: str, group: int, position: int, place: int, places: StatePlaces) -> None:
         self.name = name
         self.group = group
         self.position = position
-        self.stepper = Stepper(place, name)
+        self.stepper = Stepper(places, place, name)
         self.stepped = False
 
 
@@ -55,13 +57,15 @@ class ReleasedParameters:
     def __init__(self, optimizer: ShardedOptimizer, params: Collection[Tensor]) -> None:
         self._optimizer = optimizer
         self._parameters: dict[Tensor, _Parameter] = {}
+        self._deferred = DeferredSteps()
         wanted = set(params)
         place = 0
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if param in wanted:
                     _demand_no_raise(group)
-                    self._parameters[param] = _Parameter(listed_name(group, index, position), index, position, place)
+                    name = listed_name(group, index, position)
+                    self._parameters[param] = _Parameter(name, index, position, place, optimizer.places)
                 place += 1
 
     def nonfinite(self, *, wait: bool) -> int:
@@ -86,16 +90,28 @@ class ReleasedParameters:
         optimizer = self._optimizer
         group = _group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
+        if optimizer.places.place(param).offload == "step":
+            self._deferred.submit(param.device, lambda: self._step(param, parameter, group))
+        else:
+            self._step(param, parameter, group)
+        parameter.stepped = True
+        # The backward pass goes on: where it still needs the old value, autograd is to notice.
+        increment_version(param)
+
+    @torch.no_grad()
+    def _step(self, param: Tensor, parameter: _Parameter, group: dict[str, Any]) -> None:
+        optimizer = self._optimizer
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
         view = {**group, "params": [param]}
         parameter.stepper.step([view], {param: entries}, optimizer._group, _NO_SCALING)
         if known is None:
             optimizer.state[param] = entries
-        # The backward pass goes on: where it still needs the old value, autograd is to notice.
-        increment_version(param)
-        parameter.stepped = True
         param.grad = None
+
+    def wait(self) -> None:
+        """Waits for steps that are taken beside the backward pass."""
+        self._deferred.wait()
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
         """Checks that the optimizer's ``step()`` was not asked for what it cannot do any more.

@@ -124,7 +124,7 @@ class ParameterState:
         Where blocks are cut this gathers the moments, and all ranks must call it. For flat shards with cut blocks see
         :func:`shardopt.optim.flat_state.encode_flat`.
         """
-        if self.codec.blockwise and self._exchanges:
+        if self.exchanges_columns:
             return self._encode_gathered(values)
         return self.encode_local([self.shard.local(values[m.name]) for m in self.moments])
 
@@ -274,8 +274,15 @@ class ParameterState:
         return {LOW_BITS: copy_to(found, device)}
 
     @property
-    def _exchanges(self) -> bool:
-        return self.shard.local_blocks(self.grid).exchange is not None
+    def exchanges_columns(self) -> bool:
+        """Whether column shards cut blocks, whose scales all owners keep."""
+        return self.codec.blockwise and self.shard.local_blocks(self.grid).exchange is not None
+
+    def like(self, key: str, local: Tensor) -> Tensor:
+        """The state entry of that name whose part here is ``local``."""
+        if any(key == self.scales_name(moment) for moment in self.moments):
+            return self.shard.like_scales(local, self.grid)
+        return self.shard.like_parameter(local)
 
     def _local_scales_shape(self, moment: Moment) -> tuple[int, ...]:
         shape = self.grid.scales_shape(self.codec.scales(signed=moment.signed))

@@ -10,6 +10,7 @@ from torch import Tensor
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.optim.entries import Group
+from shardopt.optim.placement import StatePlaces
 from shardopt.optim.plan import Plan
 from shardopt.optim.planning import demand_finite, make_plan
 
@@ -20,12 +21,14 @@ class Stepper:
     """Steps some of an optimizer's parameters, again and again.
 
     Args:
+        places: where the state of each parameter lives.
         first_place: the first parameter's place among all that the optimizer has.
         name: how errors name the parameter, if it is a single one that is not the param group's first.
     """
 
-    def __init__(self, first_place: int = 0, name: str | None = None) -> None:
+    def __init__(self, places: StatePlaces, first_place: int = 0, name: str | None = None) -> None:
         self.skipped = SkippedElements()
+        self._places = places
         self._first_place = first_place
         self._name = name
         self._plan: Plan | None = None  # of the last step
@@ -53,7 +56,8 @@ class Stepper:
             plan = plan if plan.set_groups([group_of(group) for group in param_groups]) else None
         if plan is None or not plan.refresh(param_groups, state):
             groups = [group_of(group) for group in param_groups]
-            plan = make_plan(param_groups, state, groups, scaling, self.skipped, self._first_place, self._name)
+            where = (self._places, self._first_place, self._name)
+            plan = make_plan(param_groups, state, groups, scaling, self.skipped, *where)
         elif scaling.found_inf is None:
             demand_finite(plan.gradients_of("raise"))
         plan.run(scaling)

@@ -1,0 +1,327 @@
+"""A step whose operands live on another device than its kernels: chunks are copied in, stepped and copied out.
+
+Some slots of fixed size take turns. While the kernels step one chunk, the next ones are on their way in and the last
+one is on its way back, where the device copies by itself; see :class:`Transfers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardopt import _C
+from shardopt.kernels.dispatch import Call, LossScaling, Tables
+
+#: How many bytes of memory a row of ``_C.tensor_entry`` refers to, from each of its addresses on. Of the gradient they
+#: are elements: its dtype may change from step to step.
+EXTENT = np.dtype(
+    [
+        ("param", np.int64),
+        ("gradient", np.int64),
+        ("low_bits", np.int64),
+        ("codes", np.int64, (_C.max_moments,)),
+        ("scales", np.int64, (_C.max_moments,)),
+    ]
+)
+
+_ALIGNMENT = 64  # bytes: copies are aligned as their originals are
+
+#: What aligning a piece's operands may cost, in bytes.
+PIECE_OVERHEAD = 2 * _ALIGNMENT * (3 + 2 * _C.max_moments)
+
+_GRADIENT_BYTES = np.array([{"float32": 4}.get(t.name, 2) for t in sorted(_C.DType.__members__.values(), key=int)])
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class Moves(NamedTuple):
+    """What is copied of the tables' operands: fields of ``_C.tensor_entry``."""
+
+    there: tuple[str, ...]  # to where the kernels are
+    back: tuple[str, ...]
+
+
+#: The state is elsewhere, parameters and gradients are with the kernels.
+STATE_MOVES = Moves(("low_bits", "codes", "scales"), ("low_bits", "codes", "scales"))
+#: The kernels are where the state is, and parameters and gradients elsewhere.
+STEP_MOVES = Moves(("param", "gradient"), ("param",))
+
+
+class Copies(NamedTuple):
+    """What belongs together in memory: addresses where it lives, places in a slot, and bytes."""
+
+    home: Addresses
+    place: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+
+
+class Slot(Protocol):
+    """Memory with the kernels that chunks use in turn."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+
+
+class Transfers(Protocol):
+    """The slots, and how a device copies.
+
+    A chunk is fetched into a slot, used once :meth:`arrived` returned, and given back. Copies of a slot wait for each
+    other, and so do those of a chunk from step to step.
+    """
+
+    def slots(self, count: int) -> Sequence[Slot]:
+        """The slots for so many chunks, in turn."""
+
+    def begin(self) -> None:
+        """Comes before the first fetch: what was computed so far is to be seen."""
+
+    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+        """Begins to copy to a slot.
+
+        Args:
+            slot: where to.
+            copies: what.
+            after: what :meth:`give_back` gave for the same chunk: that comes first. None: all that was given back does.
+        """
+
+    def arrived(self, slot: Slot) -> None:
+        """Has the kernels that are run next wait for the slot's contents."""
+
+    def give_back(self, slot: Slot, copies: Copies) -> object:
+        """Begins to copy from a slot, once the kernels that were run are done."""
+
+    def end(self) -> None:
+        """Comes after the last copy: what is computed next is to see what came back."""
+
+    def synchronize(self) -> None:
+        """Waits until all copies are done."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+
+
+class StreamedTables(NamedTuple):
+    """Tables whose operands move.
+
+    Attributes:
+        tables: with addresses where the operands live.
+        extents: rows of ``EXTENT``, one per entry.
+        pieces: per entry, ascending: entries of the same piece move together.
+    """
+
+    tables: Tables
+    extents: npt.NDArray[np.void]
+    pieces: npt.NDArray[np.int64]
+
+
+class StreamedCall:
+    """The :class:`Call` of tables whose operands move.
+
+    Args:
+        streamed: the tables.
+        moves: what moves.
+        transfers: how.
+        chunk_bytes: how much is moved at a time, at most; a slot has room for it. Pieces have to be smaller than that
+            by :data:`PIECE_OVERHEAD`; of blocks of 4096 elements it has to hold one.
+        make: makes the calls of the kernels.
+    """
+
+    def __init__(
+        self,
+        streamed: StreamedTables,
+        moves: Moves,
+        transfers: Transfers,
+        chunk_bytes: int,
+        make: Callable[[Tables], Call],
+    ) -> None:
+        self._entries = streamed.tables.entries
+        self._transfers = transfers
+        self._chunk_bytes = chunk_bytes
+        self._slots: Sequence[Slot] = []
+        rows = _chunk_rows(streamed, moves, chunk_bytes)
+        self._chunks = [_Chunk(streamed, moves, chunk, first=i == 0, make=make) for i, chunk in enumerate(rows)]
+
+    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+        """Prepares a step; see :class:`Call`."""
+        if entries_changed:
+            for chunk in self._chunks:
+                chunk.find_copies(self._entries)
+                assert chunk.nbytes <= self._chunk_bytes, "a chunk that no slot has room for"
+            if not self._slots:
+                self._slots = self._transfers.slots(len(self._chunks))
+            for chunk, slot in zip(self._chunks, self._slots, strict=True):
+                chunk.use(slot)
+        for chunk in self._chunks:
+            chunk.update(groups, scaling)
+
+    def run(self, phase: _C.Phase) -> None:
+        """Runs one phase; see :class:`Call`. Those after the first are for chunks with cut blocks."""
+        transfers = self._transfers
+        chunks = [chunk for chunk in self._chunks if phase == _C.Phase.step or chunk.has_cut]
+        if not chunks:
+            return
+        ahead = _AHEAD
+        transfers.begin()
+        for chunk in chunks[:ahead]:
+            chunk.fetch(transfers)
+        for index, chunk in enumerate(chunks):
+            transfers.arrived(chunk.slot)
+            chunk.call.run(phase)
+            chunk.give_back(transfers)
+            for following in chunks[index + ahead : index + ahead + 1]:
+                following.fetch(transfers)
+        transfers.end()
+
+    def nonfinite(self, *, wait: bool) -> int:
+        """How many gradient elements were skipped; see :class:`Call`."""
+        return sum(chunk.call.nonfinite(wait=wait) for chunk in self._chunks)
+
+
+#: Slots that take turns: one that is stepped, one that comes and one that goes.
+SLOTS = 3
+_AHEAD = SLOTS - 1
+
+
+class _Chunk:
+    """What is moved and stepped in one go.
+
+    Args:
+        streamed: all tables.
+        moves: what moves.
+        rows: the entries that belong to the chunk.
+        first: whether this is the chunk that counts up the steps.
+        make: makes the call of the kernels.
+    """
+
+    def __init__(
+        self,
+        streamed: StreamedTables,
+        moves: Moves,
+        rows: npt.NDArray[np.int64],
+        *,
+        first: bool,
+        make: Callable[[Tables], Call],
+    ) -> None:
+        tables = streamed.tables
+        self._rows = rows
+        self._moves = moves
+        self._extents = streamed.extents[rows]
+        self._tables = tables._replace(entries=tables.entries[rows], steps=tables.steps if first else [])
+        self._home = tables.entries[rows]
+        self._there = self._back = _no_copies()
+        self._changed = True
+        self._last: object = None
+        self.has_cut = bool(self._home["cut"].any())
+        self.call = make(self._tables)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of a slot."""
+        ends = self._there.place + self._there.nbytes
+        return int(ends.max()) if len(ends) else 0
+
+    def find_copies(self, entries: npt.NDArray[np.void]) -> None:
+        """Looks up where the operands live."""
+        self._home = entries[self._rows]
+        only_there = [field for field in self._moves.there if field not in self._moves.back]
+        self._back = _copies(self._home, self._extents, self._moves.back, 0)
+        end = int(self._back.place[-1] + self._back.nbytes[-1]) if len(self._back.place) else 0
+        more = _copies(self._home, self._extents, only_there, end)
+        self._there = Copies(*(np.concatenate(both) for both in zip(self._back, more, strict=True)))
+
+    def use(self, slot: Slot) -> None:
+        """Rewrites the tables to the slot's memory."""
+        self.slot = slot
+        rebased = self._home.copy()
+        copies = self._there
+        order = np.argsort(copies.home)
+        starts, places = copies.home[order], copies.place[order]
+        for field in self._moves.there:
+            addresses, extents = rebased[field], self._extents[field]
+            moved = (extents > 0) & (addresses > 0)
+            at = np.searchsorted(starts, addresses[moved], side="right") - 1
+            inside = addresses[moved] - starts[at]
+            addresses[moved] = np.uint64(slot.address) + places[at].astype(np.uint64) + inside
+        if not np.array_equal(rebased, self._tables.entries):
+            self._tables.entries[...] = rebased
+            self._changed = True
+
+    def update(self, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+        """Prepares a step."""
+        self.call.update(self._changed, groups, scaling)
+        self._changed = False
+
+    def fetch(self, transfers: Transfers) -> None:
+        """Begins to copy it in."""
+        transfers.fetch(self.slot, self._there, self._last)
+
+    def give_back(self, transfers: Transfers) -> None:
+        """Begins to copy it out."""
+        self._last = transfers.give_back(self.slot, self._back)
+
+
+def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> list[npt.NDArray[np.int64]]:
+    """The entries of each chunk: whole pieces, those with cut blocks apart from the others."""
+    extents, pieces = streamed.extents, streamed.pieces
+    sizes = sum(_per_entry(extents[field], field) for field in moves.there)
+    cut = streamed.tables.entries["cut"] != 0
+    found: list[npt.NDArray[np.int64]] = []
+    for of_kind in (~cut, cut):
+        rows = np.flatnonzero(of_kind)
+        if not len(rows):
+            continue
+        begins = np.flatnonzero(np.diff(pieces[rows], prepend=-1))
+        per_piece = np.add.reduceat(np.asarray(sizes)[rows], begins) + PIECE_OVERHEAD
+        chunk, chunks, filled = 0, [], 0
+        for size in per_piece.tolist():
+            if filled and filled + size > chunk_bytes:
+                chunk, filled = chunk + 1, 0
+            chunks.append(chunk)
+            filled += size
+        of_row = np.repeat(chunks, np.diff(begins, append=len(rows)))
+        found += [rows[of_row == index] for index in range(chunk + 1)]
+    return found
+
+
+def _per_entry(extents: npt.NDArray[np.int64], field: str) -> npt.NDArray[np.int64]:
+    """Bytes per entry, of gradients the most that they may be."""
+    found: npt.NDArray[np.int64] = extents.reshape(len(extents), -1).sum(1)
+    return found * 4 if field == "gradient" else found
+
+
+def _no_copies() -> Copies:
+    return Copies(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def _copies(
+    entries: npt.NDArray[np.void], extents: npt.NDArray[np.void], fields: Sequence[str], first_place: int
+) -> Copies:
+    """The memory that some fields of entries refer to, each byte once, and its places, from ``first_place`` on."""
+    starts_of, lengths_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for field in fields:
+        lengths = extents[field]
+        if field == "gradient":
+            lengths = lengths * _GRADIENT_BYTES[entries["gradient_dtype"]]
+        starts_of.append(entries[field].reshape(-1))
+        lengths_of.append(lengths.reshape(-1))
+    starts, lengths = np.concatenate(starts_of), np.concatenate(lengths_of)
+    used = (starts > 0) & (lengths > 0)
+    starts, lengths = starts[used], lengths[used]
+    if not len(starts):
+        return _no_copies()
+    order = np.argsort(starts, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    ends = np.maximum.accumulate(starts + lengths.astype(np.uint64))
+    begins = np.flatnonzero(np.concatenate(([True], starts[1:] > ends[:-1])))
+    home = starts[begins]
+    nbytes = (ends[np.append(begins[1:] - 1, len(ends) - 1)] - home).astype(np.int64)
+    lead = (home % np.uint64(_ALIGNMENT)).astype(np.int64)
+    room = -(-(lead + nbytes) // _ALIGNMENT) * _ALIGNMENT
+    base = -(-first_place // _ALIGNMENT) * _ALIGNMENT
+    place = base + np.concatenate(([0], np.cumsum(room)[:-1])) + lead
+    return Copies(home, place, nbytes)

@@ -1,0 +1,67 @@
+"""Copies between the memory of the CPU and itself, for :class:`shardopt.kernels.streamed.StreamedCall`.
+
+Nothing here runs beside the kernels: on the CPU there is nothing to gain by offloading to the CPU. This is the
+reference of what the copies of an accelerator have to do, and how tests run the rest without one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from shardopt.kernels.streamed import SLOTS, Copies, Slot
+
+
+class HostSlot:
+    """Memory of the CPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+
+class HostTransfers:
+    """See :class:`shardopt.kernels.streamed.Transfers`.
+
+    Args:
+        nbytes: of each slot.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._slots = [HostSlot(nbytes) for _ in range(SLOTS)]
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def slots(self, count: int) -> Sequence[Slot]:
+        begin, self._next = self._next, self._next + count
+        return [self._slots[index % SLOTS] for index in range(begin, begin + count)]
+
+    def begin(self) -> None:
+        pass
+
+    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+        for home, place, nbytes in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(slot.address + place, home, nbytes)
+
+    def arrived(self, slot: Slot) -> None:
+        pass
+
+    def give_back(self, slot: Slot, copies: Copies) -> object:
+        for home, place, nbytes in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(home, slot.address + place, nbytes)
+        return None
+
+    def end(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass

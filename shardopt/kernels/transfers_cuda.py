@@ -1,0 +1,126 @@
+"""Copies between a CUDA device and the host's memory, for :class:`shardopt.kernels.streamed.StreamedCall`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot
+
+
+class CudaSlot:
+    """Memory of a chunk, and when it was last filled and emptied."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.filled: torch.cuda.Event | None = None
+        self.emptied: torch.cuda.Event | None = None
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+
+class CudaTransfers:
+    """See :class:`shardopt.kernels.streamed.Transfers`. Two streams copy, one in each direction.
+
+    Args:
+        device: where the parameters are.
+        nbytes: of each slot.
+        to_host: whether the kernels run on the CPU, and parameters and gradients come to it. Otherwise the state comes
+            to the device.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
+        self._device = device
+        self._to_host = to_host
+        self._there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        where = torch.device("cpu") if to_host else device
+        self._slots = [
+            CudaSlot(torch.empty(nbytes, dtype=torch.uint8, device=where, pin_memory=to_host)) for _ in range(SLOTS)
+        ]
+        self._there.wait_stream(torch.cuda.current_stream(device))  # which may still use what the memory was before
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def slots(self, count: int) -> Sequence[Slot]:
+        begin, self._next = self._next, self._next + count
+        return [self._slots[index % SLOTS] for index in range(begin, begin + count)]
+
+    def begin(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "got a step with offload captured into a CUDA graph, expected one outside: its copies are paced by the "
+                "host; leave optimizer.step() out of the graph, or offload out"
+            )
+        if self._to_host:
+            self._there.wait_stream(torch.cuda.current_stream(self._device))
+
+    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+        assert isinstance(slot, CudaSlot)
+        if after is None:
+            self._there.wait_stream(self._back)
+        for event in (slot.emptied, after):
+            if isinstance(event, torch.cuda.Event):
+                self._there.wait_event(event)
+        self._copy(_places(slot, copies), copies.home, copies.nbytes, self._there)
+        slot.filled = self._there.record_event()
+
+    def arrived(self, slot: Slot) -> None:
+        assert isinstance(slot, CudaSlot)
+        assert slot.filled is not None
+        if self._to_host:
+            slot.filled.synchronize()
+        else:
+            torch.cuda.current_stream(self._device).wait_event(slot.filled)
+
+    def give_back(self, slot: Slot, copies: Copies) -> object:
+        assert isinstance(slot, CudaSlot)
+        if not self._to_host:
+            self._back.wait_stream(torch.cuda.current_stream(self._device))
+        self._copy(copies.home, _places(slot, copies), copies.nbytes, self._back)
+        slot.emptied = self._back.record_event()
+        return slot.emptied
+
+    def end(self) -> None:
+        if self._to_host:
+            torch.cuda.current_stream(self._device).wait_stream(self._back)
+
+    def synchronize(self) -> None:
+        self._back.synchronize()
+
+    def _copy(self, to: Addresses, source: Addresses, nbytes: npt.NDArray[np.int64], stream: torch.cuda.Stream) -> None:
+        _C.copy_cuda(self._device.index or 0, to, source, nbytes, stream.cuda_stream)
+
+
+def _places(slot: Slot, copies: Copies) -> Addresses:
+    return copies.place.astype(np.uint64) + np.uint64(slot.address)
+
+
+def pin_memory(memory: Tensor) -> None:
+    """Page-locks memory of the CPU as long as the tensor's storage lives.
+
+    PyTorch's own pinned memory comes in powers of two.
+
+    Raises:
+        MemoryError: the system does not let so much be locked.
+    """
+    address, nbytes = memory.data_ptr(), memory.nbytes
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(error) != 0:
+        raise MemoryError(
+            f"offload: got CUDA error {int(error)} for locking {nbytes / 2**30:.2f} GiB of host memory, expected it to "
+            "be possible; raise the limit (ulimit -l), or use pin_memory=False"
+        )
+    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)

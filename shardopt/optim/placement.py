@@ -1,0 +1,261 @@
+"""Where the state of each parameter lives: beside it, or in the CPU's memory (the option ``offload``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.kernels.streamed import PIECE_OVERHEAD, STATE_MOVES, STEP_MOVES, Moves, Transfers
+from shardopt.kernels.transfers import HostTransfers
+from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
+from shardopt.optim.options import bytes_of
+from shardopt.optim.state import ParameterState, StateDict
+
+if TYPE_CHECKING:
+    from shardopt.optim.base import ShardedOptimizer
+    from shardopt.optim.flat_state import AnyState
+
+Offload = Literal["state", "step"] | None
+
+MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
+
+#: How much is copied at a time, and the size of each of the slots it is copied to.
+CHUNK_BYTES = 32 << 20
+
+#: Whether to offload from the CPU to the CPU, which is for tests only.
+FROM_CPU = False
+
+_CPU = torch.device("cpu")
+_ALIGNMENT = 64  # bytes
+
+
+class Place(NamedTuple):
+    """Where a parameter's state lives.
+
+    Attributes:
+        offload: what is copied for a step: None, "state" or "step" (gradients and parameters).
+        state: the device of moments and low bits.
+        steps: that of the step count, where the kernels are.
+    """
+
+    offload: Offload
+    state: torch.device
+    steps: torch.device
+
+    @classmethod
+    def of(cls, offload: Offload, device: torch.device) -> Place:
+        """The place of a parameter on ``device``."""
+        return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
+
+    def piece_numel(self, spec: ParameterState, param: Tensor) -> int:
+        """How many elements can be moved at a time."""
+        if self.offload == "step":
+            each = param.element_size() + 4.0  # a gradient of float32
+        else:
+            scales = sum(spec.codec.scales(signed=m.signed) for m in spec.moments) if spec.codec.blockwise else 0
+            each = spec.codec.code_dtype.itemsize * len(spec.moments) + spec.weights.low_bits / 8
+            each += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
+        return max(int((CHUNK_BYTES - PIECE_OVERHEAD) / max(each, 1.0)), 1)
+
+
+class _Entry(NamedTuple):
+    """A state entry's place in the host's memory."""
+
+    memory: Tensor
+    offset: int
+    like: Tensor
+
+    def view(self) -> Tensor:
+        """Its elements."""
+        part = self.memory[self.offset : self.offset + self.like.nbytes]
+        return part.view(self.like.dtype).view(self.like.shape)
+
+
+class StatePlaces:
+    """Decides, once per parameter, where its state lives, and keeps the memory of what is offloaded.
+
+    Parameters are taken in the optimizer's order. As long as their state fits into ``device_state_budget`` it stays
+    beside them; so does that of column shards which cut blocks, whose scales other ranks have to see.
+
+    Args:
+        optimizer: whose parameters these are.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._places: dict[Tensor, Place] = {}
+        self._homes: dict[Tensor, dict[str, _Entry]] = {}
+        self._resident = 0
+        self._offloaded = 0
+        self._transfers: dict[tuple[torch.device, str], Transfers] = {}
+
+    def place(self, param: Tensor) -> Place:
+        """Where a parameter's state lives."""
+        place = self._places.get(param)
+        if place is None:
+            self._decide()
+            place = self._places.get(param) or Place.of(None, param.device)
+        return place
+
+    def put(self, param: Tensor, spec: AnyState, state: StateDict) -> None:
+        """Moves a parameter's state to where it lives, in place."""
+        place = self.place(param)
+        step = state.get("step")
+        if isinstance(step, Tensor) and step.device != place.steps:  # ZeroRedundancyOptimizer leaves those on the CPU
+            state["step"] = step.to(place.steps)
+        if place.offload == "step":
+            for key, value in state.items():
+                if key != "step" and spec.shard.local(value).device.type != "cpu":
+                    state[key] = spec.like(key, spec.shard.local(value).cpu())
+        for key, entry in self._homes.get(param, {}).items():
+            if key in state:
+                local = spec.shard.local(state[key])
+                home = entry.view()
+                if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
+                    home.copy_(local)
+                    state[key] = spec.like(key, home)
+
+    def transfers(self, device: torch.device, offload: str) -> Transfers:
+        """How what is offloaded of the parameters on a device is copied."""
+        key = (device, offload)
+        if key not in self._transfers:
+            nbytes = min(CHUNK_BYTES, self._offloaded)
+            if device.type == "cpu":
+                self._transfers[key] = HostTransfers(nbytes)
+            else:
+                from shardopt.kernels.transfers_cuda import CudaTransfers
+
+                self._transfers[key] = CudaTransfers(device, nbytes, to_host=offload == "step")
+        return self._transfers[key]
+
+    @property
+    def buffer_bytes(self) -> dict[torch.device, int]:
+        """What the copies take, by device."""
+        found: dict[torch.device, int] = {}
+        for (device, offload), transfers in self._transfers.items():
+            there = _CPU if offload == "step" else device
+            found[there] = found.get(there, 0) + transfers.nbytes
+        return found
+
+    def synchronize(self) -> None:
+        """Waits until all that was computed is in the host's memory."""
+        for transfers in self._transfers.values():
+            transfers.synchronize()
+
+    def check(self) -> None:
+        """Checks that the host has memory for what is to be offloaded.
+
+        Raises:
+            MemoryError: it has not.
+        """
+        wanted = sum(nbytes for _, _, nbytes, offload in self._undecided(self._resident) if offload is not None)
+        available = _available_host_bytes()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if available is not None and wanted * ranks > available:
+            gib = 2**30
+            raise MemoryError(
+                f"offload: got {available / gib:.2f} GiB of available host memory, expected {wanted * ranks / gib:.2f} "
+                f"GiB, {wanted / gib:.2f} for each of {ranks} ranks here; use more hosts, or keep a part on the device "
+                "with device_state_budget"
+            )
+
+    def _undecided(self, resident: int) -> list[tuple[Tensor, AnyState, int, Offload]]:
+        """The parameters without a place: what their state looks like, its bytes, and what is offloaded."""
+        found: list[tuple[Tensor, AnyState, int, Offload]] = []
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param in self._places or not _can_offload(param.device):
+                    continue
+                offload = group["offload"]
+                if offload is None:
+                    continue
+                try:
+                    spec = self._optimizer.state_spec(param, group)
+                except UnknownShardError:
+                    continue
+                nbytes = _state_bytes(spec)
+                if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
+                    raise RuntimeError(
+                        "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters or "
+                        "DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
+                    )
+                stays = isinstance(spec, ParameterState) and spec.exchanges_columns
+                if not stays and resident + nbytes <= bytes_of(group["device_state_budget"]):
+                    resident, stays = resident + nbytes, True
+                found.append((param, spec, nbytes, None if stays else offload))
+        return found
+
+    def _decide(self) -> None:
+        homes: list[tuple[Tensor, dict[str, tuple[int, Tensor]]]] = []
+        end, pin = 0, False
+        for param, spec, nbytes, offload in self._undecided(self._resident):
+            self._places[param] = Place.of(offload, param.device)
+            if offload is None:
+                self._resident += nbytes
+                continue
+            self._offloaded += nbytes + PIECE_OVERHEAD
+            if offload == "step":
+                self._offloaded += param.numel() * (param.element_size() + 4)
+                continue
+            entries = {}
+            for key, like in _local_entries(spec).items():
+                entries[key] = (end, like)
+                end += -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+            homes.append((param, entries))
+            pin |= param.device.type == "cuda"
+        if not homes:
+            return
+        pin &= all(group["pin_memory"] for group in self._optimizer.param_groups)
+        memory = _host_memory(end, pin=pin)
+        for param, placed in homes:
+            self._homes[param] = {key: _Entry(memory, offset, like) for key, (offset, like) in placed.items()}
+
+
+def _can_offload(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and FROM_CPU)
+
+
+def _local_entries(spec: AnyState) -> dict[str, Tensor]:
+    """This rank's part of all entries but the step count, without memory."""
+    state = spec.new(torch.device("meta"))
+    return {key: spec.shard.local(value) for key, value in state.items() if key != "step"}
+
+
+def _state_bytes(spec: AnyState) -> int:
+    return sum(value.nbytes for value in _local_entries(spec).values())
+
+
+def _available_host_bytes() -> int | None:
+    """What the system says it could still give; None where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _host_memory(nbytes: int, *, pin: bool) -> Tensor:
+    """Memory of the CPU.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    try:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise MemoryError(
+            f"offload: got no {nbytes / 2**30:.2f} GiB of host memory, expected it for the state; use more ranks, or "
+            "keep a part on the device with device_state_budget"
+        ) from error
+    if pin:
+        from shardopt.kernels.transfers_cuda import pin_memory
+
+        pin_memory(memory)
+    return memory

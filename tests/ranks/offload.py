@@ -1,0 +1,98 @@
+"""Offloading from the CPU to the CPU, through the same scheduler as from an accelerator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardopt.kernels.streamed import Copies, Slot
+from shardopt.kernels.transfers import HostTransfers
+from shardopt.optim import placement
+
+
+@contextmanager
+def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] | None = None) -> Iterator[None]:
+    """Inside, the option ``offload`` counts for parameters on the CPU.
+
+    Args:
+        chunk_bytes: what is copied at a time.
+        transfers: copies in another way.
+    """
+    saved = (placement.FROM_CPU, placement.CHUNK_BYTES, placement.HostTransfers)
+    placement.FROM_CPU, placement.CHUNK_BYTES = True, chunk_bytes
+    if transfers is not None:
+        placement.HostTransfers = transfers
+    try:
+        yield
+    finally:
+        placement.FROM_CPU, placement.CHUNK_BYTES, placement.HostTransfers = saved
+
+
+class LateTransfers(HostTransfers):
+    """Copies as late as an accelerator may: in when they are waited for, out when a slot or chunk is needed again.
+
+    Until then slots are full of what a kernel must not see. What is copied is counted.
+    """
+
+    latest: LateTransfers
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.bytes_in = self.bytes_out = 0
+        self._filling: dict[int, Copies] = {}
+        self._emptying: dict[int, tuple[object, Copies]] = {}
+        self.most_in_flight = 0
+        LateTransfers.latest = self
+
+    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+        assert slot.address not in self._filling, "a slot is filled twice without being used"
+        self._empty(slot.address)
+        for address, (token, _) in list(self._emptying.items()):
+            if after is None or token is after:
+                self._empty(address)
+        room = self._slots[0].memory.nbytes
+        ctypes.memset(slot.address, 0xFF, room)
+        ends = copies.place + copies.nbytes
+        assert int(ends.max()) <= room, "a chunk is larger than a slot"
+        order = copies.place.argsort()
+        assert (ends[order][:-1] <= copies.place[order][1:]).all(), "places overlap"
+        self._filling[slot.address] = copies
+        self.most_in_flight = max(self.most_in_flight, len(self._filling) + len(self._emptying))
+
+    def arrived(self, slot: Slot) -> None:
+        copies = self._filling.pop(slot.address)
+        self.bytes_in += int(copies.nbytes.sum())
+        super().fetch(slot, copies, None)
+
+    def give_back(self, slot: Slot, copies: Copies) -> object:
+        token = object()
+        self._emptying[slot.address] = (token, copies)
+        self.bytes_out += int(copies.nbytes.sum())
+        return token
+
+    def end(self) -> None:
+        assert not self._filling, "what was fetched was not used"
+
+    def synchronize(self) -> None:
+        for address in list(self._emptying):
+            self._empty(address)
+
+    def _empty(self, address: int) -> None:
+        if address in self._emptying:
+            _, copies = self._emptying.pop(address)
+            slot = next(slot for slot in self._slots if slot.address == address)
+            super().give_back(slot, copies)
+
+
+class LateStepTransfers(LateTransfers):
+    """The same where parameters come back, which are to be seen at the end of each step."""
+
+    def end(self) -> None:
+        super().end()
+        self.synchronize()
+
+
+def late_transfers(offload: str) -> type[LateTransfers]:
+    """Those for a value of the option."""
+    return LateTransfers if offload == "state" else LateStepTransfers

@@ -1,0 +1,351 @@
+"""State in the host's memory: the bits of a step without offload, in a buffer of fixed size, within the budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from helpers import CODEC_NAMES, RULES, everything
+from ranks.models import loss_of, make_batch, make_net
+from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
+from ranks.snapshot import assert_same
+from shardopt.kernels.transfers import HostTransfers
+from shardopt.optim import ShardedOptimizer, placement
+from shardopt.optim.options import bytes_of
+
+BF16 = torch.bfloat16
+CHUNK = 16384
+OFFLOADS = ("state", "step")
+
+
+@pytest.fixture(autouse=True)
+def from_cpu() -> Iterator[None]:
+    with offload_from_cpu(CHUNK):
+        yield
+
+
+class Shapes(nn.Module):
+    """Rows longer than a chunk, many rows, rows with short last blocks, a long vector, small ones, and nothing."""
+
+    SHAPES = ((3, 9001), (200, 300), (70, 33), (20000,), (7,), (), (0, 5), (40, 3, 3, 7))
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        made = [torch.randn(shape, generator=generator).to(dtype) for shape in self.SHAPES]
+        self.weights = nn.ParameterList([nn.Parameter(x) for x in made])
+
+
+def make(offload: str | None, rule: str = "adamw", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = Shapes(dtype)
+    params = list(model.parameters())
+    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.03, "lr": 2e-3, "block_size": 32}]
+    return model, RULES[rule].make(groups, offload=offload, **{"min_quantized_numel": 64, **options})
+
+
+def set_gradients(model: nn.Module, step: int, leave_out: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for place, param in enumerate(model.parameters()):
+        gradient = torch.randn(param.shape, generator=generator).to(param.dtype) * 0.1
+        param.grad = None if place == leave_out else gradient
+
+
+def run(model: nn.Module, optimizer: ShardedOptimizer, first: int = 0, steps: int = 4) -> None:
+    """Steps of which one leaves out a parameter, with a learning rate that changes."""
+    for step in range(first, first + steps):
+        set_gradients(model, step, leave_out=1 if step == 1 else None)
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.step()
+
+
+def assert_equal(got: tuple[nn.Module, ShardedOptimizer], expected: tuple[nn.Module, ShardedOptimizer]) -> None:
+    got[1].synchronize()
+    assert_same(everything(got[1]), everything(expected[1]))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd", "momentum"])
+def test_same_bits(offload: str, codec: str, rule: str) -> None:
+    runs = [make(how, rule, codec=codec) for how in (None, offload)]
+    for pair in runs:
+        run(*pair)
+    assert_equal(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(
+    "options", [{}, {"master_weight_bits": 24}, {"master_weight_bits": 32}, {"stochastic_rounding": True}]
+)
+def test_weights_of_bfloat16(offload: str, options: dict[str, Any]) -> None:
+    runs = [make(how, dtype=BF16, **options) for how in (None, offload)]
+    for pair in runs:
+        run(*pair)
+    assert_equal(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("chunk", [16384, 40000, 1 << 20])
+def test_any_chunk_and_late_copies(offload: str, chunk: int) -> None:
+    """Copies that come at the last moment that is allowed, through slots that are never larger than a chunk."""
+    expected = make(None)
+    run(*expected)
+    with offload_from_cpu(chunk, late_transfers(offload)):
+        got = make(offload)
+        run(*got)
+        assert_equal(got, expected)
+        transfers = LateTransfers.latest
+        assert transfers.nbytes <= 3 * chunk
+        if chunk < 1 << 20:
+            assert transfers.most_in_flight == 3, "copies in, kernels and copies out have a slot each"
+
+
+def test_late_copies_are_late() -> None:
+    """The double of the last test bites: a kernel that does not wait sees rubbish."""
+
+    class Impatient(LateTransfers):
+        def arrived(self, slot: Any) -> None:
+            self._filling.pop(slot.address)
+
+    expected = make(None)
+    run(*expected)
+    with offload_from_cpu(CHUNK, Impatient):
+        got = make("state")
+        run(*got)
+        with pytest.raises(AssertionError):
+            assert_equal(got, expected)
+
+
+@pytest.mark.parametrize(("offload", "per_parameter"), [("state", None), ("step", 8)])
+def test_every_byte_once(offload: str, per_parameter: int | None) -> None:
+    """A step copies the state in and out; or parameters and gradients in, and parameters out."""
+    with offload_from_cpu(CHUNK, late_transfers(offload)):
+        model, optimizer = make(offload)
+        run(model, optimizer, steps=1)
+        transfers = LateTransfers.latest
+        numel = sum(param.numel() for param in model.parameters())
+        entries = [
+            value
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if key != "step" and value.numel()
+        ]
+        state = sum(value.nbytes for value in entries)
+        expected_in = state if per_parameter is None else per_parameter * numel
+        expected_out = state if per_parameter is None else 4 * numel
+        assert transfers.bytes_in == expected_in
+        assert transfers.bytes_out == expected_out
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_budget(offload: str) -> None:
+    """What fits stays, in order; all and nothing are the ends of it; the bits are the same."""
+    expected = make(None)
+    run(*expected)
+    sizes = [
+        sum(value.nbytes for key, value in expected[1].state[param].items() if key != "step")
+        for param in expected[0].parameters()
+    ]
+    for budget in (0, sizes[0], sizes[0] + sizes[2], sum(sizes) - 1, sum(sizes), "1GiB"):
+        got = make(offload, device_state_budget=budget)
+        run(*got)
+        assert_equal(got, expected)
+        room = bytes_of(budget)
+        for param, size in zip(got[0].parameters(), sizes, strict=True):
+            stays = size <= room
+            room -= size if stays else 0
+            assert got[1].places.place(param).offload == (None if stays else offload), (budget, size)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_state_dict_is_the_same(offload: str) -> None:
+    """And loads with and without offload, so that a run turns it on or off."""
+    plain, offloaded = make(None), make(offload)
+    for pair in (plain, offloaded):
+        run(*pair, steps=2)
+    saved = [copy.deepcopy(optimizer.state_dict()) for _, optimizer in (plain, offloaded)]
+    assert saved[0]["state"].keys() == saved[1]["state"].keys()
+    for index, state in saved[0]["state"].items():
+        assert_same(saved[1]["state"][index], state)
+    for now, state_dict in ((offload, saved[0]), (None, saved[1]), (offload, saved[1])):
+        model, optimizer = make(now)
+        model.load_state_dict(plain[0].state_dict())
+        optimizer.load_state_dict(state_dict)
+        assert all(group["offload"] == now for group in optimizer.param_groups)
+        run(model, optimizer, first=2, steps=2)
+        continued = make(None)
+        continued[0].load_state_dict(plain[0].state_dict())
+        continued[1].load_state_dict(saved[0])
+        run(*continued, first=2, steps=2)
+        optimizer.synchronize()
+        assert_same(everything(optimizer), everything(continued[1]))
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "state"), ("state", None), ("state", "step"), ("step", "state")])
+def test_portable_checkpoint(tmp_path: Path, before: str | None, after: str | None) -> None:
+    first = make(before)
+    run(*first, steps=2)
+    shardopt.checkpoint.save(tmp_path, *first)
+    second = make(after)
+    run(*second, first=7, steps=1)  # it has state elsewhere already
+    shardopt.checkpoint.load(tmp_path, *second)
+    assert all(group["offload"] == after for group in second[1].param_groups)
+    assert_equal(second, first)
+    for pair in (first, second):
+        run(*pair, first=2, steps=2)
+    assert_equal(second, first)
+    kinds = {second[1].places.place(param).offload for param in second[0].parameters() if param.numel()}
+    assert kinds == {after}
+
+
+def test_state_lies_in_one_piece_of_memory() -> None:
+    """Small parameters next to each other are one copy."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)) for _ in range(20)])
+    optimizer = shardopt.AdamW8bit(model, offload="state", min_quantized_numel=0)
+    counted: list[int] = []
+
+    class Counting(HostTransfers):
+        def fetch(self, slot: Any, copies: Any, after: object) -> None:
+            counted.append(len(copies.home))
+            super().fetch(slot, copies, after)
+
+    with offload_from_cpu(1 << 20, Counting):
+        for param in model:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert counted == [1]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_gradient_release(offload: str) -> None:
+    models = [make_net(), make_net()]
+    expected, got = (
+        RULES["adamw"].make(model.parameters(), min_quantized_numel=64, offload=how)
+        for model, how in zip(models, (None, offload), strict=True)
+    )
+    shardopt.release_gradients(models[1], got)
+    for step in range(3):
+        for model, optimizer in zip(models, (expected, got), strict=True):
+            loss_of(model, make_batch(step)).backward()
+            optimizer.step()
+            assert optimizer is expected or all(param.grad is None for param in model.parameters())
+            optimizer.zero_grad()
+        got.synchronize()
+        assert_same(everything(got), everything(expected))
+
+
+def test_what_fails_beside_the_backward_pass_is_raised_by_the_step() -> None:
+    model = make_net()
+    optimizer = RULES["adamw"].make(model.parameters(), min_quantized_numel=64, offload="step")
+    shardopt.release_gradients(model, optimizer)
+    loss_of(model, make_batch(0)).backward()
+    optimizer.step()
+    optimizer.state[model.up.weight]["exp_avg_codes"] = torch.zeros(3)
+    loss_of(model, make_batch(0)).backward()
+    with pytest.raises(RuntimeError, match="got state exp_avg_codes"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_clipping_accumulation_and_skipping(offload: str) -> None:
+    models = [make_net(), make_net()]
+    optimizers = [
+        RULES["adamw"].make(model.parameters(), min_quantized_numel=64, offload=how)
+        for model, how in zip(models, (None, offload), strict=True)
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for step in range(2):
+            for micro in range(2):
+                loss_of(model, make_batch(10 * step + micro)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            model.up.weight.grad[3, 5] = float("nan")
+            if step:
+                with pytest.warns(RuntimeWarning, match="skipped 1 gradient elements"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.nonfinite_count == 2
+        optimizer.synchronize()
+    assert_same(everything(optimizers[1]), everything(optimizers[0]))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_nonfinite_raises_and_changes_nothing(offload: str) -> None:
+    model, optimizer = make(offload, nonfinite="raise")
+    run(model, optimizer, steps=1)
+    optimizer.synchronize()
+    before = copy.deepcopy(everything(optimizer))
+    set_gradients(model, 1)
+    model.weights[0].grad[1, 5000] = float("inf")
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    optimizer.synchronize()
+    assert_same(everything(optimizer), before)
+
+
+def test_state_that_was_loaded_later_moves_in() -> None:
+    """And parameters that were added later get places of their own."""
+    runs = [make(how) for how in (None, "state")]
+    added = [nn.Parameter(torch.ones(64, 200)) for _ in runs]
+    for pair, param in zip(runs, added, strict=True):
+        run(*pair, steps=2)
+        pair[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
+        pair[1].add_param_group({"params": [param]})
+        param.grad = torch.full_like(param, 0.5)
+        run(*pair, first=2, steps=2)
+    assert_equal(runs[1], runs[0])
+    assert torch.equal(added[0], added[1])
+    assert runs[1][1].places.place(added[1]).offload == "state"
+
+
+def test_memory_report() -> None:
+    model, optimizer = make("state")
+    run(model, optimizer, steps=1)
+    report, plain = shardopt.memory_report(optimizer), make(None)
+    run(*plain, steps=1)
+    expected = shardopt.memory_report(plain[1])
+    assert report.host.scales == expected.host.scales
+    assert report.host.offload_buffers == 3 * CHUNK
+    aligning = report.host.state - expected.host.state
+    assert 0 <= aligning < 64 * sum(len(state) for state in optimizer.state.values())
+
+
+def test_too_little_host_memory_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    params = [nn.Parameter(torch.zeros(1024, 512))]
+    with pytest.raises(
+        MemoryError, match=r"got 0\.00 GiB of available host memory, expected 0\.00 GiB, 0\.00 for each of 2"
+    ):
+        shardopt.AdamW8bit(params, offload="state")
+    shardopt.AdamW8bit(params, offload="state", device_state_budget="2MiB")
+    shardopt.AdamW8bit(params)
+
+
+def test_on_the_cpu_there_is_nothing_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "FROM_CPU", False)
+    model, optimizer = make("state")
+    run(model, optimizer, steps=1)
+    assert all(optimizer.places.place(param).offload is None for param in model.parameters())
+    assert optimizer.places.buffer_bytes == {}
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, 0), (7, 7), ("12", 12), ("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("64KiB", 1 << 16)]
+)
+def test_sizes(size: int | str, expected: int) -> None:
+    assert bytes_of(size) == expected
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, True, "2GB", "GiB", "-1GiB", "1e3", ""])
+def test_wrong_sizes(size: Any) -> None:
+    with pytest.raises(ValueError, match="expected bytes"):
+        bytes_of(size)
