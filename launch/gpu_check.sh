@@ -63,6 +63,8 @@ fi
 measured=ok
 timeout 80 "$python" benchmarks/step_cuda.py --rounds "${ROUNDS:-50}" --json "$out/step_cuda.json" 2>&1 |
     tee "$out/benchmark.log" || measured="FAILED, see $out/benchmark.log"
+timeout 60 "$python" benchmarks/offload_cuda.py --json "$out/offload_cuda.json" 2>&1 |
+    tee "$out/offload.log" || measured="FAILED, see $out/offload.log"
 
 "$python" - "$out/gpu_check.json" "$SHARDOPT_CUDA_ARCHS" "$built" "$tested" "$(tail -1 "$out/tests.log")" "$sanitized" \
     "$measured" "$out" <<'PYTHON'

@@ -1,0 +1,103 @@
+"""State offloaded from a GPU: the bits of a step without offload, copies that overlap, memory of fixed size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_device import CUDA, make_on, needs_cuda, snapshot_of, step_on
+
+import shardopt
+from helpers import CODEC_NAMES
+from ranks.models import loss_of, make_batch, make_net
+from ranks.snapshot import assert_same
+from shardopt.optim import placement
+from test_kernels import BF16, gradients, start
+
+pytestmark = needs_cuda
+
+SHAPES = ((97, 1300), (3, 9001), (70, 33), (257,))
+CHUNK = 64 << 10
+OFFLOADS = ("state", "step")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "CHUNK_BYTES", CHUNK)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}, {"device_state_budget": "128KiB"}])
+def test_same_bits(offload: str, codec: str, options: dict[str, object]) -> None:
+    """Steps follow each other without a wait in between, and the device is busy meanwhile."""
+    found = []
+    for how in (None, offload):
+        params, optimizer = make_on(CUDA, "adamw", codec, start(BF16, SHAPES), offload=how, **options)
+        for t in range(1, 6):
+            torch.cuda._sleep(3_000_000)  # gradients and parameters are late
+            step_on(optimizer, params, gradients(t, BF16, SHAPES))
+        optimizer.synchronize()
+        found.append(snapshot_of(params, optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_state_lives_in_locked_host_memory() -> None:
+    params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state")
+    step_on(optimizer, params, gradients(1, BF16, SHAPES))
+    optimizer.synchronize()
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            assert value.is_cuda == (key == "step")
+            assert key == "step" or value.is_pinned()
+
+
+def test_device_memory_does_not_grow_with_the_model() -> None:
+    """Slots and tables, whatever the parameters take."""
+    used = []
+    for rows in (1024, 8192):
+        param = torch.nn.Parameter(torch.zeros(rows, 1024, dtype=BF16, device=CUDA))
+        param.grad = torch.ones_like(param)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        optimizer = shardopt.AdamW8bit([param], offload="state")
+        optimizer.step()
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated() - before)
+        assert shardopt.memory_report(optimizer).device.offload_buffers == 3 * CHUNK
+        del optimizer
+    assert used[1] - used[0] < (8192 - 1024) * 1024 // 64, used
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_gradient_release(offload: str) -> None:
+    found = []
+    for how in (None, offload):
+        model = make_net().to(CUDA)
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=how)
+        if how is not None:
+            shardopt.release_gradients(model, optimizer)
+        torch.manual_seed(0)
+        for step in range(3):
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            loss_of(model, make_batch(step).to(CUDA)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        found.append(snapshot_of(dict(model.named_parameters()), optimizer))
+    torch.use_deterministic_algorithms(False)
+    assert_same(found[1], found[0])
+
+
+def test_a_graph_refuses_it() -> None:
+    params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state")
+    step_on(optimizer, params, gradients(1, BF16, SHAPES))
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="captured into a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+def test_without_locked_memory() -> None:
+    params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state", pin_memory=False)
+    step_on(optimizer, params, gradients(1, BF16, SHAPES))
+    optimizer.synchronize()
+    assert not any(value.is_pinned() for s in optimizer.state.values() for key, value in s.items() if key != "step")
