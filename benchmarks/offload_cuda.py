@@ -4,8 +4,8 @@
     python benchmarks/offload_cuda.py [--millions 500] [--rounds 20] [--json FILE]
 
 One bfloat16 model of layers of 4096 x 4096; variants take turns. The bandwidth is that of the state's bytes in each
-direction while both are busy; beside it stands that of torch's own copies of locked memory, also both ways at once. Goal:
-"state" reaches 0.85 of it.
+direction while both are busy; beside it stands that of torch's own copies of locked memory, also both ways at once.
+Goal: "state" reaches 0.85 of it.
 """
 
 from __future__ import annotations
