@@ -52,3 +52,12 @@ def _hook_deepspeed(engine_module: ModuleType) -> None:
 
 
 after_import("deepspeed.runtime.engine", _hook_deepspeed)
+
+
+def _hook_zero_redundancy(module: ModuleType) -> None:
+    from shardopt.integrations.zero_redundancy import install
+
+    install(module)
+
+
+after_import("torch.distributed.optim.zero_redundancy_optimizer", _hook_zero_redundancy)

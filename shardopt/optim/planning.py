@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Exchange, UnknownShardError
+from shardopt.layout import Exchange, UnknownShardError, assigned_place
 from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.entries import Group, Noise, PlannedParameter
 from shardopt.optim.flat_state import AnyState, flat_parts, state_of
@@ -142,7 +142,8 @@ def _parameters(
                 if param.grad is not None:
                     raise
                 spec = None
-            noise = Noise(group["stochastic_rounding_seed"], first_place + len(found))
+            place = assigned_place(param)
+            noise = Noise(group["stochastic_rounding_seed"], first_place + len(found) if place is None else place)
             known_as = name or listed_name(group, index, position)
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"
