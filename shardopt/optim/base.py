@@ -17,15 +17,12 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import UnknownShardError, assigned, read_model
 from shardopt.optim.entries import Group
-from shardopt.optim.flat_state import AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
+from shardopt.optim.flat_state import HELD, AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
 from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, with_defaults
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
 from shardopt.optim.stepper import Stepper
-
-#: In the param groups of a state dict: what elements of flat shards it is the state of; see :func:`held_elements`.
-_HELD = "held_elements"
 
 
 @dataclass
@@ -179,7 +176,7 @@ class ShardedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             held = held_elements(group["params"])
             if held is not None:
-                saved[_HELD] = held
+                saved[HELD] = held
         if dequantize:
             for group in state_dict["param_groups"]:
                 for option in STATE_FORMAT:
@@ -300,9 +297,9 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
                     "state_dict(dequantize=True)"
                 )
         held = held_elements(group["params"])
-        is_own &= held is None or saved_group.get(_HELD, held) == held
+        is_own &= held is None or saved_group.get(HELD, held) == held
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**rest, **{k: v for k, v in saved_group.items() if k != _HELD}})
+        groups.append({**rest, **{k: v for k, v in saved_group.items() if k != HELD}})
         check_options(groups[-1])
         optimizer.check_group(groups[-1])
     ids = [index for group in saved for index in group["params"]]
