@@ -17,7 +17,7 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import UnknownShardError, assigned, read_model
 from shardopt.optim.entries import Group
-from shardopt.optim.flat_state import AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
+from shardopt.optim.flat_state import HELD, AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
 from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_hyper, check_options, with_defaults
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.released import ReleasedParameters
@@ -25,11 +25,8 @@ from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
 from shardopt.optim.stepper import Stepper
 
-#: In the param groups of a state dict: what elements of flat shards it is the state of; see :func:`held_elements`.
-_HELD = "held_elements"
-
 #: In the param groups of a state dict: what is not taken over.
-_KEPT = frozenset([_HELD, *PLACEMENT])
+_KEPT = frozenset([HELD, *PLACEMENT])
 
 
 @dataclass
@@ -196,7 +193,7 @@ class ShardedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             held = held_elements(group["params"])
             if held is not None:
-                saved[_HELD] = held
+                saved[HELD] = held
         if dequantize:
             for group in state_dict["param_groups"]:
                 for option in STATE_FORMAT:
@@ -320,7 +317,7 @@ def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
                     "state_dict(dequantize=True)"
                 )
         held = held_elements(group["params"])
-        is_own &= held is None or saved_group.get(_HELD, held) == held
+        is_own &= held is None or saved_group.get(HELD, held) == held
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({**rest, **{k: v for k, v in saved_group.items() if k not in _KEPT}})
         check_options(groups[-1])

@@ -14,6 +14,9 @@ from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import Exchange, FlatBuffer, FlatShard, assigned, shard_of
 from shardopt.optim.state import LOW_BITS, ParameterState, Part, StateDict, checked_step, copy_to
 
+#: In the param groups of a state dict: what elements of flat shards it is the state of; see :func:`held_elements`.
+HELD = "held_elements"
+
 
 @dataclass(frozen=True)
 class BufferState:

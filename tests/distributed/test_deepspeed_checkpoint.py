@@ -85,6 +85,7 @@ def _state(engine: Any, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         (2, OFFLOAD, {}),
         (3, {**OFFLOAD, **SUB_GROUPS}, {}),
         (1, {}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),  # BF16_Optimizer
+        (0, {}, BF16),
         (2, ROUND_ROBIN, BF16),
         (3, SUB_GROUPS, BF16),
     ],
@@ -164,7 +165,7 @@ def _load_bf16(path: Path, settings: dict[str, Any]) -> None:
     _load(path, settings, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("stage", "other"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("stage", "other"), [(1, 2), (2, 3), (3, 1), (0, 2), (3, 0), (0, 0)])
 def test_bf16(deepspeed_ranks: Pool, tmp_path: Path, stage: int, other: int) -> None:
     """What is saved of a model with masters is these: float32."""
     settings = {n: config(n, zero=WORST[n], **BF16) for n in (stage, other)}

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardopt
 from helpers import RULES
 from ranks import flat as parts
 from ranks.layouts import Shape, values
@@ -26,6 +27,8 @@ from shardopt.optim import ShardedOptimizer
 
 #: Of every optimizer here.
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
+#: The ``bf16`` section of a config with which DeepSpeed keeps no float32 masters.
+WITHOUT_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 def import_deepspeed() -> Any:
@@ -163,6 +166,23 @@ def stepped_engine(settings: dict[str, Any], steps: int, *, seed: int = 0, group
     for step in range(steps):
         step_engine(engine, step)
     return engine
+
+
+def bf16_engine(settings: dict[str, Any], steps: int, *, seed: int = 0) -> Any:
+    """The same of the model in bf16."""
+    engine = make_engine(taking_gradients(make_net(torch.bfloat16, seed)), settings)
+    for step in range(steps):
+        step_engine(engine, step)
+    return engine
+
+
+def bf16_whole(params: dict[str, Any], steps: int) -> tuple[nn.Module, ShardedOptimizer]:
+    """What :func:`bf16_engine` gives without DeepSpeed and float32 masters; ``params`` are those of the config."""
+    model = make_net(torch.bfloat16)
+    optimizer = shardopt.AdamW8bit(model.parameters(), **params)
+    for step in range(steps):
+        step_whole(model, optimizer, step)
+    return model, optimizer
 
 
 def make_whole(

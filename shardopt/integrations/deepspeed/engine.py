@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+
+from shardopt.integrations.deepspeed.offload import masters_in_memory
 
 
 def is_engine(model: Module) -> bool:
@@ -20,9 +23,14 @@ def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
     """The engine's bare model and our optimizer, with the flat masters that it steps in its param groups.
 
     ZeRO 3 shows them to the optimizer one at a time, and none between steps. Parameters that no optimizer has (frozen
-    ones) are gathered meanwhile, whole on every rank, and written back.
+    ones) are gathered meanwhile, whole on every rank, and written back. Under ZeRO 0 with bf16 or fp16, where masters
+    have the parameters' shapes, they stand in the model in the parameters' place.
     """
     wrapper = engine.optimizer
+    if hasattr(wrapper, "fp32_groups"):
+        with _masters_in_model(engine.module, wrapper):
+            yield engine.module, engine.basic_optimizer
+        return
     if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):
         yield engine.module, engine.basic_optimizer
         return
@@ -32,20 +40,47 @@ def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
     frozen = [param for param in engine.module.parameters() if id(param) not in stepped]
     wrapper._set_fp32_optimizer_param_groups()
     try:
-        with GatheredParameters(frozen, modifier_rank=0, enabled=bool(frozen)):
+        gathered = GatheredParameters(frozen, modifier_rank=0, enabled=bool(frozen))
+        with masters_in_memory(wrapper), gathered:
             yield engine.module, engine.basic_optimizer
     finally:
         wrapper._clear_fp32_optimizer_param_groups()
 
 
+@contextmanager
+def _masters_in_model(model: Module, wrapper: Any) -> Iterator[None]:
+    """ZeRO 0: puts the float32 masters where the parameters are, which may be in several modules."""
+    master_of: dict[int, Tensor] = {}
+    for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        master_of.update((id(param), master) for param, master in zip(params, masters, strict=True))
+    places = [
+        (module._parameters, name, param)
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if id(param) in master_of
+    ]
+    try:
+        for parameters, name, param in places:
+            parameters[name] = master_of[id(param)]  # type: ignore[assignment]
+        yield
+    finally:
+        for parameters, name, param in places:
+            parameters[name] = param
+
+
 def refresh(engine: Any) -> None:
     """Makes the parameters that the model computes with what the masters say, after these were loaded."""
     wrapper = engine.optimizer
-    if hasattr(wrapper, "update_lp_params"):  # ZeRO 1 and 2, BF16_Optimizer
+    if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
+        for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                param.data.copy_(master.data)
+    elif hasattr(wrapper, "update_lp_params"):  # ZeRO 1 and 2, BF16_Optimizer
         wrapper.update_lp_params()
     elif hasattr(wrapper, "_reassign_or_swap_out_partitioned_parameters"):  # ZeRO 3
-        for index in range(len(wrapper.fp32_partitioned_groups_flat)):
-            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+        with masters_in_memory(wrapper):
+            for index in range(len(wrapper.fp32_partitioned_groups_flat)):
+                wrapper._reassign_or_swap_out_partitioned_parameters(index)
         persistent = wrapper.persistent_parameters
         if persistent:
             persistent[0].partition(persistent)

@@ -1,14 +1,19 @@
-"""All that is hooked into DeepSpeed: three methods of its engine, and its list of optimizers that ZeRO supports.
+"""All that is hooked into DeepSpeed: methods of its engine and of ZeRO, and its list of optimizers that ZeRO supports.
 
 - ``DeepSpeedEngine._is_supported_optimizer`` says what types a config may name.
 - ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: it learns our types.
 - ``DeepSpeedEngine._configure_optimizer`` wraps it: afterwards we look at what its flat partitions are made of.
+- ``DeepSpeedEngine._save_zero_checkpoint`` and ``_load_zero_checkpoint`` call ZeRO's ``state_dict`` and
+  ``load_state_dict``: around them moments show as float32, and universal checkpoints are quantized.
+- ``DeepSpeedEngine.load_checkpoint`` loads no state where masters are on NVMe: ours stays in memory, and is loaded.
+- ``ZeROOptimizer._configure_master_weights`` says whether masters may be in bf16.
 - ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -17,7 +22,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import shardopt.optim
+from shardopt.integrations.deepspeed.fragments import show_state
+from shardopt.integrations.deepspeed.masters import share_copies
+from shardopt.integrations.deepspeed.offload import accepting_bf16_masters, loading_state_too, swap_what_survives
 from shardopt.integrations.deepspeed.partitions import assign_partitions
+from shardopt.integrations.deepspeed.universal import loading_universal, read_natively, saving
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.options import DEFAULTS
 
@@ -36,11 +45,13 @@ def install(engine_module: ModuleType) -> None:
     Args:
         engine_module: ``deepspeed.runtime.engine``.
     """
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer  # type: ignore[import-untyped]
     from deepspeed.runtime.zero import utils  # type: ignore[import-untyped]
 
     engine_class = engine_module.DeepSpeedEngine
     configure_basic, configure = engine_class._configure_basic_optimizer, engine_class._configure_optimizer
     is_supported = engine_class._is_supported_optimizer
+    save_zero, load_zero = engine_class._save_zero_checkpoint, engine_class._load_zero_checkpoint
 
     def _is_supported_optimizer(self: Any, name: str) -> bool:
         if name.lower() in TYPES or is_supported(self, name):
@@ -76,10 +87,30 @@ def install(engine_module: ModuleType) -> None:
             _check_version()
             _check_config(self)
             assign_partitions(self)
+            share_copies(self.optimizer)
+            swap_what_survives(self.optimizer)
+            read_natively(self.basic_optimizer)
+            show_state(self)
+
+    def _save_zero_checkpoint(self: Any, save_path: str, tag: str) -> Any:
+        if not isinstance(self.basic_optimizer, ShardedOptimizer):
+            return save_zero(self, save_path, tag)
+        with saving(self):
+            return save_zero(self, save_path, tag)
+
+    def _load_zero_checkpoint(self: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> Any:
+        if not isinstance(self.basic_optimizer, ShardedOptimizer) or not self.load_universal_checkpoint():
+            return load_zero(self, load_dir, tag, load_optimizer_states)
+        with loading_universal(self, os.path.join(load_dir, tag)):
+            return load_zero(self, load_dir, tag, load_optimizer_states)
 
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
+    engine_class._save_zero_checkpoint = _save_zero_checkpoint
+    engine_class._load_zero_checkpoint = _load_zero_checkpoint
+    engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
+    ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
     known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
@@ -114,4 +145,9 @@ def _check_config(engine: Any) -> None:
         raise ValueError(
             "zero_optimization.elastic_checkpoint: got true, expected false: it takes padding off tensors without; "
             "use shardopt.checkpoint.save, which loads on any number of ranks"
+        )
+    if engine.load_universal_checkpoint() and engine.zero_nvme_offload_optimizer():
+        raise ValueError(
+            "checkpoint.load_universal: got true with offload_optimizer.device nvme, under which DeepSpeed does not "
+            "load the optimizer, expected another device; go by way of one, and shardopt.checkpoint.save(path, engine)"
         )

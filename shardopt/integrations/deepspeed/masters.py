@@ -1,0 +1,90 @@
+"""Memory that DeepSpeed holds twice with the same contents, made one.
+
+Masters of the parameters' dtype (``bf16_master_weights_and_grads``, or a model in float32) are copies that DeepSpeed
+keeps beside the parameters, and copies to them after each step. Where both are on the same side, the device or the
+host, they become the same memory. So do, with such masters in the host's memory, the staging buffer through which they
+go to the device, and the two copies of ZeRO 3's gradients. DeepSpeed's own copies between them then do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def share_copies(wrapper: Any) -> None:
+    """Makes one what DeepSpeed's optimizer wrapper holds twice: bytes per owned parameter, by the masters' dtype.
+
+    ======================  ==============  ========================================
+    ZeRO                    on the device   in the host's memory
+    ======================  ==============  ========================================
+    1, 2                    2 (4) less
+    1, 2 with offload                       2 (4) less: staging
+    3                       2 (4) less
+    3 with offload                          2 (4) less: gradients
+    3, parameters too                       4 (8) less: gradients, masters
+    ======================  ==============  ========================================
+
+    Args:
+        wrapper: the ``optimizer`` of a DeepSpeedEngine.
+    """
+    kind = type(wrapper).__name__
+    if kind == "DeepSpeedZeroOptimizer":
+        _share_flat(wrapper)
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        _share_partitioned(wrapper)
+
+
+def _share_flat(wrapper: Any) -> None:
+    """ZeRO 1 and 2."""
+    masters = wrapper.single_partition_of_fp32_groups
+    if wrapper.cpu_offload:
+        staging = wrapper.param_buffer_of_bit16_for_cpu_offload_groups
+        if not _frees_by_address():
+            staging[:] = [master.data if _alike(master, x) else x for master, x in zip(masters, staging, strict=True)]
+        return
+    shared = False
+    for index, master in enumerate(masters):
+        rank = dist.get_rank(wrapper.real_dp_process_group[index])
+        shared |= _share(master, wrapper.parallel_partitioned_bit16_groups[index][rank])
+    if shared:
+        wrapper._link_all_hp_params()
+        without_padding = wrapper._get_groups_without_padding
+        # For its checkpoints: torch.save writes a view's whole storage, here the parameters of all ranks.
+        wrapper._get_groups_without_padding = lambda groups: [group.clone() for group in without_padding(groups)]
+
+
+def _share_partitioned(wrapper: Any) -> None:
+    """ZeRO 3."""
+    masters = wrapper.fp32_partitioned_groups_flat
+    if bool(wrapper.offload_optimizer) == bool(wrapper.offload_param):
+        for master, partition in zip(masters, wrapper.fp16_partitioned_groups_flat, strict=True):
+            if partition is not None:  # which is on NVMe
+                _share(master, partition)
+    if wrapper.offload_optimizer and not _frees_by_address():
+        start = 0
+        for index, master in enumerate(masters):
+            numel = int(wrapper.fp16_partitioned_groups_flat_numel[index])
+            gradient = wrapper.grad_partitions_flat_buffer.narrow(0, start, numel)
+            start += numel
+            if master.grad is not None and _alike(master.grad, gradient):
+                master.grad = gradient
+
+
+def _share(master: Tensor, partition: Tensor) -> bool:
+    alike = _alike(master, partition)
+    if alike:
+        master.data = partition.data
+    return alike
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _frees_by_address() -> bool:
+    """Whether DeepSpeed locks memory by itself and frees each locked tensor's: it must not come upon one twice."""
+    return os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"

@@ -1,0 +1,131 @@
+"""What DeepSpeed's checkpoints have for the moments of a flat buffer: codes, which read as the float32 they stand for.
+
+``python -m deepspeed.checkpoint.ds_to_universal`` and its like unpickle these checkpoints and cut float32 tensors out
+of them. They find such tensors, and pay for decoding only if they look into them; on disk there are codes and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shardopt.codec import Moment
+from shardopt.layout import FlatBuffer, FlatShard, Segment
+from shardopt.optim.flat_state import BufferState
+from shardopt.optim.options import with_defaults
+
+#: The options on which the meaning of codes depends.
+_OPTIONS = ("codec", "block_size", "min_quantized_numel")
+
+
+@dataclass
+class SavedBuffer:
+    """The state of a flat buffer with all that is needed to decode it: plain values and tensors, which are pickled.
+
+    Attributes:
+        numel: the buffer's length.
+        segments: of each parameter of which the buffer has elements its name, its shape, the range of its elements and
+            where in the buffer that begins.
+        options: those of the param group that say how moments are stored.
+        moments: name, and whether signed.
+        low_bits: those that the state has of each master weight.
+        entries: the optimizer's state.
+    """
+
+    numel: int
+    segments: list[tuple[str, tuple[int, ...], int, int, int]]
+    options: dict[str, Any]
+    moments: list[tuple[str, bool]]
+    low_bits: int
+    entries: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, spec: BufferState, group: Mapping[str, Any], entries: Mapping[str, Tensor]) -> SavedBuffer:
+        """The state of one of the optimizer's buffers, as it is."""
+        shards = [(s.name, s.shard, s.offset) for s in spec.shard.segments if s.shard.numel]
+        return cls(
+            spec.shard.local_shape[0],
+            [(name, shard.global_shape, shard.start, shard.end, offset) for name, shard, offset in shards],
+            {option: group[option] for option in _OPTIONS},
+            [(moment.name, moment.signed) for moment in spec.moments],
+            spec.weights.low_bits,
+            dict(entries),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavedBuffer, tuple(getattr(self, field.name) for field in fields(self))
+
+    @cached_property
+    def decoded(self) -> dict[str, Tensor]:
+        """The moments, float32, laid out like the buffer.
+
+        Raises:
+            RuntimeError: there is more to the masters than what such readers know of.
+        """
+        if self.low_bits:
+            raise RuntimeError(
+                f"got masters of which {self.low_bits} bits stand in the optimizer's state, expected whole ones: a "
+                "universal checkpoint would lose them; use shardopt.checkpoint.save(path, engine)"
+            )
+        segments = [
+            Segment(name, place, FlatShard(shape, start, end), offset)
+            for place, (name, shape, start, end, offset) in enumerate(self.segments)
+        ]
+        moments = tuple(Moment(name, signed=signed) for name, signed in self.moments)
+        buffer = FlatBuffer(self.numel, segments)
+        return BufferState.of(buffer, torch.float32, with_defaults(self.options), moments).decode(self.entries)
+
+
+class MomentView(Tensor):
+    """One moment of a buffer: a float32 tensor of its length that is decoded once any operation reads it."""
+
+    saved: SavedBuffer
+    moment: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, saved: SavedBuffer, moment: str) -> MomentView:
+        device = saved.entries["step"].device
+        view: MomentView = Tensor._make_wrapper_subclass(cls, (saved.numel,), dtype=torch.float32, device=device)
+        view.saved, view.moment = saved, moment
+        return view
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(cls, lambda view: view.saved.decoded[view.moment], (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return MomentView, (self.saved, self.moment)
+
+
+class SavedState(dict[str, Any]):
+    """A buffer's state in the form of torch.optim: ``step``, and a :class:`MomentView` per moment."""
+
+    @classmethod
+    def of(cls, saved: SavedBuffer) -> SavedState:
+        """The state with its moments to look into."""
+        views = {name: MomentView(saved, name) for name, _ in saved.moments}
+        return cls({"step": saved.entries["step"], **views})
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"got optimizer state with {', '.join(self)}, expected {key} too: DeepSpeed's universal checkpoints are "
+            "for Adam and AdamW; use shardopt.checkpoint.save(path, engine) for others"
+        )
+
+
+def native(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The optimizer's own state for what :class:`SavedState` shows of it; anything else as it is."""
+    for value in entries.values():
+        if isinstance(value, MomentView):
+            return value.saved.entries
+    return entries

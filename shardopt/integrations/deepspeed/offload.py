@@ -1,0 +1,131 @@
+"""DeepSpeed's offload: masters in bf16 there, too, and what stays in the host's memory when masters go to NVMe."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardopt.optim import ShardedOptimizer
+
+#: Bytes, to multiples of which disks read past the system's cache.
+_SECTOR = 512
+
+
+def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
+    """Has ``ZeROOptimizer._configure_master_weights`` accept bf16 masters beside our optimizers, with offload, too.
+
+    DeepSpeed demands its own CPU Adam for them, and that this keeps its moments in bf16. Ours steps bf16 parameters
+    anywhere, and what they lack of a master is in its state (``master_weight_bits``).
+    """
+
+    def _configure_master_weights(self: Any, **settings: Any) -> Any:
+        if isinstance(self.optimizer, ShardedOptimizer):
+            settings["bf16_offload_validator"] = None
+        return configure(self, **settings)
+
+    return _configure_master_weights
+
+
+def swap_what_survives(wrapper: Any) -> None:
+    """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters, and gradients where these come back whole.
+
+    DeepSpeed reads state back into buffers of the masters' dtype, in which codes would be lost: all state stays in
+    memory. And it reads each gradient to its place in the sub-group's, whatever the address. Where that is no multiple
+    of a disk's sector, DeepSpeed's ``async_io`` op reads nothing and reports success: such gradients stay, too.
+
+    Args:
+        wrapper: the ``optimizer`` of a DeepSpeedEngine.
+    """
+    swapper = getattr(wrapper, "optimizer_swapper", None)
+    if swapper is None:
+        return
+    swap_out = swapper._swap_out_gradients
+
+    def _swap_out_gradients(
+        parameter: Tensor, gradient_offsets: list[int], gradient_tensors: list[Tensor], gradient_swapper: Any
+    ) -> None:
+        for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
+            if offset * gradient.element_size() % _SECTOR:
+                gradient.swappable = False  # type: ignore[attr-defined]
+        swap_out(parameter, gradient_offsets, gradient_tensors, gradient_swapper)
+
+    swapper._swap_out_gradients = _swap_out_gradients
+    swapper._get_state_tensors = lambda parameter: []
+    if dist.get_rank() == 0:
+        warnings.warn(
+            "offload_optimizer.device is nvme: masters and gradients go there, the optimizer's state (codes, scales) "
+            "stays in the host's memory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def loading_state_too(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Has ``DeepSpeedEngine.load_checkpoint`` load our state where masters are on NVMe: it looks at swap files only."""
+    signature = inspect.signature(load)
+
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = load(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        wanted = given.arguments["load_optimizer_states"] and not given.arguments["load_module_only"]
+        ours = isinstance(getattr(self, "basic_optimizer", None), ShardedOptimizer)
+        if ours and wanted and found[0] is not None and self.zero_nvme_offload_optimizer():
+            load_dir = given.arguments["load_dir"]
+            _load_state(self, load_dir, os.path.relpath(os.path.dirname(found[0]), load_dir))
+        return found
+
+    return load_checkpoint
+
+
+def _load_state(engine: Any, load_dir: str, tag: str) -> None:
+    """Loads the optimizer's state, and the masters that were not swapped, from this rank's file."""
+    wrapper = engine.optimizer
+    saved = engine._get_all_zero_checkpoints(load_dir, tag)[dist.get_rank(wrapper.dp_process_group)]
+    wrapper._set_fp32_optimizer_param_groups()
+    try:
+        engine.basic_optimizer.load_state_dict(saved["optimizer_state_dict"])
+    finally:
+        wrapper._clear_fp32_optimizer_param_groups()
+    for index, (master, value) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, saved["fp32_flat_groups"])):
+        if not wrapper._swappable_optimizer_subgroup(index):
+            master.data.copy_(value)
+            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+    wrapper.checkpoint_event_epilogue()
+
+
+@contextmanager
+def masters_in_memory(wrapper: Any) -> Iterator[None]:
+    """Has the masters that ZeRO 3 keeps on NVMe in the host's memory meanwhile, and writes them back.
+
+    Args:
+        wrapper: the ``optimizer`` of a DeepSpeedEngine, of any stage, with any offload.
+    """
+    swapped: list[int] = []
+    if getattr(wrapper, "swap_optimizer", False):
+        sub_groups = range(len(wrapper.fp32_partitioned_groups_flat))
+        swapped = [index for index in sub_groups if wrapper._swappable_optimizer_subgroup(index)]
+    copies = []
+    for index in swapped:
+        wrapper._optimizer_states_and_gradient_swap_in(index)
+        copies.append(wrapper.fp32_partitioned_groups_flat[index].detach().clone())
+        wrapper._release_swap_buffers(index)
+    for index, copy in zip(swapped, copies, strict=True):
+        wrapper.fp32_partitioned_groups_flat[index].data = copy
+    try:
+        yield
+    finally:
+        for index, copy in zip(swapped, copies, strict=True):
+            master = wrapper.fp32_partitioned_groups_flat[index]
+            master.data = torch.empty(0, dtype=copy.dtype)
+            wrapper._optimizer_states_and_gradient_swap_in(index)
+            master.data.copy_(copy)
+            wrapper._optimizer_states_and_gradient_swap_out(index)
