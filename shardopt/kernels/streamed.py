@@ -165,15 +165,14 @@ class StreamedCall:
         chunks = [chunk for chunk in self._chunks if phase == _C.Phase.step or chunk.has_cut]
         if not chunks:
             return
-        ahead = _AHEAD
         transfers.begin()
-        for chunk in chunks[:ahead]:
+        for chunk in chunks[:_AHEAD]:
             chunk.fetch(transfers)
         for index, chunk in enumerate(chunks):
             transfers.arrived(chunk.slot)
             chunk.call.run(phase)
             chunk.give_back(transfers)
-            for following in chunks[index + ahead : index + ahead + 1]:
+            for following in chunks[index + _AHEAD : index + _AHEAD + 1]:
                 following.fetch(transfers)
         transfers.end()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,20 +108,27 @@ def _places(slot: Slot, copies: Copies) -> Addresses:
     return copies.place.astype(np.uint64) + np.uint64(slot.address)
 
 
-def pin_memory(memory: Tensor) -> None:
-    """Page-locks memory of the CPU as long as the tensor's storage lives.
+def pin_memory(memory: Tensor, owner: object) -> None:
+    """Page-locks memory of the CPU until ``owner`` is gone; it is not freed before.
 
     PyTorch's own pinned memory comes in powers of two.
 
     Raises:
         MemoryError: the system does not let so much be locked.
     """
-    address, nbytes = memory.data_ptr(), memory.nbytes
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(address, nbytes, 0)
+    error = _runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
         raise MemoryError(
-            f"offload: got CUDA error {int(error)} for locking {nbytes / 2**30:.2f} GiB of host memory, expected it to "
-            "be possible; raise the limit (ulimit -l), or use pin_memory=False"
+            f"offload: got CUDA error {int(error)} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
+            "expected it to be possible; raise the limit (ulimit -l), or use pin_memory=False"
         )
-    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
+    weakref.finalize(owner, _unpin, memory).atexit = False
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.synchronize()  # copies may be under way
+    _runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

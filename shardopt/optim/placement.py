@@ -87,19 +87,16 @@ class StatePlaces:
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
-        self._places: dict[Tensor, Place] = {}
+        self._places: dict[Tensor, tuple[torch.device, Place]] = {}  # with the device for which it was decided
         self._homes: dict[Tensor, dict[str, _Entry]] = {}
         self._resident = 0
-        self._offloaded = 0
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
 
     def place(self, param: Tensor) -> Place:
         """Where a parameter's state lives."""
-        place = self._places.get(param)
-        if place is None:
+        if not self._is_decided(param) and _can_offload(param.device):
             self._decide()
-            place = self._places.get(param) or Place.of(None, param.device)
-        return place
+        return self._places[param][1] if self._is_decided(param) else Place.of(None, param.device)
 
     def put(self, param: Tensor, spec: AnyState, state: StateDict) -> None:
         """Moves a parameter's state to where it lives, in place."""
@@ -123,13 +120,12 @@ class StatePlaces:
         """How what is offloaded of the parameters on a device is copied."""
         key = (device, offload)
         if key not in self._transfers:
-            nbytes = min(CHUNK_BYTES, self._offloaded)
             if device.type == "cpu":
-                self._transfers[key] = HostTransfers(nbytes)
+                self._transfers[key] = HostTransfers(CHUNK_BYTES)
             else:
                 from shardopt.kernels.transfers_cuda import CudaTransfers
 
-                self._transfers[key] = CudaTransfers(device, nbytes, to_host=offload == "step")
+                self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
         return self._transfers[key]
 
     @property
@@ -163,15 +159,18 @@ class StatePlaces:
                 "with device_state_budget"
             )
 
+    def _is_decided(self, param: Tensor) -> bool:
+        return param in self._places and self._places[param][0] == param.device
+
     def _undecided(self, resident: int) -> list[tuple[Tensor, AnyState, int, Offload]]:
         """The parameters without a place: what their state looks like, its bytes, and what is offloaded."""
         found: list[tuple[Tensor, AnyState, int, Offload]] = []
         for group in self._optimizer.param_groups:
+            offload = group["offload"]
+            if offload is None:
+                continue
             for param in group["params"]:
-                if param in self._places or not _can_offload(param.device):
-                    continue
-                offload = group["offload"]
-                if offload is None:
+                if self._is_decided(param) or not _can_offload(param.device):
                     continue
                 try:
                     spec = self._optimizer.state_spec(param, group)
@@ -193,13 +192,10 @@ class StatePlaces:
         homes: list[tuple[Tensor, dict[str, tuple[int, Tensor]]]] = []
         end, pin = 0, False
         for param, spec, nbytes, offload in self._undecided(self._resident):
-            self._places[param] = Place.of(offload, param.device)
+            self._places[param] = (param.device, Place.of(offload, param.device))
             if offload is None:
                 self._resident += nbytes
-                continue
-            self._offloaded += nbytes + PIECE_OVERHEAD
-            if offload == "step":
-                self._offloaded += param.numel() * (param.element_size() + 4)
+            if offload != "state":
                 continue
             entries = {}
             for key, like in _local_entries(spec).items():
@@ -210,9 +206,28 @@ class StatePlaces:
         if not homes:
             return
         pin &= all(group["pin_memory"] for group in self._optimizer.param_groups)
-        memory = _host_memory(end, pin=pin)
+        memory = self._host_memory(end, pin=pin)
         for param, placed in homes:
             self._homes[param] = {key: _Entry(memory, offset, like) for key, (offset, like) in placed.items()}
+
+    def _host_memory(self, nbytes: int, *, pin: bool) -> Tensor:
+        """Memory of the CPU, for as long as the optimizer lives.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"offload: got no {nbytes / 2**30:.2f} GiB of host memory, expected it for the state; use more ranks, "
+                "or keep a part on the device with device_state_budget"
+            ) from error
+        if pin:
+            from shardopt.kernels.transfers_cuda import pin_memory
+
+            pin_memory(memory, self)
+        return memory
 
 
 def _can_offload(device: torch.device) -> bool:
@@ -239,23 +254,3 @@ def _available_host_bytes() -> int | None:
     except OSError:
         pass
     return None
-
-
-def _host_memory(nbytes: int, *, pin: bool) -> Tensor:
-    """Memory of the CPU.
-
-    Raises:
-        MemoryError: there is not enough.
-    """
-    try:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise MemoryError(
-            f"offload: got no {nbytes / 2**30:.2f} GiB of host memory, expected it for the state; use more ranks, or "
-            "keep a part on the device with device_state_budget"
-        ) from error
-    if pin:
-        from shardopt.kernels.transfers_cuda import pin_memory
-
-        pin_memory(memory)
-    return memory
