@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from helpers import CODEC_NAMES, RULES, everything
 from ranks.models import loss_of, make_batch, make_net
 from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
+from shardopt import _C
+from shardopt.kernels.dispatch import CpuCall, LossScaling, Tables
+from shardopt.kernels.streamed import EXTENT, STATE_MOVES, StreamedCall, StreamedTables
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer, placement
 from shardopt.optim.options import bytes_of
@@ -304,6 +308,18 @@ def test_state_that_was_loaded_later_moves_in() -> None:
     assert_equal(runs[1], runs[0])
     assert torch.equal(added[0], added[1])
     assert runs[1][1].places.place(added[1]).offload == "state"
+
+
+def test_steps_of_nothing_are_counted() -> None:
+    """A rank may hold nothing of its parameters."""
+    steps = torch.zeros(())
+    tables = Tables(np.zeros(0, dtype=_C.tensor_entry), [steps], [None] * len(CODEC_NAMES))
+    streamed = StreamedTables(tables, np.zeros(0, dtype=EXTENT), np.zeros(0, dtype=np.int64))
+    call = StreamedCall(streamed, STATE_MOVES, HostTransfers(CHUNK), CHUNK, CpuCall)
+    for _ in range(2):
+        call.update(True, np.zeros(0, dtype=_C.group_entry), LossScaling(None, None))
+        call.run(_C.Phase.step)
+    assert steps == 2
 
 
 def test_memory_report() -> None:
