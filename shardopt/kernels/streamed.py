@@ -289,7 +289,7 @@ def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> lis
 
 def _per_entry(extents: npt.NDArray[np.int64], field: str) -> npt.NDArray[np.int64]:
     """Bytes per entry, of gradients the most that they may be."""
-    found: npt.NDArray[np.int64] = extents.reshape(len(extents), -1).sum(1)
+    found: npt.NDArray[np.int64] = extents if extents.ndim == 1 else extents.sum(1)
     return found * 4 if field == "gradient" else found
 
 
