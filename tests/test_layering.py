@@ -1,6 +1,6 @@
 """Imports and includes go one way only, and no file grows long.
 
-launch -> shardopt -> integrations, checkpoint, offload -> optim -> layout -> codec -> kernels -> _C
+launch, shardopt.__main__ -> shardopt -> integrations, checkpoint, estimate -> optim -> layout -> codec -> kernels -> _C
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shardopt.codec",),
     ("shardopt.layout",),
     ("shardopt.optim",),
-    ("shardopt.integrations", "shardopt.checkpoint", "shardopt.offload"),
+    ("shardopt.integrations", "shardopt.checkpoint", "shardopt.estimate"),
     ("shardopt",),
-    ("launch",),
+    ("shardopt.__main__", "launch"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 SHARDING_LEVEL = LEVELS["shardopt.integrations"]
@@ -173,7 +173,8 @@ GOOD = {
         ("shardopt/layout/a.py", "from torch import distributed as dist\n"),
         ("shardopt/codec/a.py", "import deepspeed\n"),
         ("shardopt/checkpoint/a.py", "import lm.model\n"),
-        ("shardopt/offload/a.py", "from train import main\n"),
+        ("shardopt/estimate/a.py", "from train import main\n"),
+        ("shardopt/estimate/a.py", "from shardopt import __main__\n"),
         ("csrc/codecs/a.h", '#include "rules/b.h"\n'),
         ("csrc/rules/a.h", '#  include "codecs/b.h"\n'),
         ("csrc/core/a.h", '#include "codecs/b.h"\n'),

@@ -81,6 +81,8 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
         use = report.host if tensor.device.type == "cpu" else report.device
         setattr(use, kind, getattr(use, kind) + nbytes)
 
+    inner = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer has its state in another optimizer
+    owner = inner if isinstance(inner, Optimizer) else optimizer
     for group in optimizer.param_groups:
         for param in group["params"]:
             local = _local(param)
@@ -88,12 +90,12 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             add("parameters", local.detach())
             if param.grad is not None:
                 add("gradients", _local(param.grad))
-            for key, value in optimizer.state.get(param, {}).items():
+            for key, value in owner.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(_kind_of(key), _local(value))
     report.host.state += sum(shared.values())  # what aligning takes, and parameters without state
-    if isinstance(optimizer, ShardedOptimizer):
-        for device, nbytes in optimizer.places.buffer_bytes.items():
+    if isinstance(owner, ShardedOptimizer):
+        for device, nbytes in owner.places.buffer_bytes.items():
             (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
     return report
 

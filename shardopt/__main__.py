@@ -1,0 +1,29 @@
+"""The console command ``shardopt``, also ``python -m shardopt``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from shardopt.estimate import cli
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: those of the command line, by default the process's.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
+    cli.add_parser(parser.add_subparsers(required=True, metavar="command"))
+    args = parser.parse_args(arguments)
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""What a rank holds of a model under each way to shard it.
+
+No process group is needed: the ways are those of PyTorch, told by their arithmetic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardopt.estimate.model import Model, Shape
+from shardopt.layout import FlatShard, Shard, equal_ends
+
+_FSDP1_ALIGNMENT = 16  # bytes, of each parameter in a FlatParameter with use_orig_params
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds.
+
+    Attributes:
+        numel: elements of parameters.
+        weights: the same with padding.
+        shards: of the parameters that the rank steps, in the optimizer's order.
+        buffers: elements of the memory that gradients lie in, with padding; each is freed as a whole.
+        buffer_of: in which of them the gradient of each of the model's parameters lies.
+    """
+
+    numel: int
+    weights: int
+    shards: tuple[Shard, ...]
+    buffers: tuple[int, ...]
+    buffer_of: tuple[int, ...]
+
+    @property
+    def gradients(self) -> int:
+        """Elements of all gradients."""
+        return sum(self.buffers)
+
+    def gradients_at_once(self, count: int) -> int:
+        """Elements of the gradients that live at once if each is freed when ``count - 1`` further ones are complete.
+
+        The backward pass is taken to reach parameters in the opposite of the optimizer's order.
+        """
+        last = max(len(self.buffer_of) - count, 0)
+        windows = {frozenset(self.buffer_of[place : place + count]) for place in range(last + 1)}
+        return max(sum(self.buffers[buffer] for buffer in window) for window in windows)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to shard.
+
+    Attributes:
+        holds: what a rank holds, given the model, the number of ranks, the rank and the bytes of an element.
+        replicated: whether all ranks hold the same.
+        first_holds_most: whether no rank holds more than the first.
+        releases: whether gradients can be released.
+        steps_on_host: whether ``offload="step"`` is possible.
+    """
+
+    holds: Callable[[Model, int, int, int], Held]
+    replicated: bool = False
+    first_holds_most: bool = False
+    releases: bool = False
+    steps_on_host: bool = True
+
+    def ranks(self, world_size: int, *, has_budget: bool) -> range:
+        """Those to look at for the most that any holds: of smaller shards more may fit into a budget."""
+        first = self.replicated or (self.first_holds_most and not has_budget)
+        return range(1 if first else world_size)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: Shape) -> Shard:
+    return Shard(shape, shape)
+
+
+@lru_cache(maxsize=4096)
+def _rows(shape: Shape, world_size: int, rank: int) -> Shard:
+    """FSDP2's shard: as ``torch.chunk`` divides dim 0."""
+    most = -(-shape[0] // world_size)
+    return Shard(shape, (max(min(most, shape[0] - rank * most), 0), *shape[1:]))
+
+
+@lru_cache(maxsize=65536)
+def _range(shape: Shape, start: int, end: int) -> Shard:
+    return FlatShard(shape, start, end)
+
+
+def _numel(shards: Sequence[Shard]) -> int:
+    return sum(count * math.prod(shard.local_shape) for shard, count in Counter(shards).items())
+
+
+def _single(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
+    """Each gradient has memory of its own."""
+    shards = tuple(_whole(parameter.shape) for parameter in model.parameters)
+    numels = tuple(parameter.numel for parameter in model.parameters)
+    return Held(model.numel, model.numel, shards, numels, tuple(range(len(numels))))
+
+
+def _ddp(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
+    """As views of DDP's buckets (``gradient_as_bucket_view``) all gradients live as long as the model."""
+    shards = tuple(_whole(parameter.shape) for parameter in model.parameters)
+    return Held(model.numel, model.numel, shards, (model.numel,), (0,) * len(shards))
+
+
+def _fsdp2(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
+    """Each parameter is padded to the same rows on all ranks; a unit's gradients are one buffer."""
+    shards = tuple(_rows(parameter.shape, world_size, rank) for parameter in model.parameters)
+    padded = {unit: _numel([_rows(shape, world_size, 0) for shape in unit]) for unit in set(model.units)}
+    units = tuple(padded[unit] for unit in model.units)
+    return Held(_numel(shards), sum(units), shards, units, model.unit_of)
+
+
+@lru_cache(maxsize=4096)
+def _fsdp1_unit(shapes: tuple[Shape, ...], world_size: int, rank: int, itemsize: int) -> tuple[int, tuple[Shard, ...]]:
+    """The elements of a unit's FlatParameter on a rank, and the shards of what lies there of its parameters."""
+    aligned = _FSDP1_ALIGNMENT // itemsize
+    begins, end = [], 0
+    for shape in shapes:
+        begins.append(-(-end // aligned) * aligned)
+        end = begins[-1] + math.prod(shape)
+    size = -(-end // world_size)
+    found = []
+    for begin, shape in zip(begins, shapes, strict=True):
+        ends = equal_ends(begin, math.prod(shape), size, world_size)
+        if ends[rank] < ends[rank + 1]:
+            found.append(_range(shape, ends[rank], ends[rank + 1]))
+    return size, tuple(found)
+
+
+def _fsdp1(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
+    units = [_fsdp1_unit(shapes, world_size, rank, itemsize) for shapes in model.units]
+    sizes = tuple(size for size, _ in units)
+    shards = tuple(shard for _, of_unit in units for shard in of_unit)
+    return Held(_numel(shards), sum(sizes), shards, sizes, model.unit_of)
+
+
+@lru_cache(maxsize=8)
+def _owned(model: Model, world_size: int) -> tuple[tuple[Shape, ...], ...]:
+    """ZeroRedundancyOptimizer's partition: the largest parameter first, to the rank that has least so far."""
+    owned: list[list[Shape]] = [[] for _ in range(world_size)]
+    sizes = [(0, rank) for rank in range(world_size)]
+    for parameter in sorted(model.parameters, key=lambda parameter: -parameter.numel):
+        size, rank = sizes[0]
+        owned[rank].append(parameter.shape)
+        heapq.heapreplace(sizes, (size + parameter.numel, rank))
+    return tuple(tuple(shapes) for shapes in owned)
+
+
+def _zero_redundancy(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
+    shards = tuple(_whole(shape) for shape in _owned(model, world_size)[rank])
+    return replace(_ddp(model, world_size, rank, itemsize), shards=shards)
+
+
+BACKENDS = {
+    "single": Backend(_single, replicated=True, releases=True),
+    "ddp": Backend(_ddp, replicated=True, releases=True),
+    "fsdp2": Backend(_fsdp2, first_holds_most=True, releases=True),
+    "fsdp1": Backend(_fsdp1, steps_on_host=False),
+    "zero_redundancy": Backend(_zero_redundancy),
+}

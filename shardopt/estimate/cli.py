@@ -1,0 +1,102 @@
+"""The command ``shardopt estimate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from shardopt.codec import CODECS
+from shardopt.estimate.backends import BACKENDS
+from shardopt.estimate.config import SUPPORTED, model_of_config
+from shardopt.estimate.ledger import DTYPES, OPTIMIZERS, Setup
+from shardopt.estimate.model import Model
+from shardopt.estimate.table import Row, ladder, notes, table
+
+_DESCRIPTION = """\
+What weights, gradients and optimizer state of a model take up: bytes per parameter, and GiB per GPU and per host.
+Shows AdamW on one GPU, from float32 throughout to 8-bit state with everything else that saves memory, and what is asked
+for by options. Needs neither a GPU nor a process group."""
+
+_OPTIONS = ("codec", "block_size", "master_weight_bits", "offload", "device_state_budget")
+_SETUP = ("optimizer", "dtype", "backend", "world_size", "gpus_per_node", "release_gradients")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to what ``argparse.ArgumentParser.add_subparsers`` made."""
+    parser = commands.add_parser(
+        "estimate", help="bytes per parameter and GiB per GPU and host", description=_DESCRIPTION
+    )
+    parser.add_argument("size", nargs="?", help="number of parameters: 125M, 7B, 1.3e9")
+    parser.add_argument("--config", metavar="FILE", help=f"Hugging Face config.json of {', '.join(SUPPORTED)}")
+    asked = parser.add_argument_group("a row to add (any of these options adds it)")
+    add, unset = asked.add_argument, argparse.SUPPRESS
+    add("--optimizer", choices=OPTIMIZERS, default=unset, help="sgd is with momentum (default: adamw)")
+    add("--dtype", choices=DTYPES, default=unset, help="of weights and gradients (default: bfloat16)")
+    add("--backend", default=unset, help=f"how the model is sharded: {', '.join(BACKENDS)} (default: single)")
+    add("--world-size", type=int, default=unset, metavar="N", help="GPUs (default: 1)")
+    add("--gpus-per-node", type=int, default=unset, metavar="N", help="of them on one host, at most (default: 8)")
+    add("--codec", choices=CODECS, default=unset, help="of the moments (default: log8)")
+    add("--block-size", type=int, default=unset, metavar="N", help="elements that share a scale (default: 128)")
+    add("--master-weight-bits", type=int, choices=(24, 32), default=unset, help="(default: no master weights)")
+    add("--release-gradients", action="store_true", default=unset, help="steps in the backward pass")
+    add("--offload", choices=("none", "state", "step"), default=unset, help="to the host's memory (default: none)")
+    add("--device-state-budget", default=unset, metavar="BYTES", help="what stays after all, e.g. 2GiB (default: 0)")
+    parser.add_argument("--chart", metavar="FILE.png", help="draws stacked bars; needs pip install 'shardopt[plot]'")
+    parser.add_argument("--json", action="store_true", help="prints JSON instead of the table")
+    parser.set_defaults(run=lambda args: _run(parser, args))
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    if (args.size is None) == (args.config is None):
+        got = "neither" if args.size is None else "both"
+        parser.error(f"got {got} of a size and --config, expected one of them, such as: shardopt estimate 7B")
+    try:
+        model = Model.of_size(args.size) if args.config is None else model_of_config(args.config)
+        rows = ladder(model)
+        setup = _asked(args)
+        if setup is not None:
+            rows.append(Row(_name(setup), model, setup))
+        if args.chart is not None:
+            from shardopt.estimate.chart import draw
+
+            draw(rows, args.chart)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+    if args.json:
+        values = {
+            "model": model.name,
+            "parameters": model.numel,
+            "largest_parameter": model.largest,
+            "rows": [row.values() for row in rows],
+            "notes": notes(rows),
+        }
+        print(json.dumps(values, indent=2))
+    else:
+        print(table(rows))
+    return 0
+
+
+def _asked(args: argparse.Namespace) -> Setup | None:
+    """What the options ask for; None where there are none."""
+    given = vars(args)
+    setup = {name: given[name] for name in _SETUP if name in given}
+    options = {name: given[name] for name in _OPTIONS if name in given}
+    if not setup and not options:
+        return None
+    if options.get("offload") == "none":
+        options["offload"] = None
+    if str(options.get("device_state_budget", "")).isdigit():
+        options["device_state_budget"] = int(options["device_state_budget"])
+    return Setup(**setup, options=options)
+
+
+def _name(setup: Setup) -> str:
+    """How the table calls it."""
+    options = setup.options
+    bits = options.get("master_weight_bits")
+    weights = {"bfloat16": "bf16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
+    words = [setup.optimizer, options.get("codec", "log8"), weights]
+    words += ["released"] if setup.release_gradients else []
+    words += [f"offload={options['offload']}"] if options.get("offload") else []
+    return " ".join([*words, setup.backend, *([f"x {setup.world_size}"] if setup.world_size > 1 else [])])

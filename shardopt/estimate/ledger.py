@@ -1,0 +1,196 @@
+"""The ledger: what :func:`shardopt.memory_report` would find, without a model.
+
+State is what the optimizers themselves would make, on the meta device; its scales and small float32 moments count as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.estimate.backends import BACKENDS, Backend
+from shardopt.estimate.model import Model
+from shardopt.kernels.streamed import SLOTS
+from shardopt.layout import Shard
+from shardopt.optim import SGD, AdamW, Lion, MemoryReport, MemoryUse, ShardedOptimizer, deferred, placement
+from shardopt.optim.options import bytes_of
+from shardopt.optim.placement import Place
+from shardopt.optim.state import LOW_BITS, ParameterState
+
+OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
+    "adamw": AdamW,
+    "lion": Lion,
+    "sgd": partial(SGD, momentum=0.9),
+}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_ACCELERATOR = torch.device("meta")  # stands for it: any device but the CPU
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained.
+
+    Attributes:
+        optimizer: a name of ``OPTIMIZERS``.
+        dtype: of weights and gradients, a name of ``DTYPES``.
+        backend: a name of ``BACKENDS``.
+        world_size: ranks, one GPU each.
+        gpus_per_node: of those ranks, on one host.
+        release_gradients: whether each parameter is stepped as soon as its gradient is there.
+        options: the optimizer's; see :class:`shardopt.optim.options.Options`.
+
+    Raises:
+        ValueError: some of it is not possible, alone or together.
+    """
+
+    optimizer: str = "adamw"
+    dtype: str = "bfloat16"
+    backend: str = "single"
+    world_size: int = 1
+    gpus_per_node: int = 8
+    release_gradients: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, known in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("backend", BACKENDS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(known)}")
+        for name in ("world_size", "gpus_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if self.backend == "single" and self.world_size > 1:
+            raise ValueError(
+                f"backend: got 'single' with {self.world_size} ranks, expected one of "
+                f"{', '.join(name for name in BACKENDS if name != 'single')}"
+            )
+        if self.release_gradients and not self._backend.releases:
+            raise ValueError(
+                f"release_gradients: got it with {self.backend}, which steps all parameters together, expected "
+                "single, ddp or fsdp2"
+            )
+        if self.options.get("offload") == "step" and not self._backend.steps_on_host:
+            raise ValueError(
+                f"offload: got 'step' with {self.backend}, whose shards are ranges of parameters, expected 'state', or "
+                "fsdp2"
+            )
+        self.group()
+
+    @property
+    def gradients_at_once(self) -> int:
+        """How many gradients may live at once when they are released: a step on the CPU keeps some waiting."""
+        return deferred._MOST + 1 if self.options.get("offload") == "step" else 1
+
+    @property
+    def _backend(self) -> Backend:
+        return BACKENDS[self.backend]
+
+    def group(self) -> tuple[ShardedOptimizer, dict[str, Any]]:
+        """An optimizer with these options, and its param group.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        nothing = torch.empty(0, dtype=DTYPES[self.dtype], device="meta")
+        optimizer = OPTIMIZERS[self.optimizer]([nothing], **self.options)
+        return optimizer, optimizer.param_groups[0]
+
+
+def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryReport:
+    """What a model's weights, gradients and optimizer state take up on one rank.
+
+    Args:
+        model: the parameters.
+        setup: how they are trained.
+        rank: which; by default the most that any has on its GPU, and the most that any has in the host's memory.
+    """
+    if rank is None:
+        has_budget = bytes_of(setup.options.get("device_state_budget", 0)) > 0
+        ranks = BACKENDS[setup.backend].ranks(setup.world_size, has_budget=has_budget)
+        found = [estimate(model, setup, rank) for rank in ranks]
+        device = max(found, key=lambda report: report.device.total)
+        return replace(device, host=max((report.host for report in found), key=lambda use: use.total))
+    dtype = DTYPES[setup.dtype]
+    held = BACKENDS[setup.backend].holds(model, setup.world_size, rank, dtype.itemsize)
+    report = MemoryReport(numel=held.numel)
+    report.device.parameters = held.weights * dtype.itemsize
+    live = held.gradients_at_once(setup.gradients_at_once) if setup.release_gradients else held.gradients
+    report.device.gradients = live * dtype.itemsize
+    _add_state(report, held.shards, setup)
+    return report
+
+
+def _add_state(report: MemoryReport, shards: Sequence[Shard], setup: Setup) -> None:
+    """Adds state and offload buffers, placed as :class:`shardopt.optim.placement.StatePlaces` does."""
+    optimizer, group = setup.group()
+    dtype, moments = DTYPES[setup.dtype], optimizer.rule(group).moments
+    counts = Counter(shards)
+    states = {s: _StateBytes.of(ParameterState.of_shard(s, dtype, group, moments)) for s in counts}
+    stays = counts
+    if group["offload"] is not None:
+        stays = _within(bytes_of(group["device_state_budget"]), shards, states)
+    for shard, state in states.items():
+        for offload, count in ((None, stays[shard]), (group["offload"], counts[shard] - stays[shard])):
+            place = Place.of(offload, _ACCELERATOR)
+            on_host = place.state.type == "cpu"
+            state.add_to(report.host if on_host else report.device, count, aligned=offload == "state")
+            (report.host if place.steps.type == "cpu" else report.device).state += count * state.step
+    if stays != counts:
+        use = report.host if group["offload"] == "step" else report.device
+        use.offload_buffers = SLOTS * placement.CHUNK_BYTES
+
+
+def _within(room: int, shards: Sequence[Shard], states: Mapping[Shard, _StateBytes]) -> Counter[Shard]:
+    """How many shards of each kind stay on the device: as many as fit into the room, in order."""
+    nothing = {shard for shard, state in states.items() if not state.total}
+    found: Counter[Shard] = Counter(shard for shard in shards if shard in nothing)
+    smallest = min((state.total for state in states.values() if state.total), default=0)
+    for shard in shards:
+        if room < smallest:
+            break
+        total = states[shard].total
+        if 0 < total <= room:
+            found[shard] += 1
+            room -= total
+    return found
+
+
+@dataclass(frozen=True)
+class _StateBytes:
+    """Bytes of one parameter's state: each entry's, by kind, and of the step count.
+
+    Attributes:
+        entries: fields of :class:`MemoryUse` and bytes.
+        step: bytes.
+    """
+
+    entries: tuple[tuple[str, int], ...]
+    step: int
+
+    @classmethod
+    def of(cls, spec: ParameterState) -> _StateBytes:
+        state: dict[str, Tensor] = spec.new(torch.device("meta"))
+        step = state.pop("step")
+        kinds = {spec.scales_name(moment): "scales" for moment in spec.moments} | {LOW_BITS: "master_weights"}
+        entries = tuple((kinds.get(key, "state"), value.nbytes) for key, value in state.items())
+        return cls(entries, step.nbytes)
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes but for the step count."""
+        return sum(nbytes for _, nbytes in self.entries)
+
+    def add_to(self, use: MemoryUse, count: int, *, aligned: bool) -> None:
+        """Adds so many parameters' entries; what aligning takes counts as state, as in a report."""
+        for kind, nbytes in self.entries:
+            setattr(use, kind, getattr(use, kind) + count * nbytes)
+            if aligned:
+                use.state += count * (-nbytes % placement._ALIGNMENT)

@@ -1,0 +1,31 @@
+"""What the estimate says of a GPU and of the host is what a run on a GPU takes of each."""
+
+from __future__ import annotations
+
+import pytest
+from cuda_device import needs_cuda
+
+from ranks.shaped import small_model
+from shardopt.estimate import Setup, estimate
+from shardopt.optim import placement
+from test_estimate import run
+
+pytestmark = needs_cuda
+
+
+@pytest.mark.parametrize("budget", [0, "300KiB"])
+@pytest.mark.parametrize("offload", [None, "state", "step"])
+@pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
+def test_device_and_host(
+    monkeypatch: pytest.MonkeyPatch, release: bool, offload: str | None, budget: int | str
+) -> None:
+    monkeypatch.setattr(placement, "CHUNK_BYTES", 1 << 17)
+    options = {"master_weight_bits": 24, "offload": offload, "device_state_budget": budget}
+    model, setup = small_model(), Setup(release_gradients=release, options=options)
+    expected = estimate(model, setup)
+    _, found = run(model, setup, device="cuda")
+    if release and offload == "step":  # it depends on how fast the thread is
+        assert found.device.gradients <= expected.device.gradients
+        found.device.gradients = expected.device.gradients
+    assert found.device == expected.device
+    assert found.host == expected.host

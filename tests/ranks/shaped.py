@@ -1,0 +1,109 @@
+"""A real model with the parameters that an estimate is made for, and what its gradients take."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardopt.estimate import Model, model_of_config
+from shardopt.estimate.model import Shape
+from shardopt.layout import shard_of
+from shardopt.optim.released import ReleasedParameters
+
+#: 1.2 million parameters: rows with short last blocks, biases and norms.
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 160,
+    "intermediate_size": 416,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1001,
+}
+
+
+def small_model(**changes: object) -> Model:
+    """What an estimate makes of :data:`SMALL`."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps({**SMALL, **changes}))
+        return model_of_config(path)
+
+
+class Holder(nn.Module):
+    """Parameters without a purpose."""
+
+    def __init__(self, shapes: list[Shape]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.full(shape, 0.5)) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((weight.float().square().mean() for weight in self.weights), x)
+
+
+class Shaped(nn.Module):
+    """The parameters of a model, in the same order; every unit but the first is a submodule in ``layers``."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        shapes = [parameter.shape for parameter in model.parameters]
+        units = [parameter.unit for parameter in model.parameters]
+        begin = units.index(1)
+        end = len(units) - units[::-1].index(max(units))
+        self.first = Holder(shapes[:begin])
+        self.layers = nn.ModuleList(
+            Holder([shape for shape, unit in zip(shapes, units, strict=True) if unit == number])
+            for number in range(1, max(units) + 1)
+        )
+        self.last = Holder(shapes[end:])
+        assert [tuple(param.shape) for param in self.parameters()] == shapes
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.first, *self.layers, self.last):
+            x = part(x)
+        return x
+
+
+@contextmanager
+def most_gradient_bytes(params: list[nn.Parameter], hold: int = 0) -> Iterator[Callable[[], int]]:
+    """Inside, gives the most bytes that the memory of gradients took at once.
+
+    Args:
+        params: whose gradients.
+        hold: steps of released gradients wait until so many are there, or no more can come.
+    """
+    live: dict[nn.Parameter, tuple[int, int]] = {}  # addresses and bytes
+    found: list[int] = [0]
+    original = ReleasedParameters._step
+
+    def complete(param: nn.Parameter) -> None:
+        # Only this gradient is looked at: others may just be freed by the thread that steps.
+        storage = shard_of(param).local(param.grad).untyped_storage()
+        live[param] = storage.data_ptr(), storage.nbytes()
+        found.append(sum(dict(live.copy().values()).values()))
+
+    def step(self: ReleasedParameters, param: nn.Parameter, *others: Any) -> None:
+        end = time.monotonic() + 30
+        while len(live) < hold and len(found) <= len(params):
+            assert time.monotonic() < end, f"{len(live)} gradients are there, expected {hold}"
+            time.sleep(0.001)
+        original(self, param, *others)
+        if param.grad is None:
+            del live[param]
+
+    hooks = [param.register_post_accumulate_grad_hook(complete) for param in params]
+    ReleasedParameters._step = step
+    try:
+        yield lambda: max(found)
+    finally:
+        ReleasedParameters._step = original
+        for hook in hooks:
+            hook.remove()
