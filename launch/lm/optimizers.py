@@ -37,6 +37,8 @@ SHARED_OPTIONS = (
     "master_weight_bits",
     "stochastic_rounding",
     "offload",
+    "device_state_budget",
+    "pin_memory",
     "nonfinite",
 )
 
@@ -119,8 +121,8 @@ def describe(config: Config, param_groups: Groups) -> dict[str, Any]:
 
 
 def state_memory(optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of optimizer state allocated on this rank, host and device together, and elements."""
+    """Bytes of weights and optimizer state allocated on this rank, host and device together, and elements."""
     report = shardopt.memory_report(getattr(optimizer, "optim", optimizer))  # what a ZeroRedundancyOptimizer has here
-    kinds = ("state", "scales", "master_weights")
+    kinds = ("parameters", "state", "scales", "master_weights")
     memory = {kind: getattr(report.host, kind) + getattr(report.device, kind) for kind in kinds}
     return {"numel": report.numel, **memory}

@@ -211,12 +211,13 @@ class Trainer:
             local = optimizers.state_memory(optimizer)
         kinds = list(local)
         memory = dict(zip(kinds, runtime.all_sum([local[kind] for kind in kinds]), strict=True))
-        numel = memory.pop("numel")
+        numel, weights = memory.pop("numel"), memory.pop("parameters")
         steps = self.config.last_step - self.plan.start
         timed = self.optimizer_seconds[_UNTIMED_STEPS:] or self.optimizer_seconds
         return {
             "heldout_loss": heldout,
             "codec": optimizers.describe(self.config, self.learner.param_groups)["codec"],
+            "weight_bytes_per_parameter": weights / numel,
             "state_bytes_per_parameter": sum(memory.values()) / numel,
             "state_bytes": {kind: int(size) for kind, size in memory.items()},
             "optimizer_ms": 1e3 * statistics.median(timed) if timed else None,
