@@ -9,8 +9,13 @@ Several, one per GPU or on the CPU::
 
     torchrun --nproc-per-node 2 launch/train.py --config configs/quickstart.yaml --codec fp32
 
-Bad input ends in one line on stderr and exit code 2. Under torchrun the ranks do the same;
-torchrun then adds its own report and exits with 1.
+The same under ``deepspeed --num_gpus 2``, ``mpirun -np 2 python`` and ``srun -n 2 python``; ``launch/multinode/`` has
+scripts for several machines. DeepSpeed is a backend like the others, and takes its own config::
+
+    torchrun --nproc-per-node 2 launch/train.py --backend deepspeed --deepspeed configs/zero2.json
+
+Bad input ends in one line on stderr and exit code 2, the loss of another rank in one line and exit code 3.
+Under torchrun the ranks do the same; torchrun then adds its own report and exits with 1.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import sys
 from collections.abc import Sequence
 
 from lm import config, plan, training
-from lm.errors import UserError, report
+from lm.errors import RanksLost, UserError, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = config.load(sys.argv[1:] if argv is None else argv)
         training.run(plan.prepare(options))
-    except UserError as error:
+    except (UserError, RanksLost) as error:
         return report(error)
     return 0
 

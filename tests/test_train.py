@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import yaml
 
 from ranks.pool import Pool
 from shardopt.checkpoint.index import INDEX_NAME
-from train_job import ROOT, TINY, TINY_MODEL, digests, edit_header, run, run_on, summary, write_text
+from train_job import ROOT, TINY, TINY_MODEL, digests, edit_header, losses, run, run_on, summary, write_text
 
 TRAIN = ROOT / "launch" / "train.py"
 
@@ -33,11 +32,6 @@ def two_ranks(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory)
     output = tmp_path_factory.mktemp("two_ranks")
     run_on(ranks, 2, *TINY, "--data", text, "--output", output)
     return output
-
-
-def losses(output: Path) -> list[float]:
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [row["train_loss"] for row in rows if "train_loss" in row]
 
 
 def test_what_a_run_leaves(two_ranks: Path) -> None:
@@ -86,6 +80,7 @@ def unclipped(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory)
         ("--backend", "zero_redundancy"),
         ("--backend", "fsdp2", "--release-gradients"),
         ("--backend", "ddp", "--release-gradients"),
+        ("--backend", "ddp", "--deterministic"),
     ],
     ids=" ".join,
 )
@@ -263,7 +258,7 @@ BAD_INPUT = {
     "option of another optimizer": (["--momentum", "0.9"], "momentum"),
     "bad optimizer option": (["--block-size", "100"], "block_size"),
     "bad betas": (["--betas", "0.9", "1.5"], "beta"),
-    "not in this version": (["--offload", "state"], "offload"),
+    "bad offload": (["--offload", "disk"], "offload: got 'disk'"),
     "uneven batch": (["--accumulate", "5"], "batch 12"),
     "heads": (["--heads", "3"], "heads"),
     "no config": (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
@@ -305,23 +300,3 @@ def test_bad_input_gets_one_line(
     assert len(printed) == 1, printed
     assert printed[0].startswith("train.py: error: ")
     assert complaint in printed[0]
-
-
-def test_torchrun(text: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", "2", str(TRAIN), *TINY, "--data", str(text), "--output", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    good = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert good.returncode == 0, good.stderr
-    assert summary(tmp_path)["world_size"] == 2
-    assert good.stderr.count("8/8") >= 1
-
-    bad = subprocess.run([*command, "--codec", "nope"], capture_output=True, text=True, env=environment, timeout=120)
-    assert bad.returncode != 0
-    lines = [line for line in bad.stderr.splitlines() if line.startswith("train.py: error: ")]
-    assert len(lines) == 1
-    assert "nope" in lines[0]
-    # torchrun reports in its own words and quotes the line; the job itself adds no traceback.
-    assert f'File "{TRAIN}"' not in bad.stderr
-    assert "exitcode  : 2" in bad.stderr

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,10 @@ from ranks.pool import Pool
 from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
 
 ROOT = Path(__file__).parents[1]
+MULTINODE = ROOT / "launch" / "multinode"
+
+#: Where the launchers of this environment are.
+PROGRAMS = Path(sys.executable).parent
 
 #: A model of 30 thousand parameters: some of its matrices are quantized, some are too small.
 TINY_MODEL = ("--dim", "32", "--layers", "1", "--heads", "2", "--context", "32", "--device", "cpu")
@@ -48,10 +55,42 @@ def summary(output: Path) -> dict[str, Any]:
     return found
 
 
+def losses(output: Path) -> list[float]:
+    """The training losses of a run, step by step."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row["train_loss"] for row in rows if "train_loss" in row]
+
+
 def digests(output: Path, step: int) -> dict[str, str]:
     """The digests that a checkpoint holds."""
     found: dict[str, str] = checkpoint.read_header(output / "checkpoints" / f"step-{step:08d}")["digests"]
     return found
+
+
+def steps_saved(output: Path) -> list[int]:
+    """The steps of which there are complete checkpoints."""
+    return [checkpoint.step_of(path) for path in checkpoint.complete(output / "checkpoints")]
+
+
+def wait_for_checkpoint(output: Path, process: subprocess.Popen[str], timeout: float = 120.0) -> None:
+    """Waits until a run that goes on has saved a checkpoint."""
+    deadline = time.monotonic() + timeout
+    while not steps_saved(output):
+        assert process.poll() is None, f"the run ended with {process.returncode}, expected a checkpoint first"
+        assert time.monotonic() < deadline, f"no checkpoint in {timeout:g} s"
+        time.sleep(0.02)
+
+
+def pid_of_rank(output: Path, rank: int) -> int:
+    """The process that is a rank of the run with this output."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = ((process / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        except OSError:
+            continue
+        if str(output).encode() in command and f"RANK={rank}".encode() in environment:
+            return int(process.name)
+    raise AssertionError(f"rank {rank} of the run in {output} not found")
 
 
 def edit_header(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:

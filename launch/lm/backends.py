@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+import shardopt
+from lm import engine, optimizers
+from lm.learner import Context, Learner, Parallel, TorchLearner
 from lm.model import Transformer
 from lm.runtime import Ranks
 
-Context = Callable[[], AbstractContextManager[None]]
-Groups = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """A model ready to train.
-
-    Attributes:
-        module: what to call, and whose parameters the optimizer takes.
-        no_sync: inside it backward gathers gradients without exchanging them.
-        autocast: inside it forward computes in the compute dtype.
-        clip: scales the gradients down to a total norm at most as large as it is given, and returns what it was.
-    """
-
-    module: nn.Module
-    no_sync: Context
-    autocast: Context
-    clip: Callable[[float], Tensor]
+if TYPE_CHECKING:
+    from lm.config import Config
 
 
 @dataclass(frozen=True)
@@ -47,16 +33,35 @@ class Backend:
     """An entry of the table.
 
     Attributes:
-        wrap: (model on the rank's device, ranks, whether to compute in bfloat16) -> Parallel.
-        optimizer: (class, param groups, options, the wrapped model) -> optimizer.
+        build: (bare model on the CPU, ranks, options) -> Learner.
         needs_group: whether it runs over a process group; else it is for one process.
         releases_gradients: whether parameters can be stepped during the backward pass.
     """
 
-    wrap: Callable[[Transformer, Ranks, bool], Parallel]
-    optimizer: Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
+    build: Callable[[Transformer, Ranks, Config], Learner]
     needs_group: bool = True
     releases_gradients: bool = True
+
+
+def _torch(
+    wrap: Callable[[Transformer, Ranks, bool], Parallel], make: optimizers.Make = optimizers.plain
+) -> Callable[[Transformer, Ranks, Config], Learner]:
+    """A backend of PyTorch.
+
+    Args:
+        wrap: (model on the rank's device, ranks, whether to compute in bfloat16) -> Parallel.
+        make: makes the optimizer.
+    """
+
+    def build(model: Transformer, ranks: Ranks, config: Config) -> Learner:
+        matrices = optimizers.matrices(model)
+        parallel = wrap(model.to(ranks.device), ranks, config.precision == "bf16-mixed")
+        optimizer = optimizers.build(config, parallel.module, matrices, make)
+        if config.release_gradients:
+            shardopt.release_gradients(parallel.module, optimizer)  # type: ignore[arg-type]
+        return TorchLearner(parallel, optimizer, ranks.device, config.clip)
+
+    return build
 
 
 def _fsdp2(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
@@ -113,24 +118,23 @@ def _clip(module: nn.Module) -> Callable[[float], Tensor]:
     return clip
 
 
-def _plain(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
-    return kind(groups, **options)  # type: ignore[call-arg]
-
-
-def _attached(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
-    optimizer = _plain(kind, groups, options, module)
+def _attached(
+    kind: type[Optimizer], groups: optimizers.Groups, options: dict[str, Any], module: nn.Module
+) -> Optimizer:
+    optimizer = optimizers.plain(kind, groups, options, module)
     optimizer.attach(module)  # type: ignore[attr-defined]  # FSDP1's parameters do not say what they are parts of
     return optimizer
 
 
-def _zero(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
+def _zero(kind: type[Optimizer], groups: optimizers.Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
     return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
 
 
 BACKENDS = {
-    "fsdp2": Backend(_fsdp2, _plain),
-    "fsdp1": Backend(_fsdp1, _attached, releases_gradients=False),
-    "ddp": Backend(_ddp, _plain),
-    "zero_redundancy": Backend(_ddp, _zero, releases_gradients=False),
-    "single": Backend(_single, _plain, needs_group=False),
+    "fsdp2": Backend(_torch(_fsdp2)),
+    "fsdp1": Backend(_torch(_fsdp1, _attached), releases_gradients=False),
+    "ddp": Backend(_torch(_ddp)),
+    "zero_redundancy": Backend(_torch(_ddp, _zero), releases_gradients=False),
+    "deepspeed": Backend(engine.build, releases_gradients=False),
+    "single": Backend(_torch(_single), needs_group=False),
 }

@@ -13,11 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 import shardopt.checkpoint
 from lm.errors import UserError
+from lm.learner import Learner
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.index import read_header as read_portable_header
@@ -92,14 +90,13 @@ def clear_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def save(folder: Path, header: Header, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+def save(folder: Path, header: Header, learner: Learner) -> Path:
     """Writes a checkpoint; all ranks take part.
 
     Args:
         folder: the folder of checkpoints.
         header: what :func:`read_header` gives back; has "step".
-        model: as the backend wrapped it.
-        optimizer: over its parameters.
+        learner: model and optimizer.
 
     Returns:
         The checkpoint.
@@ -109,11 +106,11 @@ def save(folder: Path, header: Header, model: nn.Module, optimizer: torch.optim.
     """
     path = folder / f"step-{header['step']:08d}"
     with _user_errors(f"cannot save the checkpoint {path}"):
-        shardopt.checkpoint.save(path, model, optimizer, job=header)
+        shardopt.checkpoint.save(path, *learner.parts, job=header)
     return path
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(path: Path, learner: Learner) -> None:
     """Reads parameters and optimizer state into a run of any backend and number of ranks.
 
     The hyper-parameters stay as the optimizer has them.
@@ -121,10 +118,10 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     Raises:
         UserError: a file is missing or damaged.
     """
-    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    own = [{key: value for key, value in group.items() if key != "params"} for group in learner.param_groups]
     with _user_errors(f"cannot load the checkpoint {path}"):
-        shardopt.checkpoint.load(path, model, optimizer)
-    for group, options in zip(optimizer.param_groups, own, strict=True):
+        shardopt.checkpoint.load(path, *learner.parts)
+    for group, options in zip(learner.param_groups, own, strict=True):
         group.update(options)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from lm import engine_config, runtime
 from lm.backends import BACKENDS
 from lm.errors import UserError
 from lm.model import SIZES
@@ -34,12 +35,15 @@ class Config:
 
     # What runs where.
     backend: str = opt("fsdp2", "how the model is spread over the ranks", choices=tuple(BACKENDS))
+    deepspeed: str | None = opt(None, "DeepSpeed's config (JSON), for the backend deepspeed")
     device: str = opt("auto", "auto takes one GPU per rank where there are any", choices=DEVICES)
     precision: str = opt(
         "fp32",
         "bf16-mixed computes in bfloat16 on float32 parameters, bf16 stores them so too",
         choices=PRECISIONS,
     )
+    deterministic: bool = opt(False, "on a GPU: the same bits in every run, at some cost; a CPU gives them anyhow")
+    timeout: float = opt(600.0, "seconds that a rank waits for another before the run ends", low=1)
     seed: int = opt(0, "seeds the initial weights and the order of the data", low=0)
 
     # The model.
@@ -78,7 +82,9 @@ class Config:
     min_quantized_numel: int | None = opt(None, "smaller parameters keep float32 state")
     master_weight_bits: int | None = opt(None, "extra bits behind bfloat16 parameters: 24 or 32")
     stochastic_rounding: bool | None = opt(None, "round bfloat16 parameters stochastically")
-    offload: str | None = opt(None, "what the optimizer moves to the host")
+    offload: str | None = opt(None, "what is done on the host: state (it is kept there) or step")
+    device_state_budget: str | None = opt(None, "with --offload, state that stays on the device, as 2GiB")
+    pin_memory: bool | None = opt(None, "with --offload, whether the host's memory is page-locked (default: yes)")
     nonfinite: str | None = opt(None, "what a NaN or Inf gradient does: skip, raise or propagate")
 
     # What is written.
@@ -128,16 +134,36 @@ def load(argv: Sequence[str]) -> Config:
         UserError: an unknown option, or a value that does not fit its option.
     """
     given = vars(_parser().parse_args(argv))
+    given.pop("local_rank", None)
     path = given.pop("config", None)
     values = _read_yaml(path) if path is not None else {}
     for name, value in given.items():
         values[name] = _checked(name, value, "--" + name.replace("_", "-"))
+    _take_over_deepspeed(values)
     config = Config(**values)
     if config.warmup > config.steps:
         raise UserError(f"warmup is {config.warmup} steps of {config.steps}: it must fit in")
     if config.release_gradients:
         _check_release(config)
     return config
+
+
+def _take_over_deepspeed(values: dict[str, Any]) -> None:
+    """Adds what the DeepSpeed config says to the options that were given, which must not say otherwise."""
+    path, backend = values.get("deepspeed"), values.get("backend", Config.backend)
+    if (path is None) == (backend == "deepspeed"):
+        got = "none" if path is None else path
+        raise UserError(f"backend {backend}: got --deepspeed {got}; --backend deepspeed and a config go together")
+    if path is None:
+        return
+    world_size = runtime.discover(values.get("device", Config.device)).world_size
+    for name, (place, value) in engine_config.options(engine_config.read(path), path, world_size).items():
+        said = _checked(name, value, f"{path}: {place}")
+        if values.setdefault(name, said) != said:
+            raise UserError(
+                f"{path} says {place} {value}, but {name} is given as {values[name]}: "
+                f'give it once, or say "auto" in the file'
+            )
 
 
 def _check_release(config: Config) -> None:
@@ -157,9 +183,11 @@ def _check_release(config: Config) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
-        description="Trains a byte-level language model; runs alone or under torchrun.",
+        description="Trains a byte-level language model; runs alone or under torchrun, deepspeed, mpirun or srun.",
         allow_abbrev=False,
     )
+    # The launchers of DeepSpeed and of older PyTorch give it; the environment has it, too.
+    parser.add_argument("--local_rank", "--local-rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--config", default=argparse.SUPPRESS, help="YAML file of options")
     for name, field in _FIELDS.items():
         flag = "--" + name.replace("_", "-")

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from lm.learner import Learner
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import Owner, contents_of, model_chunks, optimizer_chunks
 
 
-def of_run(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def of_run(learner: Learner) -> dict[str, str]:
     """SHA-256 of every parameter and every tensor of the optimizer's live state.
 
     Each tensor is gathered in full on the host, one at a time; all ranks take part and get the same answer.
@@ -21,8 +22,12 @@ def of_run(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]
     Returns:
         name in a checkpoint -> hexadecimal digest.
     """
-    contents = contents_of(model, Owner.of(optimizer))
-    held = {**model_chunks(model, contents), **optimizer_chunks(contents)}
+    with learner.held() as (model, optimizer):
+        contents = contents_of(model, Owner.of(optimizer))
+        return _of_tensors({**model_chunks(model, contents), **optimizer_chunks(contents)})
+
+
+def _of_tensors(held: dict[str, Chunks]) -> dict[str, str]:
     found = {}
     for name, (shape, dtype) in _everywhere({name: (x.shape, x.dtype) for name, x in held.items()}).items():
         whole = torch.zeros(shape, dtype=dtype)

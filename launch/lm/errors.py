@@ -1,4 +1,4 @@
-"""Bad input ends in one line on stderr and exit code 2, on one process and under torchrun."""
+"""What ends a run in one line on stderr: bad input (exit code 2), and the loss of another rank (exit code 3)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 EXIT_BAD_INPUT = 2
+EXIT_RANKS_LOST = 3
 
 # The first process to fail makes torchrun stop the others. Local rank 0 speaks at once; the others
 # wait this long (seconds), so that they speak only where local rank 0 saw nothing wrong.
@@ -19,12 +20,16 @@ class UserError(Exception):
     """Input that cannot be worked with; the message says what was got, expected, the remedy."""
 
 
+class RanksLost(Exception):
+    """Another rank is gone: not this one's fault, and nothing that it could do about."""
+
+
 def one_line(error: BaseException | str) -> str:
     """Folds a message into one line."""
     return " ".join(str(error).split())
 
 
-def report(error: UserError) -> int:
+def report(error: UserError | RanksLost) -> int:
     """Prints the one line of `error`, once per machine, and returns the exit code.
 
     torchrun prints a report of its own after that and exits with 1, whatever the ranks' code. It
@@ -39,4 +44,4 @@ def report(error: UserError) -> int:
         detail = {"py_callstack": line, "timestamp": int(time.time())}
         text = json.dumps({"message": {"message": line, "extraInfo": detail}})
         Path(quoted).write_text(text, encoding="utf-8")
-    return EXIT_BAD_INPUT
+    return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_RANKS_LOST

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import shardopt
-from lm.backends import BACKENDS, Groups
 from lm.errors import UserError
 from shardopt.layout.names import parameter_names
 
 if TYPE_CHECKING:
     from lm.config import Config
 
+Groups = list[dict[str, Any]]
+# (class, param groups, options, the wrapped model) -> optimizer
+Make = Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
+
 # Each update rule with the options that are its own.
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
+OPTIMIZERS: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
     "adamw": (shardopt.AdamW, ("betas", "eps")),
     "adam": (shardopt.Adam, ("betas", "eps")),
     "sgd": (shardopt.SGD, ("momentum", "dampening", "nesterov")),
@@ -33,6 +37,8 @@ SHARED_OPTIONS = (
     "master_weight_bits",
     "stochastic_rounding",
     "offload",
+    "device_state_budget",
+    "pin_memory",
     "nonfinite",
 )
 
@@ -40,59 +46,83 @@ SHARED_OPTIONS = (
 STATE_OPTIONS = ("optimizer", "codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
 
-def build(config: Config, model: nn.Module, matrices: Collection[str]) -> torch.optim.Optimizer:
-    """Makes the optimizer over `model`.
+def plain(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
+    """Makes an optimizer that needs to know no more than its parameters."""
+    return kind(groups, **options)  # type: ignore[call-arg]
+
+
+def build(config: Config, module: nn.Module, matrices: Collection[str], make: Make) -> Optimizer:
+    """Makes the optimizer over a model.
 
     Args:
         config: the options.
-        model: as the backend wrapped it.
-        matrices: the names, in the bare model, of the parameters that decay. Shards do not all show what they are of.
+        module: the model as the backend wrapped it.
+        matrices: what :func:`matrices` said of the bare model. Shards do not all show what they are of.
+        make: makes it.
 
     Raises:
         UserError: an option that the rule does not have, or a value that it refuses.
     """
-    groups: Groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
-    for name, parameter in parameter_names(model).items():
-        groups[name not in matrices]["params"].append(parameter)
-    make = BACKENDS[config.backend].optimizer
-    return _build(config, lambda kind, options: make(kind, groups, options, model))
+    kind, options = chosen(config)
+    return _explained(config, lambda: make(kind, groups(module, matrices), options, module))
+
+
+def matrices(model: nn.Module) -> set[str]:
+    """The names of the parameters that decay."""
+    return {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
+
+
+def groups(module: nn.Module, matrices: Collection[str]) -> Groups:
+    """The param groups of a model: what decays, and what does not."""
+    found: Groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in parameter_names(module).items():
+        found[name not in matrices]["params"].append(parameter)
+    return found
 
 
 def check(config: Config) -> dict[str, Any]:
     """Raises UserError where `build` would, without a model; returns what `describe` would."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     parameter = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
-    return describe(config, _build(config, lambda kind, options: kind([parameter], **options)))
+    kind, options = chosen(config)
+    optimizer = _explained(config, lambda: plain(kind, [{"params": [parameter]}], options, nn.Module()))
+    return describe(config, optimizer.param_groups)
 
 
-def _build(
-    config: Config, make: Callable[[type[torch.optim.Optimizer], dict[str, Any]], torch.optim.Optimizer]
-) -> torch.optim.Optimizer:
+def chosen(config: Config) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The optimizer's class and its options, those that were left to it aside.
+
+    Raises:
+        UserError: an option that the rule does not have.
+    """
     rule, own_options = OPTIMIZERS[config.optimizer]
     everyones = {name for _, names in OPTIMIZERS.values() for name in names}
     for name in sorted(everyones - set(own_options)):
         if getattr(config, name) is not None:
             raise UserError(f"option {name} does not apply to the optimizer {config.optimizer}")
     options = {name: getattr(config, name) for name in (*own_options, *SHARED_OPTIONS)}
-    options = {name: value for name, value in options.items() if value is not None}
+    return rule, {"lr": config.lr, **{name: value for name, value in options.items() if value is not None}}
+
+
+def _explained(config: Config, make: Callable[[], Optimizer]) -> Optimizer:
     try:
-        return make(rule, {"lr": config.lr, **options})
+        return make()
     except ValueError as error:
         raise UserError(f"optimizer {config.optimizer}: {error}") from error
 
 
-def describe(config: Config, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def describe(config: Config, param_groups: Groups) -> dict[str, Any]:
     """The values of `STATE_OPTIONS` in force, defaults filled in."""
-    group = optimizer.param_groups[0]
+    group = param_groups[0]
     return {
         name: config.optimizer if name == "optimizer" else group.get(name, getattr(config, name))
         for name in STATE_OPTIONS
     }
 
 
-def state_memory(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of optimizer state allocated on this rank, host and device together, and elements."""
+def state_memory(optimizer: Optimizer) -> dict[str, int]:
+    """Bytes of weights and optimizer state allocated on this rank, host and device together, and elements."""
     report = shardopt.memory_report(getattr(optimizer, "optim", optimizer))  # what a ZeroRedundancyOptimizer has here
-    kinds = ("state", "scales", "master_weights")
+    kinds = ("parameters", "state", "scales", "master_weights")
     memory = {kind: getattr(report.host, kind) + getattr(report.device, kind) for kind in kinds}
     return {"numel": report.numel, **memory}

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm import checkpoint, data, optimizers, runtime
+from lm import checkpoint, data, engine, optimizers, runtime
 from lm.backends import BACKENDS
 from lm.config import Config
 from lm.data import Corpus
@@ -62,6 +62,8 @@ def prepare(config: Config) -> Plan:
             f"batch {config.batch} cannot be split evenly over {ranks.world_size} ranks and "
             f"{config.accumulate} accumulation steps: it must be a multiple of {parts}"
         )
+    if config.backend == "deepspeed":
+        engine.check(config, ranks.world_size)
     model_config = ModelConfig.of(config.size, config.dim, config.layers, config.heads, config.tied)
     state_layout = optimizers.check(config)
     corpus = data.load(config.data, config.heldout)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import shardopt
 from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
 from lm.backends import BACKENDS
 from lm.config import Config
@@ -29,9 +28,9 @@ _UNTIMED_STEPS = 3
 
 def run(plan: Plan) -> dict[str, Any]:
     """Trains, and returns the summary that rank 0 wrote to ``summary.json``."""
-    if not BACKENDS[plan.config.backend].needs_group:
-        return Trainer(plan).run()
-    with runtime.process_group(plan.ranks):
+    config = plan.config
+    group = runtime.process_group(plan.ranks, config.timeout) if BACKENDS[config.backend].needs_group else nullcontext()
+    with runtime.deterministic() if config.deterministic else nullcontext(), group:
         return Trainer(plan).run()
 
 
@@ -44,17 +43,9 @@ class Trainer:
         self.ranks = plan.ranks
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         network = model.build(plan.model_config, config.context, config.seed, dtype)
-        sizes = {name: parameter.shape for name, parameter in network.named_parameters()}
-        self.numel = sum(size.numel() for size in sizes.values())
-        self.parallel = BACKENDS[config.backend].wrap(
-            network.to(self.ranks.device), self.ranks, config.precision == "bf16-mixed"
-        )
-        self.module = self.parallel.module
-        matrices = {name for name, size in sizes.items() if len(size) > 1}
-        self.optimizer = optimizers.build(config, self.module, matrices)
-        if config.release_gradients:
-            shardopt.release_gradients(self.module, self.optimizer)  # type: ignore[arg-type]
-        self.peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.numel = sum(parameter.numel() for parameter in network.parameters())
+        self.learner = BACKENDS[config.backend].build(network, self.ranks, config)
+        self.peak_lrs = [group["lr"] for group in self.learner.param_groups]
         self.optimizer_seconds: list[float] = []
         self.saved: Path | None = plan.resume
         self.verified: dict[str, int] | None = None
@@ -107,7 +98,7 @@ class Trainer:
             checkpoint.clear_unfinished(self.config.checkpoint_folder)
         if plan.resume is None:
             return
-        checkpoint.load(plan.resume, self.module, self.optimizer)
+        checkpoint.load(plan.resume, self.learner)
         note = ""
         if self.config.verify:
             self.verified = self._verify(plan.resume, plan.header["digests"])
@@ -123,7 +114,7 @@ class Trainer:
             self._say("note: the text is not the one that the checkpoint was trained on")
 
     def _verify(self, path: Path, saved: dict[str, str]) -> dict[str, int]:
-        found = digests.of_run(self.module, self.optimizer)
+        found = digests.of_run(self.learner)
         wrong = [name for name in sorted(saved.keys() | found.keys()) if saved.get(name) != found.get(name)]
         if wrong:
             raise UserError(
@@ -141,24 +132,18 @@ class Trainer:
         """One optimizer step; the row's loss is this rank's share of the mean."""
         config = self.config
         factor = lr_factor(step, config)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
+        for group, peak in zip(self.learner.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
         offsets = data.train_offsets(self.plan.corpus, config.context, config.batch, config.seed, step)
         loss = torch.zeros((), device=self.ranks.device)
         for index in range(config.accumulate):
-            sync = index == config.accumulate - 1
-            with nullcontext() if sync else self.parallel.no_sync():
+            with self.learner.micro_step(last=index == config.accumulate - 1):
                 part = self._losses(*self._part(offsets, index)).mean() / config.accumulate
-                part.backward()  # type: ignore[no-untyped-call]
+                self.learner.backward(part)
             loss += part.detach()
-        norm = self.parallel.clip(config.clip).item() if config.clip else None
-        runtime.synchronize(self.ranks.device)
-        began = time.perf_counter()
-        self.optimizer.step()
-        runtime.synchronize(self.ranks.device)
+        norm, seconds = self.learner.step()
         if not config.release_gradients:  # else it is a part of the backward pass
-            self.optimizer_seconds.append(time.perf_counter() - began)
-        self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer_seconds.append(seconds)
         return {
             "step": step,
             "train_loss": loss.item() / self.ranks.world_size,
@@ -176,8 +161,8 @@ class Trainer:
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of each window, in nats per byte: float32, (windows,)."""
         inputs, targets = inputs.to(self.ranks.device), targets.to(self.ranks.device)
-        with self.parallel.autocast():
-            logits = self.module(inputs)
+        with self.learner.autocast():
+            logits = self.learner.module(inputs)
         each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         return each.view_as(targets).mean(1)
 
@@ -189,11 +174,13 @@ class Trainer:
         mine = offsets[ranks.rank :: ranks.world_size]
         size = self.plan.micro_batch
         total = 0.0
+        self.learner.module.eval()
         # Every rank makes as many forward passes as rank 0: they are collective.
         for first in range(0, math.ceil(len(offsets) / ranks.world_size), size):
             part = mine[first : first + size]
             losses = self._losses(*data.windows(corpus.heldout, part or offsets[:1], config.context))
             total += losses[: len(part)].double().sum().item()
+        self.learner.module.train()
         return runtime.all_sum([total])[0] / len(offsets)
 
     def _record_heldout(self, step: int, rows: metrics.MetricsFile | None) -> float:
@@ -207,28 +194,30 @@ class Trainer:
         header = {
             "step": step,
             "model": dataclasses.asdict(self.plan.model_config),
-            "optimizer": optimizers.describe(config, self.optimizer),
+            "optimizer": optimizers.describe(config, self.learner.param_groups),
             "options": dataclasses.asdict(config),
             "data": self.plan.corpus.fingerprint,
             "world_size": self.ranks.world_size,
         }
         if config.verify:
-            header["digests"] = digests.of_run(self.module, self.optimizer)
+            header["digests"] = digests.of_run(self.learner)
         folder = config.checkpoint_folder
-        self.saved = checkpoint.save(folder, header, self.module, self.optimizer)
+        self.saved = checkpoint.save(folder, header, self.learner)
         if self.ranks.first:
             checkpoint.prune(folder, config.keep_checkpoints)
 
     def _summary(self, heldout: float, seconds: float) -> dict[str, Any]:
-        local = optimizers.state_memory(self.optimizer)
+        with self.learner.held() as (_, optimizer):
+            local = optimizers.state_memory(optimizer)
         kinds = list(local)
         memory = dict(zip(kinds, runtime.all_sum([local[kind] for kind in kinds]), strict=True))
-        numel = memory.pop("numel")
+        numel, weights = memory.pop("numel"), memory.pop("parameters")
         steps = self.config.last_step - self.plan.start
         timed = self.optimizer_seconds[_UNTIMED_STEPS:] or self.optimizer_seconds
         return {
             "heldout_loss": heldout,
-            "codec": optimizers.describe(self.config, self.optimizer)["codec"],
+            "codec": optimizers.describe(self.config, self.learner.param_groups)["codec"],
+            "weight_bytes_per_parameter": weights / numel,
             "state_bytes_per_parameter": sum(memory.values()) / numel,
             "state_bytes": {kind: int(size) for kind, size in memory.items()},
             "optimizer_ms": 1e3 * statistics.median(timed) if timed else None,

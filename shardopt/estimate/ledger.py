@@ -87,7 +87,7 @@ class Setup:
     @property
     def gradients_at_once(self) -> int:
         """How many gradients may live at once when they are released: a step on the CPU keeps some waiting."""
-        return deferred._MOST + 1 if self.options.get("offload") == "step" else 1
+        return deferred.MOST_WAITING + 1 if self.options.get("offload") == "step" else 1
 
     @property
     def _backend(self) -> Backend:
@@ -193,4 +193,4 @@ class _StateBytes:
         for kind, nbytes in self.entries:
             setattr(use, kind, getattr(use, kind) + count * nbytes)
             if aligned:
-                use.state += count * (-nbytes % placement._ALIGNMENT)
+                use.state += count * (-nbytes % placement.ALIGNMENT)

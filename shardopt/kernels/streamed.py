@@ -6,11 +6,13 @@ one is on its way back, where the device copies by itself; see :class:`Transfers
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import Call, LossScaling, Tables
@@ -58,27 +60,44 @@ class Copies(NamedTuple):
     nbytes: npt.NDArray[np.int64]
 
 
-class Slot(Protocol):
-    """Memory with the kernels that chunks use in turn."""
+class Slot:
+    """Memory with the kernels that chunks use in turn: uint8."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
 
     @property
     def address(self) -> int:
         """Where it begins."""
+        return self.memory.data_ptr()
 
 
-class Transfers(Protocol):
+class Transfers(ABC):
     """The slots, and how a device copies.
 
     A chunk is fetched into a slot, used once :meth:`arrived` returned, and given back. Copies of a slot wait for each
     other, and so do those of a chunk from step to step.
     """
 
-    def slots(self, count: int) -> Sequence[Slot]:
-        """The slots for so many chunks, in turn."""
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._next = 0
 
+    def slots(self, count: int) -> list[Slot]:
+        """The slots for so many chunks, in turn."""
+        begin, self._next = self._next, self._next + count
+        return [self._slots[index % len(self._slots)] for index in range(begin, begin + count)]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    @abstractmethod
     def begin(self) -> None:
         """Comes before the first fetch: what was computed so far is to be seen."""
 
+    @abstractmethod
     def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
         """Begins to copy to a slot.
 
@@ -88,21 +107,21 @@ class Transfers(Protocol):
             after: what :meth:`give_back` gave for the same chunk: that comes first. None: all that was given back does.
         """
 
+    @abstractmethod
     def arrived(self, slot: Slot) -> None:
         """Has the kernels that are run next wait for the slot's contents."""
 
+    @abstractmethod
     def give_back(self, slot: Slot, copies: Copies) -> object:
         """Begins to copy from a slot, once the kernels that were run are done."""
 
+    @abstractmethod
     def end(self) -> None:
         """Comes after the last copy: what is computed next is to see what came back."""
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits until all copies are done."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of all slots."""
 
 
 class StreamedTables(NamedTuple):

@@ -7,25 +7,13 @@ reference of what the copies of an accelerator have to do, and how tests run the
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 
-from shardopt.kernels.streamed import SLOTS, Copies, Slot
+from shardopt.kernels.streamed import SLOTS, Copies, Slot, Transfers
 
 
-class HostSlot:
-    """Memory of the CPU."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
-
-    @property
-    def address(self) -> int:
-        return self.memory.data_ptr()
-
-
-class HostTransfers:
+class HostTransfers(Transfers):
     """See :class:`shardopt.kernels.streamed.Transfers`.
 
     Args:
@@ -33,17 +21,7 @@ class HostTransfers:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._slots = [HostSlot(nbytes) for _ in range(SLOTS)]
-        self._next = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Of all slots."""
-        return sum(slot.memory.nbytes for slot in self._slots)
-
-    def slots(self, count: int) -> Sequence[Slot]:
-        begin, self._next = self._next, self._next + count
-        return [self._slots[index % SLOTS] for index in range(begin, begin + count)]
+        super().__init__([Slot(torch.empty(nbytes, dtype=torch.uint8)) for _ in range(SLOTS)])
 
     def begin(self) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,23 +12,17 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot
+from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot, Transfers
 
 
-class CudaSlot:
+class CudaSlot(Slot):
     """Memory of a chunk, and when it was last filled and emptied."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.filled: torch.cuda.Event | None = None
-        self.emptied: torch.cuda.Event | None = None
-
-    @property
-    def address(self) -> int:
-        return self.memory.data_ptr()
+    filled: torch.cuda.Event | None = None
+    emptied: torch.cuda.Event | None = None
 
 
-class CudaTransfers:
+class CudaTransfers(Transfers):
     """See :class:`shardopt.kernels.streamed.Transfers`. Two streams copy, one in each direction.
 
     Args:
@@ -39,24 +33,14 @@ class CudaTransfers:
     """
 
     def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
+        where = torch.device("cpu") if to_host else device
+        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=where, pin_memory=to_host)
+        super().__init__([CudaSlot(empty()) for _ in range(SLOTS)])
         self._device = device
         self._to_host = to_host
         self._there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        where = torch.device("cpu") if to_host else device
-        self._slots = [
-            CudaSlot(torch.empty(nbytes, dtype=torch.uint8, device=where, pin_memory=to_host)) for _ in range(SLOTS)
-        ]
         self._there.wait_stream(torch.cuda.current_stream(device))  # which may still use what the memory was before
-        self._next = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._slots)
-
-    def slots(self, count: int) -> Sequence[Slot]:
-        begin, self._next = self._next, self._next + count
-        return [self._slots[index % SLOTS] for index in range(begin, begin + count)]
 
     def begin(self) -> None:
         if torch.cuda.is_current_stream_capturing():

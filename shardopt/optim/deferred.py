@@ -5,23 +5,41 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 #: Steps that may be waiting: each keeps its gradient.
-_MOST = 4
+MOST_WAITING = 4
+
+
+class _Step(NamedTuple):
+    """A step on its way, and what comes after it."""
+
+    taken: Future[None]
+    after: Callable[[], None]
 
 
 class DeferredSteps:
-    """A thread that carries out one step after another."""
+    """A thread that carries out one step after another.
+
+    What comes after a step is done by whoever submits the next one or waits: gradients are not to be freed while
+    another thread may read the parameter's attribute.
+    """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: deque[Future[None]] = deque()
+        self._waiting: deque[_Step] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def submit(self, device: torch.device, step: Callable[[], None]) -> None:
-        """Has a step taken, once what the device was told so far is done. Waits if too many steps do."""
+    def submit(self, device: torch.device, step: Callable[[], None], after: Callable[[], None]) -> None:
+        """Has a step taken, once what the device was told so far is done. Waits if too many steps do.
+
+        Args:
+            device: of what is stepped.
+            step: takes it, in the other thread.
+            after: is called in this one.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
         work = step
@@ -30,9 +48,9 @@ class DeferredSteps:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             ready = torch.cuda.current_stream(device).record_event()
             work = _in_stream(self._streams[device], ready, step)
-        self._pending.append(self._thread.submit(work))
-        if len(self._pending) > _MOST:
-            self._pending.popleft().result()
+        self._waiting.append(_Step(self._thread.submit(work), after))
+        while self._waiting and (len(self._waiting) > MOST_WAITING or self._waiting[0].taken.done()):
+            self._finish(self._waiting.popleft())
 
     def wait(self) -> None:
         """Waits until all are done; what is computed next sees them.
@@ -40,13 +58,20 @@ class DeferredSteps:
         Raises:
             Exception: what the first step raised that failed.
         """
-        pending, self._pending = list(self._pending), deque()
-        for future in pending:
-            future.exception()
+        for step in self._waiting:
+            step.taken.exception()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
-        for future in pending:
-            future.result()
+        waiting, self._waiting = self._waiting, deque()
+        for step in waiting:
+            if step.taken.exception() is None:
+                step.after()
+        for step in waiting:
+            step.taken.result()
+
+    def _finish(self, step: _Step) -> None:
+        step.taken.result()
+        step.after()
 
 
 def _in_stream(stream: torch.cuda.Stream, ready: torch.cuda.Event, step: Callable[[], None]) -> Callable[[], None]:

@@ -30,7 +30,8 @@ CHUNK_BYTES = 32 << 20
 FROM_CPU = False
 
 _CPU = torch.device("cpu")
-_ALIGNMENT = 64  # bytes
+#: How entries of the state are aligned in the host's memory, in bytes.
+ALIGNMENT = 64
 
 
 class Place(NamedTuple):
@@ -200,7 +201,7 @@ class StatePlaces:
             entries = {}
             for key, like in _local_entries(spec).items():
                 entries[key] = (end, like)
-                end += -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+                end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
             homes.append((param, entries))
             pin |= param.device.type == "cuda"
         if not homes:

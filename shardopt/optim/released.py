@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +77,8 @@ class ReleasedParameters:
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
 
+        With ``offload="step"`` it is taken beside the backward pass, and up to five gradients wait.
+
         Raises:
             RuntimeError: it was stepped since the optimizer's last ``step()``; or see :func:`make_plan`.
         """
@@ -91,9 +94,11 @@ class ReleasedParameters:
         group = _group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
         if optimizer.places.place(param).offload == "step":
-            self._deferred.submit(param.device, lambda: self._step(param, parameter, group))
+            step, release = partial(self._step, param, parameter, group), partial(setattr, param, "grad", None)
+            self._deferred.submit(param.device, step, release)
         else:
             self._step(param, parameter, group)
+            param.grad = None
         parameter.stepped = True
         # The backward pass goes on: where it still needs the old value, autograd is to notice.
         increment_version(param)
@@ -107,7 +112,6 @@ class ReleasedParameters:
         parameter.stepper.step([view], {param: entries}, optimizer._group, _NO_SCALING)
         if known is None:
             optimizer.state[param] = entries
-        param.grad = None
 
     def wait(self) -> None:
         """Waits for steps that are taken beside the backward pass."""

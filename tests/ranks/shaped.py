@@ -80,29 +80,25 @@ def most_gradient_bytes(params: list[nn.Parameter], hold: int = 0) -> Iterator[C
         params: whose gradients.
         hold: steps of released gradients wait until so many are there, or no more can come.
     """
-    live: dict[nn.Parameter, tuple[int, int]] = {}  # addresses and bytes
-    found: list[int] = [0]
+    counts, nbytes = [0], [0]
     original = ReleasedParameters._step
 
     def complete(param: nn.Parameter) -> None:
-        # Only this gradient is looked at: others may just be freed by the thread that steps.
-        storage = shard_of(param).local(param.grad).untyped_storage()
-        live[param] = storage.data_ptr(), storage.nbytes()
-        found.append(sum(dict(live.copy().values()).values()))
+        storages = [shard_of(p).local(p.grad).untyped_storage() for p in params if p.grad is not None]
+        counts.append(len(storages))
+        nbytes.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
 
-    def step(self: ReleasedParameters, param: nn.Parameter, *others: Any) -> None:
+    def step(self: ReleasedParameters, *which: Any) -> None:
         end = time.monotonic() + 30
-        while len(live) < hold and len(found) <= len(params):
-            assert time.monotonic() < end, f"{len(live)} gradients are there, expected {hold}"
+        while counts[-1] < hold and len(counts) <= len(params):
+            assert time.monotonic() < end, f"{counts[-1]} gradients are there, expected {hold}"
             time.sleep(0.001)
-        original(self, param, *others)
-        if param.grad is None:
-            del live[param]
+        original(self, *which)
 
     hooks = [param.register_post_accumulate_grad_hook(complete) for param in params]
     ReleasedParameters._step = step
     try:
-        yield lambda: max(found)
+        yield lambda: max(nbytes)
     finally:
         ReleasedParameters._step = original
         for hook in hooks:

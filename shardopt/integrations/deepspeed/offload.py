@@ -95,7 +95,8 @@ def _load_state(engine: Any, load_dir: str, tag: str) -> None:
         engine.basic_optimizer.load_state_dict(saved["optimizer_state_dict"])
     finally:
         wrapper._clear_fp32_optimizer_param_groups()
-    for index, (master, value) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, saved["fp32_flat_groups"])):
+    masters = zip(wrapper.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)
+    for index, (master, value) in enumerate(masters):
         if not wrapper._swappable_optimizer_subgroup(index):
             master.data.copy_(value)
             wrapper._reassign_or_swap_out_partitioned_parameters(index)

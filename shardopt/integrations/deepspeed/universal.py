@@ -137,6 +137,7 @@ def _saved_groups(engine: Any, folder: str) -> list[dict[str, Any]]:
                     "out, or use shardopt.checkpoint"
                 )
     path = os.path.join(folder, "zero", "optimizer_state.pt")
+    # Objects of DeepSpeed are in it, which itself unpickles it next: it has to be trusted anyway.
     saved: list[dict[str, Any]] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)["param_groups"]
     if len(saved) != len(optimizer.param_groups):
         raise ValueError(

@@ -1,0 +1,244 @@
+"""Bytes per parameter under DeepSpeed, as allocated while the optimizer steps, for every stage and offload: a table.
+
+All tensors that are alive are walked, each piece of memory is counted once, and what part it plays is looked up in
+DeepSpeed's own attributes. On the CPU accelerator the device's memory is the host's, so the part says on which side a
+piece would stand with a GPU: the optimizer's state, masters, their gradients and the staging buffers in the host's
+memory if ``offload_optimizer`` is on, the parameters' partitions if ``offload_param`` is; all else on the device.
+Buffers whose size the config or the largest parameter fixes (buckets) are counted apart, in MB.
+
+ZeRO 0 to 2 hold all weights on each rank: they are per parameter of the model. All else is per parameter that a rank
+owns.
+
+    torchrun --nproc_per_node 2 benchmarks/deepspeed_memory.py     # DeepSpeed compiles its CPU Adam the first time
+    torchrun --nproc_per_node 2 benchmarks/deepspeed_memory.py --no-peers
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import logging
+import os
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
+from step_cpu import commit, machine
+
+PARTS = ("weights", "masters", "gradients", "staging", "state")
+NO_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    stage: int
+    offload: tuple[str, ...]
+    dtype: str
+    master_bits: int | None = None  # of bf16 parameters without float32 masters
+
+    @property
+    def model(self) -> str:
+        if self.dtype == "float32":
+            return "fp32"
+        return "bf16, fp32 masters" if self.master_bits is None else f"bf16, {self.master_bits} bits"
+
+    def settings(self, peer: bool) -> dict[str, Any]:
+        """A config of ours, or of what DeepSpeed has instead: torch.optim's AdamW, or its own on the CPU."""
+        params: dict[str, Any] = {"lr": 1e-4}
+        if peer and "optimizer" not in self.offload:
+            params["torch_adam"] = True
+        if not peer and self.master_bits is not None:
+            params["master_weight_bits"] = self.master_bits
+        zero: dict[str, Any] = {f"offload_{what}": {"device": "cpu"} for what in self.offload}
+        bf16 = {"enabled": self.dtype == "bfloat16"} if self.master_bits is None else NO_MASTERS
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW" if peer else "AdamW8bit", "params": params},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": 1_000_000,
+                "stage3_param_persistence_threshold": 0,
+                **zero,
+            },
+            "bf16": bf16,
+        }
+
+
+def cases() -> list[Case]:
+    """All that DeepSpeed has."""
+    found = [Case(0, (), "float32"), Case(0, (), "bfloat16")]
+    kinds: list[tuple[str, int | None]] = [("float32", None), ("bfloat16", None), ("bfloat16", 32), ("bfloat16", 24)]
+    offloads: list[tuple[str, ...]] = [(), ("optimizer",), ("optimizer", "param")]
+    for stage, offload, (dtype, bits) in itertools.product((1, 2, 3), offloads, kinds):
+        if stage == 3 or "param" not in offload:
+            found.append(Case(stage, offload, dtype, bits))
+    return found
+
+
+@dataclass
+class Bytes:
+    """What :func:`measure` found: bytes by part and side (host or not), and those of buffers of a fixed size."""
+
+    parts: dict[tuple[str, bool], int]
+    fixed: int
+    numel: int
+    owned: int
+    stage: int
+
+    def per_parameter(self, part: str, host: bool) -> float:
+        whole = part == "weights" and self.stage < 3
+        return self.parts.get((part, host), 0) / (self.numel if whole else self.owned)
+
+    def total(self, host: bool) -> float:
+        return sum(self.per_parameter(part, host) for part in PARTS)
+
+
+def roles(engine: Any, case: Case) -> Iterator[tuple[str, bool, Iterable[Any]]]:
+    """Parts, whether they are the host's, and the tensors that play them; a piece of memory plays its first part."""
+    wrapper, optimizer = engine.optimizer, engine.basic_optimizer
+    host = "optimizer" in case.offload
+    params = list(engine.module.parameters())
+    yield "weights", "param" in case.offload, [getattr(param, "ds_tensor", param) for param in params]
+    held = masters(engine)
+    yield "masters", host, held
+    yield "gradients", host, [master.grad for master in held]
+    yield "gradients", host, [getattr(wrapper, "grad_partitions_flat_buffer", None)]
+    yield "gradients", False, [param.grad for param in params]
+    yield "staging", host, getattr(wrapper, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+    yield "state", host, [entry for state in optimizer.state.values() for entry in state.values()]
+
+
+def masters(engine: Any) -> list[Tensor]:
+    """What the optimizer steps."""
+    wrapper = engine.optimizer
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        if hasattr(wrapper, name):
+            return list(getattr(wrapper, name))
+    return [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
+
+
+def storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Bytes of the pieces of memory in which tensors stand, by address."""
+    found = {}
+    for x in tensors:
+        if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_sparse:
+            storage = x.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def walk(engine: Any, case: Case, before: Iterable[int]) -> Bytes:
+    """Counts what is alive, but for what was before."""
+    counted = set(before)
+    parts: dict[tuple[str, bool], int] = defaultdict(int)
+    for part, host, tensors in roles(engine, case):
+        for address, size in storages(tensors).items():
+            if address not in counted:
+                counted.add(address)
+                parts[part, host] += size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of attributes that are looked at only to see whether a thing is a tensor
+        alive = storages(x for x in gc.get_objects() if isinstance(x, Tensor))
+    fixed = sum(size for address, size in alive.items() if address not in counted)
+    numel = sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
+    return Bytes(dict(parts), fixed, numel, sum(master.numel() for master in masters(engine)), case.stage)
+
+
+def measure(case: Case, layers: int, width: int, *, peer: bool) -> Bytes:
+    """Takes two steps; looks when all gradients of the second are there, and before they are used."""
+    import deepspeed
+
+    gc.collect()
+    before = set(storages(x for x in gc.get_objects() if isinstance(x, Tensor)))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=case.settings(peer))[0]
+    dtype = next(model.parameters()).dtype
+    found: list[Bytes] = []
+    inner = engine.basic_optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found.append(walk(engine, case, before))
+        return inner(*args, **kwargs)
+
+    for current in range(2):
+        engine.backward(engine(torch.ones(1, width, dtype=dtype)).float().square().mean())
+        if current == 1:
+            engine.basic_optimizer.step = step
+        engine.step()
+    engine.basic_optimizer.step = inner
+    engine.destroy()
+    return found[-1]
+
+
+def row(case: Case, ours: Bytes, theirs: Bytes | None) -> str:
+    def cell(part: str) -> str:
+        both = [f"{ours.per_parameter(part, False):.4g}", f"*{ours.per_parameter(part, True):.4g}*"]
+        return " + ".join(text for text in both if text not in ("0", "*0*")) or "0"
+
+    def totals(found: Bytes) -> str:
+        return f"{found.total(False):.4g} + *{found.total(True):.4g}*" if case.offload else f"{found.total(False):.4g}"
+
+    peer = "-" if theirs is None else totals(theirs)
+    cells = [
+        str(case.stage),
+        ", ".join(case.offload) or "no",
+        case.model,
+        *map(cell, PARTS),
+        f"**{totals(ours)}**",
+        peer,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--no-peers", action="store_true", help="leave out torch.optim.AdamW and DeepSpeedCPUAdam")
+    args = parser.parse_args()
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # what DeepSpeed uses of torch
+    # Collectives go through gloo; DeepSpeed would compile a faster one. Its module's attribute "torch" is not this one.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    dist.init_process_group("gloo")
+    speaks = dist.get_rank() == 0
+    if speaks:
+        print(f"{machine()}, DeepSpeed {deepspeed.__version__}, commit {commit()}, {' '.join(sys.argv)}")
+        print(f"{args.layers} matrices of {args.width} x {args.width}, {dist.get_world_size()} ranks, rank 0\n")
+        print(f"| ZeRO | offload | model | {' | '.join(PARTS)} | AdamW8bit | torch's / DeepSpeed's AdamW |")
+        print("| --- " * (len(PARTS) + 5) + "|")
+    fixed = 0.0
+    for case in cases():
+        if case.stage not in args.stages:
+            continue
+        ours = measure(case, args.layers, args.width, peer=False)
+        peer = not args.no_peers and case.master_bits != 24
+        theirs = measure(case, args.layers, args.width, peer=True) if peer else None
+        fixed = max(fixed, ours.fixed / 1e6)
+        if speaks:
+            print(row(case, ours, theirs), flush=True)
+    if speaks:
+        print(f"\nIn *italics*: in the host's memory. Buffers of a fixed size, at most: {fixed:.1f} MB")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

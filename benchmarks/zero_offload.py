@@ -1,0 +1,267 @@
+"""ZeRO-2 with the optimizer in the host's memory: 8-bit AdamW against DeepSpeedCPUAdam, interleaved in one process.
+
+Two engines train the same transformer on the same random tokens and take turns, first the one, then the other. Reported
+are medians over the rounds of the slowest rank's time: of the optimizer's own step, what of it the rank's process spent
+on a core (that is without what other processes took, and without waiting for other ranks), and of ``engine.step()``,
+which also clips, copies and gathers; then bytes per parameter that a rank owns: of the optimizer's state, and of
+resident memory that the first step added, and at most what later ones took and gave back.
+
+    torchrun --nproc_per_node 2 benchmarks/zero_offload.py --json zero_offload.json
+    python benchmarks/zero_offload.py --first-use     # seconds to the first step; DeepSpeed compiles for minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
+from step_cpu import commit, machine
+
+#: By the name that the results give them: config types. DeepSpeed makes of AdamW its DeepSpeedCPUAdam.
+TYPES = {"shardopt AdamW8bit": "AdamW8bit", "DeepSpeedCPUAdam": "AdamW"}
+HYPER = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+TOKENS = 20000
+
+
+class Transformer(nn.Module):
+    """An encoder of about so many parameters with an output as wide as its vocabulary, tied to the embedding."""
+
+    def __init__(self, numel: int, width: int = 768) -> None:
+        super().__init__()
+        layers = max(1, round((numel - TOKENS * width) / (12 * width**2)))
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.embedding = nn.Embedding(TOKENS, width)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.layers(self.embedding(tokens[:, :-1])) @ self.embedding.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Run:
+    """An engine and what was measured of it."""
+
+    engine: Any
+    optimizer_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)  # of the same, this process on a core
+    engine_s: list[float] = field(default_factory=list)
+    resident: int = 0  # bytes that the first step added
+    peak: int = 0  # bytes of resident memory in a step, at most, above those before it
+
+    @property
+    def state_bytes(self) -> int:
+        state = self.engine.basic_optimizer.state
+        return sum(x.nbytes for entries in state.values() for x in entries.values() if isinstance(x, Tensor))
+
+    @property
+    def owned(self) -> int:
+        return sum(master.numel() for master in self.engine.optimizer.single_partition_of_fp32_groups)
+
+
+@dataclass
+class Result:
+    contender: str
+    optimizer_ms: float  # medians of the rounds
+    cpu_ms: float
+    engine_step_ms: float
+    fastest_optimizer_ms: float
+    state_bytes_per_parameter: float  # that a rank owns
+    resident_bytes_per_parameter: float
+    peak_bytes_per_parameter: float
+
+
+def make_run(kind: str, numel: int, dtype: str) -> Run:
+    import deepspeed
+
+    # Collectives go through gloo; DeepSpeed would compile a faster one. Its module's attribute "torch" is not this one.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model = Transformer(numel)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": TYPES[kind], "params": HYPER},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": dtype == "bfloat16"},
+    }
+    run = Run(deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0])
+    assert type(run.engine.basic_optimizer).__name__ == kind.split()[-1]
+    inner = run.engine.basic_optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        found = inner(*args, **kwargs)
+        run.optimizer_s[-1] += time.perf_counter() - start
+        run.cpu_s[-1] += time.process_time() - cpu_start
+        return found
+
+    run.engine.basic_optimizer.step = step
+    return run
+
+
+def train(run: Run, tokens: Tensor) -> None:
+    """A step, timed from where all ranks have their gradients."""
+    run.engine.backward(run.engine(tokens))
+    first = not run.optimizer_s
+    if first:
+        before = _resident(peak=False)
+    _reset_peak()
+    started = _resident(peak=False)
+    run.optimizer_s.append(0.0)
+    run.cpu_s.append(0.0)
+    dist.barrier()
+    start = time.perf_counter()
+    run.engine.step()
+    run.engine_s.append(time.perf_counter() - start)
+    run.peak = max(run.peak, _resident(peak=True) - started)
+    if first:
+        run.resident = _resident(peak=False) - before
+        run.peak = 0  # that of later steps
+
+
+def measure(numel: int, dtype: str, rounds: int, length: int) -> tuple[list[Result], int]:
+    """Interleaved rounds after an unmeasured one; the order of the two changes from round to round."""
+    runs = {kind: make_run(kind, numel, dtype) for kind in TYPES}
+    total = sum(param.numel() for param in runs[next(iter(TYPES))].engine.module.parameters())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for current in range(rounds + 1):
+        tokens = torch.randint(TOKENS, (1, length), generator=generator)
+        for kind in sorted(runs, reverse=bool(current % 2)):
+            train(runs[kind], tokens)
+    return [_result(kind, run) for kind, run in runs.items()], total
+
+
+def _result(kind: str, run: Run) -> Result:
+    optimizer, cpu, engine = (_slowest(times[1:]) for times in (run.optimizer_s, run.cpu_s, run.engine_s))
+    sizes = [run.state_bytes, run.resident, run.peak]
+    return Result(
+        kind,
+        statistics.median(optimizer) * 1e3,
+        statistics.median(cpu) * 1e3,
+        statistics.median(engine) * 1e3,
+        min(optimizer) * 1e3,
+        *(size / run.owned for size in sizes),
+    )
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    """Per round, of all ranks."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+def _resident(*, peak: bool) -> int:
+    """Bytes of this process in memory: now, or at most since :func:`_reset_peak`."""
+    gc.collect()
+    if not peak:
+        ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    key = "VmHWM" if peak else "VmRSS"
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+_FIRST_USE = """
+import os, sys, time
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+import {module}
+param = torch.nn.Parameter(torch.ones(1024, 1024))
+param.grad = torch.ones_like(param)
+start = time.perf_counter()
+{make}.step()
+print(time.perf_counter() - start)
+"""
+
+
+def first_use() -> dict[str, float]:
+    """Seconds to make an optimizer and take a step, nothing compiled before, in processes of their own."""
+    makes = {
+        "shardopt AdamW8bit": ("shardopt", "shardopt.AdamW8bit([param])"),
+        "DeepSpeedCPUAdam": ("deepspeed.ops.adam", "deepspeed.ops.adam.DeepSpeedCPUAdam([param])"),
+    }
+    found = {}
+    for kind, (module, make) in makes.items():
+        script = _FIRST_USE.format(module=module, make=make)
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "TORCH_EXTENSIONS_DIR": folder}
+            done = subprocess.run(
+                [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+            )
+        found[kind] = float(done.stdout.splitlines()[-1])
+    return found
+
+
+def print_table(results: list[Result]) -> None:
+    base = results[-1]
+    print(f"{'':22}{'optimizer ms':>14}{'fastest':>10}{'on a core':>11}{'engine.step ms':>16}", end="")
+    print(f"{'state B/param':>15}{'resident':>10}{'peak':>8}   over {base.contender}: ", end="")
+    print("".join(f"{ratio:>7}" for ratio in ("time", "core", "step", "state")))
+    for result in results:
+        print(
+            f"{result.contender:22}{result.optimizer_ms:14.2f}{result.fastest_optimizer_ms:10.2f}"
+            f"{result.cpu_ms:11.2f}{result.engine_step_ms:16.2f}{result.state_bytes_per_parameter:15.3f}"
+            f"{result.resident_bytes_per_parameter:10.2f}{result.peak_bytes_per_parameter:8.2f}"
+            f"{'':{9 + len(base.contender)}}{result.optimizer_ms / base.optimizer_ms:7.2f}"
+            f"{result.cpu_ms / base.cpu_ms:7.2f}"
+            f"{result.engine_step_ms / base.engine_step_ms:7.2f}"
+            f"{result.state_bytes_per_parameter / base.state_bytes_per_parameter:7.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=100_000_000)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the model")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--length", type=int, default=33, help="tokens of a batch")
+    parser.add_argument("--first-use", action="store_true", help="measure only the time to the first step")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    args = parser.parse_args()
+    header: dict[str, Any] = {"machine": machine(), "commit": commit(), "command": sys.argv}
+    if args.first_use:
+        times = first_use()
+        print(f"{header['machine']}, commit {header['commit']}, one run")
+        for kind, seconds in times.items():
+            print(f"{kind:22}{seconds:10.2f} s from making the optimizer to the end of its first step")
+        return
+    dist.init_process_group("gloo")
+    results, numel = measure(args.numel, args.dtype, args.rounds, args.length)
+    first, ranks = dist.get_rank() == 0, dist.get_world_size()
+    dist.destroy_process_group()
+    if not first:
+        return
+    threads = torch.get_num_threads()
+    print(f"{header['machine']}, commit {header['commit']}, {' '.join(sys.argv)}, medians of {args.rounds} rounds")
+    print(f"{numel:,} parameters in {args.dtype}, ZeRO-2, optimizer offloaded, {ranks} ranks, {threads} threads each")
+    print_table(results)
+    if args.json:
+        header |= {"numel": numel, "ranks": ranks, "threads": threads, "dtype": args.dtype}
+        args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The backend of DeepSpeed: an engine that its own config describes, completed by the job's options."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm import engine_config, optimizers, runtime
+from lm.errors import UserError
+from lm.learner import Learner
+from lm.model import Transformer
+from lm.runtime import Ranks
+from shardopt.integrations.deepspeed.engine import opened
+
+if TYPE_CHECKING:
+    from lm.config import Config
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raises UserError where DeepSpeed is not installed, or its config cannot be completed."""
+    if find_spec("deepspeed") is None:
+        raise UserError("backend deepspeed: DeepSpeed is not installed: pip install 'shardopt[deepspeed]'")
+    engine_config.complete(config, world_size)
+
+
+def build(model: Transformer, ranks: Ranks, config: Config) -> Learner:
+    """Makes the engine.
+
+    Args:
+        model: the bare model on the CPU.
+        ranks: this rank.
+        config: the options.
+
+    Raises:
+        UserError: DeepSpeed refuses the config.
+    """
+    deepspeed = _import_deepspeed(ranks)
+    tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    groups = optimizers.groups(model, optimizers.matrices(model))
+    settings = engine_config.complete(config, ranks.world_size)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
+    except ValueError as error:
+        raise UserError(f"{config.deepspeed}: {error}") from error
+    for name, buffer in model.named_buffers():  # cast to bfloat16 with the parameters
+        buffer.data = tables[name].to(buffer.device)
+    return EngineLearner(engine, ranks.device)
+
+
+def _import_deepspeed(ranks: Ranks) -> Any:
+    # DeepSpeed would take a GPU where it finds one, and looks for itself among the ranks here.
+    os.environ["DS_ACCELERATOR"] = ranks.device.type
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
+    import deepspeed  # type: ignore[import-untyped]
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    # DeepSpeed calls what PyTorch renames.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if ranks.device.type == "cpu":
+        # It would spend minutes compiling collectives over shared memory; gloo has them, too.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class EngineLearner(Learner):
+    """That of DeepSpeed, whose engine is model and optimizer in one."""
+
+    def __init__(self, engine: Any, device: torch.device) -> None:
+        self.module = engine
+        self._engine = engine
+        self._device = device
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._engine.basic_optimizer.param_groups
+        return groups
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self._engine,)
+
+    def held(self) -> AbstractContextManager[tuple[nn.Module, Optimizer]]:
+        return opened(self._engine)
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self._engine.step()  # DeepSpeed counts the accumulation steps, and does no more here
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> tuple[float | None, float]:
+        runtime.synchronize(self._device)
+        began = time.perf_counter()
+        self._engine.step()
+        runtime.synchronize(self._device)
+        seconds = time.perf_counter() - began
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm), seconds

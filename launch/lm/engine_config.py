@@ -1,0 +1,152 @@
+"""DeepSpeed's config and the job's options, which say some of the same things.
+
+What only one of them says, the other takes over; ``"auto"`` in the config says nothing. Both may say it, if it is the
+same.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm import optimizers
+from lm.errors import UserError
+
+if TYPE_CHECKING:
+    from lm.config import Config
+
+Settings = dict[str, Any]
+
+AUTO = "auto"
+
+# Where the config says what the job's options do.
+_BATCH = {
+    "train_batch_size": "batch",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clipping": "clip",
+}
+_PARAMS = ("lr", "betas", "eps", "momentum", "dampening", "nesterov", *optimizers.SHARED_OPTIONS)
+# What the job does itself, or cannot do.
+_REFUSED = {
+    "scheduler": "the job has a schedule of its own: leave it out, see --warmup and --min-lr",
+    "fp16": "the job computes in float32 or bfloat16: leave it out, see --precision",
+    "amp": "the job computes in float32 or bfloat16: leave it out, see --precision",
+}
+# bfloat16 parameters without float32 masters.
+_NO_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+
+
+def read(path: str) -> Settings:
+    """Reads a config.
+
+    Raises:
+        UserError: it is none, or asks for what the job cannot do.
+    """
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the DeepSpeed config {path}: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: got {type(settings).__name__}, expected an object of DeepSpeed's sections")
+    for name, remedy in _REFUSED.items():
+        section = settings.get(name)
+        if section is not None and not (isinstance(section, dict) and section.get("enabled") is False):
+            raise UserError(f"{path}: got {name}, but {remedy}")
+    return settings
+
+
+def options(settings: Settings, path: str, world_size: int) -> dict[str, tuple[str, Any]]:
+    """What a config says of the job's options.
+
+    Args:
+        settings: the config.
+        path: its file, for errors.
+        world_size: of the run.
+
+    Returns:
+        option -> (where it stands in the config, value).
+
+    Raises:
+        UserError: the config names an optimizer that the job does not have, or its batch sizes do not fit together.
+    """
+    found = {option: (place, settings[place]) for place, option in _BATCH.items() if _says(settings, place)}
+    micro = "train_micro_batch_size_per_gpu"
+    if _says(settings, micro):
+        parts = found.get("accumulate", ("", 1))[1] * world_size
+        batch = settings[micro] * parts
+        if found.setdefault("batch", (f"{micro} on {world_size} ranks", batch))[1] != batch:
+            raise UserError(
+                f"{path}: got train_batch_size {found['batch'][1]}, expected {batch}: {micro} {settings[micro]} x "
+                f"{parts // world_size} accumulation steps x {world_size} ranks; leave one of them out"
+            )
+    optimizer = settings.get("optimizer", {})
+    if _says(optimizer, "type"):
+        found["optimizer"] = ("optimizer.type", _optimizer(optimizer["type"], path))
+    params = optimizer.get("params", {})
+    found.update({name: (f"optimizer.params.{name}", params[name]) for name in _PARAMS if _says(params, name)})
+    bf16 = settings.get("bf16", {})
+    if _says(bf16, "enabled"):
+        stored = bf16["enabled"] and bf16.get(_NO_MASTERS[0], False)
+        precision = "bf16" if stored else "bf16-mixed" if bf16["enabled"] else "fp32"
+        found["precision"] = ("bf16", precision)
+    return found
+
+
+def complete(config: Config, world_size: int) -> Settings:
+    """The config of a run, with what the job's options say.
+
+    Args:
+        config: the options, which have taken over what the file says.
+        world_size: of the run.
+
+    Raises:
+        UserError: "auto" where the job has nothing to say.
+    """
+    assert config.deepspeed is not None
+    settings = copy.deepcopy(read(config.deepspeed))
+    settings.update(
+        train_batch_size=config.batch,
+        train_micro_batch_size_per_gpu=config.batch // (config.accumulate * world_size),
+        gradient_accumulation_steps=config.accumulate,
+        gradient_clipping=config.clip,
+    )
+    kind, params = optimizers.chosen(config)
+    section = settings.setdefault("optimizer", {})
+    section["type"] = f"{kind.__name__.removesuffix('8bit')}8bit"
+    section["params"] = {**_without_auto(section.get("params", {}), _PARAMS), **params}
+    bf16 = settings.setdefault("bf16", {})
+    bf16["enabled"] = config.precision != "fp32"
+    if config.precision == "bf16":
+        bf16.update(dict.fromkeys(_NO_MASTERS, True))
+    for place in _autos(settings):
+        raise UserError(f'{config.deepspeed}: got "auto" for {place}, which the job does not know; leave it out')
+    return settings
+
+
+def _says(section: Mapping[str, Any], name: str) -> bool:
+    return bool(section.get(name, AUTO) != AUTO)
+
+
+def _optimizer(kind: Any, path: str) -> str:
+    named = {f"{kind.__name__.removesuffix('8bit')}8bit": name for name, (kind, _) in optimizers.OPTIMIZERS.items()}
+    for known, name in named.items():
+        if known.lower() == str(kind).lower():
+            return name
+    raise UserError(f"{path}: got optimizer.type {kind!r}, expected one of {', '.join(named)}, or leave it out")
+
+
+def _without_auto(params: Settings, names: tuple[str, ...]) -> Settings:
+    return {name: value for name, value in params.items() if name not in names or value != AUTO}
+
+
+def _autos(section: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{within}{name}.")
+        elif value == AUTO:
+            yield within + name

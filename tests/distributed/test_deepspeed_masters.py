@@ -1,0 +1,241 @@
+"""DeepSpeed's masters that are the parameters themselves: bf16 without float32 masters, and the memory that saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardopt
+from ranks.deepspeed import (
+    WITHOUT_MASTERS,
+    bf16_engine,
+    bf16_whole,
+    config,
+    engine_snapshot,
+    masters,
+    model_parameters,
+    step_engine,
+    stepped_engine,
+    whole_snapshot,
+)
+from ranks.pool import Pool
+from ranks.snapshot import Snapshot, assert_same
+from shardopt.integrations.deepspeed import hooks
+
+STEPS = 3
+ROUND_ROBIN = {"round_robin_gradients": True}
+SUB_GROUPS = {"sub_group_size": 20000}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+ALL_OFFLOAD = {**OFFLOAD, "offload_param": {"device": "cpu"}}
+#: Where masters live, at its worst.
+ZERO: list[tuple[int, dict[str, Any]]] = [
+    (1, ROUND_ROBIN),
+    (2, ROUND_ROBIN),
+    (3, SUB_GROUPS),
+    (1, {**OFFLOAD, **ROUND_ROBIN}),
+    (2, {**PINNED, **ROUND_ROBIN}),
+    (3, {**PINNED, **SUB_GROUPS}),
+    (3, {**ALL_OFFLOAD, **SUB_GROUPS}),
+]
+
+
+def _config(stage: int, zero: dict[str, Any], bits: int = 24, **options: Any) -> dict[str, Any]:
+    params = {"master_weight_bits": bits, **options.pop("params", {})}
+    return config(stage, zero=zero, params=params, bf16=WITHOUT_MASTERS, **options)
+
+
+def _check(engine: Any, steps: int) -> None:
+    """Demands that an engine is what the unsharded optimizer of bf16 parameters is."""
+    whole, optimizer = bf16_whole(engine.config["optimizer"]["params"], steps)
+    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
+    assert_same(model_parameters(engine), {name: param.detach() for name, param in whole.named_parameters()})
+    assert {flat.dtype for flat, _ in masters(engine)} == {torch.bfloat16}
+
+
+def _as_whole(settings: dict[str, Any]) -> None:
+    _check(bf16_engine(settings, STEPS), STEPS)
+
+
+@pytest.mark.parametrize("bits", [24, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "zero"), ZERO[3:])
+def test_offloaded_bf16_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], bits: int) -> None:
+    deepspeed_ranks.run(2, _as_whole, _config(stage, zero, bits))
+
+
+def _read_by_deepspeed(settings: dict[str, Any]) -> None:
+    """Its way from a parameter to its master leads to the memory that is stepped."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    engine = bf16_engine(settings, STEPS)
+    read = {name: safe_get_full_fp32_param(param).float() for name, param in engine.module.named_parameters()}
+    assert_same(read, {name: param.float() for name, param in model_parameters(engine).items()})
+
+
+@pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], ZERO[6]])
+def test_deepspeed_reads_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, _read_by_deepspeed, _config(stage, zero))
+
+
+def test_bf16_masters_without_the_flag_of_states(deepspeed_ranks: Pool) -> None:
+    """It says how DeepSpeed's Adam keeps its moments; ours are what the codec says."""
+    settings = _config(2, OFFLOAD)
+    settings["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True}
+    deepspeed_ranks.run(2, _as_whole, settings)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Engines made inside keep all the copies that DeepSpeed makes."""
+    share, hooks.share_copies = hooks.share_copies, lambda wrapper: None
+    try:
+        yield
+    finally:
+        hooks.share_copies = share
+
+
+def _both(settings: dict[str, Any], *, seed: int = 0) -> tuple[Any, Any]:
+    """Two engines alike after some steps, the second with everything apart."""
+    bf16 = settings.get("bf16", {}).get("enabled", False)
+    make = bf16_engine if bf16 else stepped_engine
+    one = make(settings, STEPS, seed=seed)
+    with _apart():
+        other = make(settings, STEPS, seed=seed)
+    assert [flat.shape for flat, _ in masters(one)] == [flat.shape for flat, _ in masters(other)]
+    return one, other
+
+
+def _all(engine: Any) -> Snapshot:
+    return {**engine_snapshot(engine), **{f"model.{k}": v for k, v in model_parameters(engine).items()}}
+
+
+def _as_apart(settings: dict[str, Any]) -> None:
+    one, other = _both(settings)
+    assert_same(_all(one), _all(other))
+    assert sum(_sizes(one).values()) < sum(_sizes(other).values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"gradient_clipping": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        {"gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
+    ],
+)
+@pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], *ZERO[4:]])
+def test_shared_is_as_apart(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, _as_apart, _config(stage, zero, **options))
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"), [*ZERO[1:3], *(pytest.param(*case, marks=pytest.mark.slow) for case in (ZERO[0], *ZERO[3:]))]
+)
+def test_float32_is_shared_too(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, _as_apart, config(stage, zero=zero, gradient_clipping=0.1))
+
+
+def _sizes(engine: Any) -> dict[int, int]:
+    """The bytes of each piece of memory that parameters, masters, gradients and staging buffers stand in."""
+    wrapper = engine.optimizer
+    found = [flat for flat, _ in masters(engine)]
+    found += [flat.grad for flat, _ in masters(engine) if flat.grad is not None]
+    found += [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
+    found += getattr(wrapper, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+    found += [x for x in [getattr(wrapper, "grad_partitions_flat_buffer", None)] if x is not None]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+
+
+def _saves(settings: dict[str, Any], saved: int) -> None:
+    one, other = _both(settings)
+    owned = sum(flat.numel() for flat, _ in masters(one))
+    assert sum(_sizes(other).values()) - sum(_sizes(one).values()) == saved * owned
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "saved"),
+    [
+        (1, {}, 2),  # masters
+        (2, ROUND_ROBIN, 2),
+        (3, SUB_GROUPS, 2),
+        (1, OFFLOAD, 2),  # staging
+        (2, PINNED, 2),
+        (3, OFFLOAD, 2),  # gradients
+        (3, ALL_OFFLOAD, 4),  # both
+    ],
+)
+def test_bytes_saved_per_owned_parameter(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], saved: int) -> None:
+    deepspeed_ranks.run(2, _saves, _config(stage, zero), saved)
+
+
+def _locked_by_deepspeed(settings: dict[str, Any]) -> None:
+    """It would free memory twice, so the pieces stay apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        one, other = _both(settings)
+        assert len(_sizes(one)) < len(_sizes(other))
+        wrapper = other.optimizer
+        patch.setenv("DS_PIN_MEMORY_BACKEND", "native")
+        before = _sizes(other)
+        hooks.share_copies(wrapper)
+        assert _sizes(other) == before
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_native_pinning_shares_nothing_offloaded(deepspeed_ranks: Pool, stage: int) -> None:
+    deepspeed_ranks.run(2, _locked_by_deepspeed, _config(stage, OFFLOAD))
+
+
+def _save_own(settings: dict[str, Any], path: Path) -> None:
+    engine = bf16_engine(settings, STEPS)
+    engine.save_checkpoint(str(path))
+    dist.barrier()
+    files = list(path.rglob(f"*zero_pp_rank_{dist.get_rank()}_*optim_states.pt"))
+    assert len(files) == 1
+    owned = sum(flat.numel() for flat, _ in masters(engine))
+    state = sum(x.nbytes for s in engine.basic_optimizer.state.values() for x in s.values())
+    assert files[0].stat().st_size < 2 * owned + state + 50_000  # its own masters, not everyone's parameters
+
+
+def _load_own(settings: dict[str, Any], path: Path) -> None:
+    engine = bf16_engine(settings, 2, seed=1)
+    shared = set(_sizes(engine))
+    assert engine.load_checkpoint(str(path))[0] is not None
+    assert set(_sizes(engine)) == shared
+    _goes_on(engine)
+
+
+def _goes_on(engine: Any) -> None:
+    _check(engine, STEPS)
+    for step in range(STEPS, STEPS + 2):
+        step_engine(engine, step)
+    _check(engine, STEPS + 2)
+
+
+@pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], *ZERO[4:]])
+def test_own_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
+    settings = _config(stage, zero)
+    deepspeed_ranks.run(2, _save_own, settings, tmp_path)
+    deepspeed_ranks.run(2, _load_own, settings, tmp_path)
+
+
+def _save(settings: dict[str, Any], path: Path) -> None:
+    shardopt.checkpoint.save(path, bf16_engine(settings, STEPS))
+
+
+def _load(settings: dict[str, Any], path: Path) -> None:
+    engine = bf16_engine(settings, 1, seed=1)
+    assert shardopt.checkpoint.load(path, engine).converted == {}
+    _goes_on(engine)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 5), (4, 6), (6, 1)])
+def test_portable_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
+    """On other numbers of ranks; four of them average exactly, three do not."""
+    deepspeed_ranks.run(4, _save, _config(*ZERO[saved]), tmp_path)
+    deepspeed_ranks.run(2, _load, _config(*ZERO[loaded]), tmp_path)

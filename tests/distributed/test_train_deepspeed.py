@@ -1,0 +1,213 @@
+"""The training job with DeepSpeed: every config, against FSDP2, and checkpoints to and from other backends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.utils.cpp_extension
+
+import train
+from ranks.pool import Pool
+from train_job import ROOT, TINY, digests, losses, run_on, summary, write_text
+
+CONFIGS = ROOT / "configs"
+UNCLIPPED = (*TINY, "--clip", 0)  # a norm is summed in another order elsewhere
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def fsdp2(deepspeed_ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run on 2 ranks of FSDP2, with checkpoints at steps 4 and 8."""
+    output = tmp_path_factory.mktemp("fsdp2")
+    run_on(deepspeed_ranks, 2, *UNCLIPPED, "--data", text, "--output", output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def zero3(deepspeed_ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with ZeRO 3."""
+    output = tmp_path_factory.mktemp("zero3")
+    run_deepspeed(deepspeed_ranks, CONFIGS / "zero3.json", *UNCLIPPED, "--data", text, "--output", output)
+    return output
+
+
+def run_deepspeed(ranks: Pool, path: Path, *options: object) -> dict[str, Any]:
+    """Runs the job on 2 ranks of DeepSpeed, which may compile nothing, and returns its summary."""
+    argv = [str(option) for option in (*options, "--backend", "deepspeed", "--deepspeed", path)]
+    assert ranks.run(2, _without_compiler, argv) == [0, 0]
+    return summary(Path(argv[argv.index("--output") + 1]))
+
+
+def _without_compiler(argv: list[str]) -> int:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"got a compilation of {args}, expected none")
+
+    torch.utils.cpp_extension.load = refuse
+    return train.main(argv)
+
+
+def write_config(folder: Path, **settings: Any) -> Path:
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero2_offload"])
+def test_zero_1_and_2_leave_the_bits_of_fsdp2(
+    name: str, deepspeed_ranks: Pool, fsdp2: Path, text: Path, tmp_path: Path
+) -> None:
+    path = CONFIGS / f"{name}.json"
+    found = run_deepspeed(deepspeed_ranks, path, *UNCLIPPED, "--data", text, "--output", tmp_path)
+    assert losses(tmp_path) == losses(fsdp2)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
+    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(fsdp2, step) for step in (4, 8)]
+    theirs = summary(fsdp2)
+    assert found["heldout_loss"] == theirs["heldout_loss"]
+    assert found["parameters"] == theirs["parameters"]
+    assert found["state_bytes_per_parameter"] == pytest.approx(theirs["state_bytes_per_parameter"], rel=0.1)
+
+
+def test_zero_3_with_offload_leaves_the_bits_of_zero_3(
+    deepspeed_ranks: Pool, zero3: Path, fsdp2: Path, text: Path, tmp_path: Path
+) -> None:
+    options = (*UNCLIPPED, "--data", text, "--output", tmp_path)
+    run_deepspeed(deepspeed_ranks, CONFIGS / "zero3_offload.json", *options)
+    assert losses(tmp_path) == losses(zero3)
+    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(zero3, step) for step in (4, 8)]
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
+    # ZeRO 3 multiplies matrices in a function of its own.
+    assert losses(tmp_path) == pytest.approx(losses(fsdp2), rel=1e-4)
+
+
+def test_accumulation_and_clipping(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
+    common = (*TINY, "--data", text, "--accumulate", 2, "--clip", 0.5, "--checkpoint-interval", 0)
+    run_on(deepspeed_ranks, 2, *common, "--output", tmp_path / "fsdp2")
+    run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *common, "--output", tmp_path / "zero2")
+    assert losses(tmp_path / "zero2") == pytest.approx(losses(tmp_path / "fsdp2"), rel=1e-5)
+    norms = [[row["grad_norm"] for row in rows(tmp_path / name) if "grad_norm" in row] for name in ("zero2", "fsdp2")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert max(norms[1]) > 0.5  # it was clipped
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_a_checkpoint_of_fsdp2_resumes(
+    name: str, deepspeed_ranks: Pool, fsdp2: Path, zero3: Path, text: Path, tmp_path: Path
+) -> None:
+    """Under ZeRO 2 bit for bit as if it had never been another backend's."""
+    saved = fsdp2 / "checkpoints" / "step-00000004"
+    options = (*UNCLIPPED, "--data", text, "--output", tmp_path, "--resume", saved)
+    found = run_deepspeed(deepspeed_ranks, CONFIGS / f"{name}.json", *options)
+    assert found["verified"]["tensors"] == len(digests(fsdp2, 4))
+    assert found["verified"]["codes"] == found["verified"]["scales"] > 0
+    if name == "zero2":
+        assert digests(tmp_path, 8) == digests(fsdp2, 8)
+    assert losses(tmp_path) == pytest.approx(losses(fsdp2)[4:], rel=1e-4)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("fsdp2", 3), ("ddp", 1)])
+def test_a_checkpoint_of_zero_3_resumes_elsewhere(
+    backend: str, world_size: int, ranks: Pool, zero3: Path, text: Path, tmp_path: Path
+) -> None:
+    options = (*UNCLIPPED, "--data", text, "--output", tmp_path, "--backend", backend, "--stop-at-step", 5)
+    found = run_on(ranks, world_size, *options, "--resume", zero3 / "checkpoints" / "step-00000004")
+    assert found["verified"]["tensors"] == len(digests(zero3, 4))
+    assert found["verified"]["codes"] > 0
+    assert losses(tmp_path) == pytest.approx(losses(zero3)[4:5], rel=1e-4)
+
+
+def test_zero_3_resumes_as_if_it_had_never_stopped(
+    deepspeed_ranks: Pool, zero3: Path, text: Path, tmp_path: Path
+) -> None:
+    options = (*UNCLIPPED, "--data", text, "--output", tmp_path)
+    resume = ("--resume", zero3 / "checkpoints" / "step-00000004")
+    run_deepspeed(deepspeed_ranks, CONFIGS / "zero3.json", *options, *resume)
+    assert losses(tmp_path) == losses(zero3)[4:]
+    assert digests(tmp_path, 8) == digests(zero3, 8)
+
+
+def test_bfloat16_and_the_options_that_the_config_says(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
+    """All is said in the config, in the words of DeepSpeed; the job takes it over."""
+    optimizer = {"type": "lion8bit", "params": {"lr": 3e-4, "betas": [0.9, 0.98], "codec": "auto"}}
+    zero = {"stage": 2}
+    path = write_config(
+        tmp_path,
+        train_micro_batch_size_per_gpu=3,
+        gradient_accumulation_steps=2,
+        gradient_clipping="auto",
+        optimizer=optimizer,
+        bf16={"enabled": True},
+        zero_optimization=zero,
+    )
+    left_out = ("--batch", "12")
+    assert left_out == TINY[TINY.index("--batch") : TINY.index("--batch") + 2]
+    options = [option for option in TINY if option not in left_out]
+    found = run_deepspeed(deepspeed_ranks, path, *options, "--data", text, "--output", tmp_path)
+    expected = {"batch": 12, "accumulate": 2, "clip": 1.0, "lr": 3e-4, "optimizer": "lion", "precision": "bf16-mixed"}
+    assert {name: found["options"][name] for name in expected} == expected
+    assert found["options"]["betas"] == [0.9, 0.98]
+    assert found["heldout_loss"] < 5.6
+
+
+def test_bfloat16_without_masters(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
+    options = (*TINY, "--data", text, "--output", tmp_path, "--precision", "bf16", "--master-weight-bits", 24)
+    run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *options, "--stop-at-step", 4)
+    found = run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *options, "--resume", "auto")
+    assert found["verified"]["tensors"] == len(digests(tmp_path, 4))
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
+
+
+def test_what_deepspeed_refuses_is_one_line(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, optimizer={"params": {"quantum": 3}}, zero_optimization={"stage": 1})
+    argv = [*TINY, "--data", text, "--output", tmp_path, "--backend", "deepspeed", "--deepspeed", path]
+    for code, said in deepspeed_ranks.run(2, _run_and_listen, [str(option) for option in argv]):
+        assert code == 2
+        (line,) = said.splitlines()
+        assert line.startswith(
+            f"train.py: error: {path}: optimizer.params of AdamW8bit: got quantum, expected some of "
+        )
+
+
+def _run_and_listen(argv: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = train.main(argv)
+    return code, said.getvalue()
+
+
+@pytest.mark.slow
+def test_zero_3_on_nvme_leaves_the_bits_of_zero_3(zero3: Path, text: Path, tmp_path: Path) -> None:
+    """Compiles DeepSpeed's async_io, which takes minutes, where that was not done before."""
+    # What finds libaio compiles, too, which is not done in this process.
+    found = "from deepspeed.ops.op_builder.cpu import AsyncIOBuilder; print(AsyncIOBuilder().is_compatible())"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    if not done.stdout.splitlines() or done.stdout.splitlines()[-1] != "True":
+        pytest.skip("DeepSpeed's async_io needs libaio (Debian and Ubuntu: apt install libaio-dev)")
+    config = json.loads((CONFIGS / "zero3_nvme.json").read_text())
+    for part in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][part]["nvme_path"] = str(tmp_path)
+    path = write_config(tmp_path, **config)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", 2, ROOT / "launch" / "train.py", *UNCLIPPED, "--data", text, "--output", tmp_path]
+    command += ["--backend", "deepspeed", "--deepspeed", path]
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == losses(zero3)
+    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(zero3, step) for step in (4, 8)]

@@ -1,0 +1,75 @@
+"""A rank that dies under torchrun: all ranks start again from the last checkpoint, and nothing shows in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks.pool import Pool
+from test_launchers import free_port
+from train_job import (
+    MULTINODE,
+    PROGRAMS,
+    ROOT,
+    TINY,
+    digests,
+    losses,
+    pid_of_rank,
+    run_on,
+    wait_for_checkpoint,
+    write_text,
+)
+
+DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+    *("--nproc-per-node", "2", "--max-restarts", "1", str(ROOT / "launch" / "train.py")),
+)
+SCRIPT = ("bash", str(MULTINODE / "torchrun.sh"))
+LONG = (
+    *(*TINY, "--config", str(ROOT / "configs" / "small.yaml"), "--clip", "0", "--keep-checkpoints", "0"),
+    *("--steps", "500", "--checkpoint-interval", "20", "--stop-at-step", "80"),
+)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        (TORCHRUN, ("--backend", "fsdp2")),
+        pytest.param(SCRIPT, DEEPSPEED, marks=pytest.mark.slow),
+    ],
+    ids=["torchrun-fsdp2", "torchrun.sh-deepspeed"],
+)
+def test_a_killed_rank_starts_again(
+    launcher: tuple[str, ...], backend: tuple[str, ...], ranks: Pool, tmp_path: Path
+) -> None:
+    text, killed, whole = (tmp_path / name for name in ("text", "killed", "whole"))
+    write_text(text)
+    # What DeepSpeed leaves has the bits of FSDP2.
+    run_on(ranks, 2, *LONG, "--data", text, "--output", whole)
+
+    places = {"NODES": "1", "RANKS_PER_NODE": "2", "MAX_RESTARTS": "1", "FIRST_NODE": "localhost"}
+    places |= {"PORT": str(free_port()), "PATH": f"{PROGRAMS}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*launcher, *LONG, *backend, "--resume", "auto", "--data", text, "--output", killed],
+        env={**os.environ, **places},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for_checkpoint(killed, process)
+        os.kill(pid_of_rank(killed, 1), signal.SIGKILL)
+        said, _ = process.communicate(timeout=240)
+    finally:
+        process.terminate()
+    assert process.returncode == 0, said
+    assert said.count(f"resumed {killed}/checkpoints/step-") == 1
+    assert losses(killed) == losses(whole)
+    assert [digests(killed, step) for step in (20, 40, 60, 80)] == [digests(whole, step) for step in (20, 40, 60, 80)]

@@ -1,0 +1,147 @@
+"""A training job on two machines, which are network namespaces: it trains, loses one of them, and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import network
+from network import Node
+from ranks.pool import Pool
+from train_job import (
+    MULTINODE,
+    PROGRAMS,
+    ROOT,
+    TINY,
+    digests,
+    losses,
+    run_on,
+    steps_saved,
+    summary,
+    wait_for_checkpoint,
+    write_text,
+)
+
+DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
+SMALL = ROOT / "configs" / "small.yaml"  # which torchrun.sh takes
+#: Endless, as far as the tests go. A norm would be summed in another order where other ranks are.
+LONG = (*TINY, "--clip", "0", "--steps", "100000", "--backend", "fsdp2", "--timeout", "10", "--keep-checkpoints", "0")
+#: Seconds in which the other machine has to end: rather more than it takes on a busy machine.
+SOON = 60
+
+
+def start(
+    node: Node, nodes: int | str, ranks_per_node: int, *options: object, max_restarts: int = 0
+) -> subprocess.Popen[str]:
+    """Runs torchrun.sh on a node, as its user would."""
+    places = {"NODES": str(nodes), "RANKS_PER_NODE": str(ranks_per_node), "MAX_RESTARTS": str(max_restarts)}
+    return node.start(
+        ["bash", MULTINODE / "torchrun.sh", *LONG, *options],
+        env={
+            **os.environ,
+            **places,
+            "FIRST_NODE": "node1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def crash(node: Node, agent: subprocess.Popen[str]) -> None:
+    node.crash()
+
+
+def kill_agent(node: Node, agent: subprocess.Popen[str]) -> None:
+    os.kill(agent.pid, signal.SIGKILL)
+
+
+def unplug(node: Node, agent: subprocess.Popen[str]) -> None:
+    node.unplug()
+
+
+@pytest.fixture(autouse=True)
+def networks() -> None:
+    reason = network.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(
+    ("backend", "disturb"),
+    [
+        ((), crash),
+        pytest.param((), kill_agent, marks=pytest.mark.slow),
+        pytest.param((), unplug, marks=pytest.mark.slow),
+        pytest.param(DEEPSPEED, crash, marks=pytest.mark.slow),
+    ],
+    ids=["fsdp2-crash", "fsdp2-kill_agent", "fsdp2-unplug", "deepspeed-crash"],
+)
+def test_two_machines_of_which_one_is_lost(
+    backend: tuple[str, ...],
+    disturb: Callable[[Node, subprocess.Popen[str]], None],
+    ranks: Pool,
+    tmp_path: Path,
+) -> None:
+    text, output, whole = (tmp_path / name for name in ("text", "disturbed", "whole"))
+    write_text(text)
+    job = (*backend, "--data", text, "--output", output)
+
+    with network.two_nodes() as nodes:
+        first, second = agents = [start(node, 2, 1, *job) for node in nodes]
+        try:
+            wait_for_checkpoint(output, first)
+            disturb(nodes[1], second)
+            began = time.monotonic()
+            said, _ = first.communicate(timeout=SOON)
+            assert time.monotonic() - began < SOON
+        finally:
+            for agent in agents:
+                agent.kill()
+        assert first.returncode != 0
+        assert (
+            len([line for line in said.splitlines() if line.startswith("train.py: error: another rank is gone")]) == 1
+        )
+        if disturb is kill_agent:
+            said, _ = second.communicate(timeout=SOON)
+            assert "train.py: error: torchrun, which started this rank, is gone" in said
+
+    # The machine that is left has as many ranks now as both had, so that the sums are the same, too.
+    last = steps_saved(output)[-1]
+    with network.two_nodes() as (node, _):
+        alone = start(node, 1, 2, *job, "--stop-at-step", last + 4)
+        said, _ = alone.communicate(timeout=240)
+    assert alone.returncode == 0, said
+    found = summary(output)["verified"]
+    assert found["codes"] == found["scales"] > 0
+
+    # What DeepSpeed leaves has the bits of FSDP2.
+    run_on(ranks, 2, "--config", SMALL, *LONG, "--data", text, "--output", whole, "--stop-at-step", last + 4)
+    assert losses(output) == losses(whole)
+    assert steps_saved(output) == list(range(4, last + 5, 4))
+    for step in steps_saved(output):
+        assert digests(output, step) == digests(whole, step)
+
+
+@pytest.mark.slow
+def test_the_machine_that_is_left_goes_on_by_itself(tmp_path: Path) -> None:
+    """torchrun waits half a minute for another machine, and then starts without."""
+    text, output = tmp_path / "text", tmp_path / "output"
+    write_text(text)
+    job = ("--data", text, "--output", output, "--checkpoint-interval", 50, "--stop-at-step", 400)
+    with network.two_nodes() as nodes:
+        first, _ = (start(node, "1:2", 1, *job, max_restarts=3) for node in nodes)
+        wait_for_checkpoint(output, first)
+        nodes[1].crash()
+        said, _ = first.communicate(timeout=240)
+    assert first.returncode == 0, said
+    found = summary(output)
+    assert (found["world_size"], found["verified"]["world_size"]) == (1, 2)
+    assert steps_saved(output) == list(range(50, 401, 50))
