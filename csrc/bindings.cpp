@@ -113,7 +113,9 @@ PYBIND11_MODULE(_C, m) {
       .value("float16", WeightFormat::kFloat16)
       .value("bfloat16_plus8", WeightFormat::kBFloat16Plus8)
       .value("bfloat16_plus16", WeightFormat::kBFloat16Plus16)
-      .value("bfloat16_stochastic", WeightFormat::kBFloat16Stochastic);
+      .value("bfloat16_stochastic", WeightFormat::kBFloat16Stochastic)
+      .value("float16_plus8", WeightFormat::kFloat16Plus8)
+      .value("float16_plus16", WeightFormat::kFloat16Plus16);
   py::enum_<Phase>(m, "Phase")
       .value("step", Phase::kStep)
       .value("relative", Phase::kRelative)

@@ -14,8 +14,10 @@ from shardopt.optim import (
     Lion8bit,
     MemoryReport,
     SGD8bit,
+    check_numerics,
     memory_report,
 )
+from shardopt.precision import cast_model, is_norm
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,9 @@ __all__ = [
     "Lion8bit",
     "MemoryReport",
     "SGD8bit",
+    "cast_model",
+    "check_numerics",
+    "is_norm",
     "memory_report",
     "release_gradients",
 ]

@@ -22,6 +22,8 @@ FORMATS: dict[str, tuple[_C.WeightFormat, torch.dtype, torch.dtype | None]] = {
     "bf16+8": (_C.WeightFormat.bfloat16_plus8, torch.bfloat16, torch.int8),
     "bf16+16": (_C.WeightFormat.bfloat16_plus16, torch.bfloat16, torch.int16),
     "bf16 stochastic": (_C.WeightFormat.bfloat16_stochastic, torch.bfloat16, None),
+    "fp16+8": (_C.WeightFormat.float16_plus8, torch.float16, torch.int8),
+    "fp16+16": (_C.WeightFormat.float16_plus16, torch.float16, torch.int16),
 }
 HYPER = {
     "adam": [1e-2, 0.9, 0.999, 1e-8, 0.0, 0.1],

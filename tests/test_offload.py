@@ -209,6 +209,22 @@ def test_portable_checkpoint(tmp_path: Path, before: str | None, after: str | No
     assert kinds == {after}
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_full_precision_parameters(offload: str) -> None:
+    """The master bits are read and written where they are, before and after the first step."""
+    with offload_from_cpu(CHUNK, late_transfers(offload)):
+        plain, offloaded = (make(how, dtype=BF16, master_weight_bits=24) for how in (None, offload))
+        for model, optimizer in (plain, offloaded):
+            weights = optimizer.full_precision_parameters()
+            optimizer.load_full_precision_parameters({param: 1.001 * x for param, x in weights.items()})
+            run(model, optimizer, steps=2)
+        pairs = zip(plain[0].parameters(), offloaded[0].parameters(), strict=True)
+        found = [optimizer.full_precision_parameters() for _, optimizer in (plain, offloaded)]
+        for a, b in pairs:
+            assert torch.equal(found[0][a], found[1][b])
+        assert_equal(offloaded, plain)
+
+
 def test_state_lies_in_one_piece_of_memory() -> None:
     """Small parameters next to each other are one copy."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)) for _ in range(20)])

@@ -23,7 +23,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }
 PRESETS = {"AdamW8bit": "AdamW", "Adam8bit": "Adam", "Lion8bit": "Lion", "SGD8bit": "SGD"}
-OTHERS = ("GradientRelease", "MemoryReport", "memory_report", "release_gradients")
+OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
+OTHERS += ("release_gradients",)
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "log8",

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import bf16_at_random, join_weight, noise, noise_key, split_weight
+from weight_formats import BF16, FP16, FP32
 
-FP32 = torch.float32
-INFINITY = 0x7F800000
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small operations are quickest on one."""
+    saved = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(saved)
 
 
 def int_bits(x: Tensor) -> Tensor:
@@ -22,48 +33,113 @@ def every_mantissa(exponent: int) -> Tensor:
 
 
 def special_values() -> Tensor:
-    """Of every exponent the ends, the middle and both sides of ties; NaN and infinity; all with both signs."""
-    mantissas = [0, 1, 127, 128, 129, 383, 384, 385, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x7F7FFF, 0x7FFF7F]
-    mantissas += [0x7FFF80, 0x7FFFFF]
+    """Of every exponent the ends, the middle and both sides of ties; NaN and infinity; all with both signs.
+
+    Ties of both 16-bit floats, and of their words of 24 bits.
+    """
+    last_bits = [0, 1, 0xF, 0x10, 0x11, 0x30, 0x7F, 0x80, 0x81, 0x17F, 0x180, 0x181, 0xFFF, 0x1000, 0x1001, 0x3000]
+    last_bits += [0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000]
+    mantissas = last_bits + [0x7FFFFF - bits for bits in last_bits]
     magnitudes = torch.arange(256, dtype=torch.int32)[:, None] << 23 | torch.tensor(mantissas, dtype=torch.int32)
     positive = magnitudes.flatten().view(FP32)
     return torch.cat([positive, -positive])
 
 
-@pytest.mark.parametrize("exponent", [0, 127, 254])
-def test_splitting_every_mantissa(exponent: int) -> None:
-    x = every_mantissa(exponent)
-    magnitude = int_bits(x).long()
-    for low_bits, sign in ((8, 1), (16, -1)):
-        high, low = split_weight(sign * x, low_bits)
-        unit = 2 ** (16 - low_bits)
-        word = (magnitude.double() / unit).round().long()  # ties to even
-        if exponent == 254:
-            word.clamp_(max=INFINITY // unit - 1)  # stays finite
-        assert torch.equal(int_bits(join_weight(high, low, low_bits)), int_bits(sign * (word * unit).int().view(FP32)))
-        nearest = (word.double() / 2**low_bits + 0.5).floor().long()  # ties away from zero
-        assert torch.equal(int_bits(high.abs()).long(), nearest)
-        assert ((low >= -(2 ** (low_bits - 1))) & (low < 2 ** (low_bits - 1))).all()
-        if exponent < 254:
-            error = (word * unit - magnitude).abs().max()
-            assert error <= (128 if low_bits == 8 else 0)  # of 2^16: the last place of a bfloat16
+class Word(NamedTuple):
+    """A weight as its format defines it, computed in float64.
+
+    Attributes:
+        unit: of the last place of the parameter's dtype where the weight is.
+        value: of parameter and low bits together.
+        nearest: the parameter.
+    """
+
+    unit: Tensor
+    value: Tensor
+    nearest: Tensor
 
 
+def word_of(x: Tensor, dtype: torch.dtype, low_bits: int) -> Word:
+    """The word of finite weights >= 0: rounded to nearest even, clamped to finite; the parameter away from zero."""
+    info = torch.finfo(dtype)
+    wide = x.double()
+    exponent = torch.frexp(wide.clamp(min=info.smallest_normal)).exponent - 1
+    last_place = torch.ldexp(torch.full_like(wide, info.eps), exponent)
+    word = (wide / last_place * 2**low_bits).round()
+    largest = 2.0 ** math.floor(math.log2(info.max)) * (2 - max(info.eps / 2**low_bits, 2.0**-23))
+    value = (word * last_place / 2**low_bits).clamp(max=largest)
+    nearest = (value / last_place + 0.5).floor() * last_place
+    overflows = value >= 2.0 ** math.floor(math.log2(info.max)) * (2 - info.eps / 2)
+    return Word(last_place, value, torch.where(overflows, torch.inf, nearest))
+
+
+#: Biased exponents of float32: its ends and a middle; below, in and above float16's subnormals, its end.
+EXPONENTS = {BF16: [0, 127, 254], FP16: [101, 109, 112, 127, 142]}
+MORE_EXPONENTS = {BF16: range(1, 254, 9), FP16: (0, 50, *(e for e in range(98, 145) if e not in EXPONENTS[FP16]), 254)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [
+        *((dtype, exponent) for dtype, exponents in EXPONENTS.items() for exponent in exponents),
+        *(
+            pytest.param(dtype, exponent, marks=pytest.mark.slow)
+            for dtype, exponents in MORE_EXPONENTS.items()
+            for exponent in exponents
+        ),
+    ],
+    ids=str,
+)
+def test_splitting_every_mantissa(dtype: torch.dtype, exponent: int) -> None:
+    for x in every_mantissa(exponent).split(2**17):  # pieces that stay in the processor's caches
+        for low_bits, sign in ((8, 1), (16, -1)):
+            check_split(x, sign, dtype, low_bits)
+
+
+def check_split(x: Tensor, sign: int, dtype: torch.dtype, low_bits: int) -> None:
+    """Compares with the definition, and the definition with what is promised of it."""
+    high, low = split_weight(sign * x, low_bits, dtype)
+    back = join_weight(high, low, low_bits)
+    unit, value, nearest = word_of(x, dtype, low_bits)
+    assert torch.equal(back.double(), sign * value)
+    assert torch.equal(high.double(), sign * nearest)
+    assert high.dtype == dtype
+    assert ((low >= -(2 ** (low_bits - 1))) & (low < 2 ** (low_bits - 1))).all()
+    assert torch.equal(back.signbit(), (sign * x).signbit())
+    begin, end = {BF16: (0.0, 2.0**127), FP16: (2.0**-17, 2.0**15)}[dtype]
+    if x[0] < end:  # the last binade saturates
+        assert ((back.double() - sign * x.double()).abs() / unit).max() <= 2.0 ** -(low_bits + 1)
+        if low_bits == 16 and x[0] >= begin:
+            assert torch.equal(int_bits(back), int_bits(sign * x))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("low_bits", [8, 16])
-def test_splitting_special_values(low_bits: int) -> None:
+def test_splitting_special_values(low_bits: int, dtype: torch.dtype) -> None:
     x = special_values()
-    high, low = split_weight(x, low_bits)
+    high, low = split_weight(x, low_bits, dtype)
     back = join_weight(high, low, low_bits)
     assert torch.equal(back.isnan(), x.isnan())
     assert torch.equal(back.isinf(), x.isinf())
     assert torch.equal(back.isfinite(), x.isfinite())
     assert torch.equal(back.signbit(), x.signbit())
     assert (low[~x.isfinite() | (x == 0)] == 0).all()
-    if low_bits == 16:
-        assert torch.equal(int_bits(back)[~x.isnan()], int_bits(x)[~x.isnan()])
-    again = split_weight(back, low_bits)
+    finite = x.isfinite()
+    assert torch.equal(back[finite].abs().double(), word_of(x[finite].abs(), dtype, low_bits).value)
+    again = split_weight(back, low_bits, dtype)
     assert torch.equal(int_bits(again[0]), int_bits(high))
     assert torch.equal(again[1], low)
+
+
+@pytest.mark.parametrize("low_bits", [8, 16])
+def test_float16_is_infinite_from_where_torch_says(low_bits: int) -> None:
+    """The master weight goes on a little; beyond, it stays at the largest."""
+    x = torch.tensor([65504.0, 65519.75, 65520.0, 65535.0, 65536.0, 1e30, torch.inf, torch.nan])
+    high, low = split_weight(x, low_bits, FP16)
+    assert torch.equal(high.nan_to_num(nan=7.0), x.half().nan_to_num(nan=7.0))
+    back = join_weight(high, low, low_bits)
+    largest = 65536 - {8: 2.0**-3, 16: 2.0**-8}[low_bits]
+    assert back[3:7].tolist() == [65535.0, largest, largest, torch.inf]
 
 
 def test_noise_depends_on_all_that_it_should() -> None:

@@ -1,4 +1,4 @@
-"""Weights of more precision than bfloat16: low bits of a master weight in the state, and stochastic rounding."""
+"""Weights of more precision than their dtype: low bits of a master weight in the state, and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from shardopt.kernels.weights import join_weight, split_weight
 from shardopt.optim import ShardedOptimizer
 from test_kernels import STEPS, gradients, make, start, using
 from test_weight_formulas import every_mantissa, int_bits, special_values
+from weight_formats import BF16, FORMATS, FP16, FP32
 
-BF16, FP32 = torch.bfloat16, torch.float32
-FORMATS: dict[str, dict[str, Any]] = {
-    "24": {"master_weight_bits": 24},
-    "32": {"master_weight_bits": 32},
-    "stochastic": {"stochastic_rounding": True, "stochastic_rounding_seed": 7},
-}
 #: Low bits of a master weight, by ``master_weight_bits``.
 LOW = {24: 8, 32: 16}
+each_master = pytest.mark.parametrize(("dtype", "bits"), [(BF16, 24), (BF16, 32), (FP16, 24), (FP16, 32)], ids=str)
 
 
 def integers(low_bits: Tensor, bits: int) -> Tensor:
@@ -68,8 +64,10 @@ def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", RULES)
 def test_equal_the_reference(rule: str, codec: str, weights: str) -> None:
-    for dtype in (BF16, FP32):
-        compare(rule, codec, start(BF16), [gradients(t, dtype) for t in range(1, STEPS + 1)], **FORMATS[weights])
+    dtype, options = FORMATS[weights]
+    for gradient_dtype in (dtype, FP32):
+        steps = [gradients(t, gradient_dtype) for t in range(1, STEPS + 1)]
+        compare(rule, codec, start(dtype), steps, **options)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -77,45 +75,63 @@ def test_equal_the_reference(rule: str, codec: str, weights: str) -> None:
 @pytest.mark.parametrize("codec", ["log8", "dynamic8"])
 def test_block_sizes(codec: str, block_size: int, weights: str) -> None:
     shapes = ((2, 5000), (3, 257), (2, 4097))
-    steps = [gradients(t, BF16, shapes) for t in (1, 3)]
-    compare("adamw", codec, start(BF16, shapes), steps, block_size=block_size, **FORMATS[weights])
+    dtype, options = FORMATS[weights]
+    steps = [gradients(t, dtype, shapes) for t in (1, 3)]
+    compare("adamw", codec, start(dtype, shapes), steps, block_size=block_size, **options)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("codec", ["log8", "fp32"])
 def test_many_elements_on_two_threads(codec: str, weights: str) -> None:
     shapes = ((1, 100_003), (397, 257), (70_001,))
-    compare("adamw", codec, start(BF16, shapes), [gradients(t, BF16, shapes) for t in (1, 3)], **FORMATS[weights])
+    dtype, options = FORMATS[weights]
+    compare("adamw", codec, start(dtype, shapes), [gradients(t, dtype, shapes) for t in (1, 3)], **options)
 
 
-def written(x: Tensor, target: str, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def written(x: Tensor, target: str, dtype: torch.dtype = BF16, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """What a kernel writes for these weights: 0 - 1 * -x."""
-    param = Parameter(torch.zeros(x.shape, dtype=BF16))
+    param = Parameter(torch.zeros(x.shape, dtype=dtype))
     optimizer = RULES["sgd"].make([param], lr=1.0, weight_decay=0.0, nonfinite="propagate", **options)
     with using(target, threads=2):
         step(optimizer, {"": param}, {"": -x})
     return param.detach(), optimizer.state[param]
 
 
-@pytest.mark.parametrize("target", _C.cpu_targets())
-@pytest.mark.parametrize("bits", LOW)
-def test_kernels_split_as_the_formulas(bits: int, target: str) -> None:
-    x = torch.cat([every_mantissa(127), -every_mantissa(254)[::3], every_mantissa(0)[1::5], special_values()])
-    x = x[x != 0]  # 0 - -0 is 0
-    high, low = split_weight(x, LOW[bits])
-    param, state = written(x, target, master_weight_bits=bits)
-    found = integers(state["master_low_bits"], bits)
-    assert torch.equal(int_bits(param.abs()), int_bits(high.abs()))
-    assert torch.equal(param.signbit()[~x.isnan()], high.signbit()[~x.isnan()])
-    assert torch.equal(found.int(), low)
+@each_master
+def test_kernels_split_as_the_formulas(dtype: torch.dtype, bits: int) -> None:
+    few = {BF16: (254, 0), FP16: (142, 112, 109)}[dtype]
+    for x in [every_mantissa(127), *(-every_mantissa(exponent)[1::41] for exponent in few), special_values()]:
+        kernels_split(x[x != 0], dtype, bits)  # 0 - -0 is 0
+
+
+@pytest.mark.slow
+@each_master
+def test_kernels_split_every_mantissa(dtype: torch.dtype, bits: int) -> None:
+    """Of exponents at which something changes, and some between."""
+    exponents = {BF16: (0, 1, 64, 253, 254), FP16: (64, 101, 102, 103, 108, 109, 112, 113, 142, 143)}[dtype]
+    for place, exponent in enumerate(exponents):
+        x = every_mantissa(exponent) * (-1) ** place
+        kernels_split(x[x != 0], dtype, bits)
+
+
+def kernels_split(weights: Tensor, dtype: torch.dtype, bits: int) -> None:
+    """Compares what all instruction sets write with the formulas."""
+    for x in weights.split(2**17):
+        high, low = split_weight(x, LOW[bits], dtype)
+        for target in _C.cpu_targets():
+            param, state = written(x, target, dtype, master_weight_bits=bits)
+            found = integers(state["master_low_bits"], bits)
+            assert torch.equal(int_bits(param.abs()), int_bits(high.abs()))
+            assert torch.equal(param.signbit()[~x.isnan()], high.signbit()[~x.isnan()])
+            assert torch.equal(found.int(), low)
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())
-@pytest.mark.parametrize("bits", LOW)
-def test_a_step_of_nothing_keeps_every_weight(bits: int, target: str) -> None:
-    """Each bfloat16 that is a number with low bits all over their range."""
-    high = torch.arange(2**16).to(torch.int32)
-    high = high[(high & 0x7FFF) < 0x7F80].to(torch.int16).view(BF16)[:, None]
+@each_master
+def test_a_step_of_nothing_keeps_every_weight(dtype: torch.dtype, bits: int, target: str) -> None:
+    """Each parameter that is a number with low bits all over their range."""
+    high = torch.arange(2**16).to(torch.int32).to(torch.int16).view(dtype)
+    high = high[high.isfinite()][:, None]
     half = 2 ** (LOW[bits] - 1)
     low = torch.arange(-half, half, half // 64)
     param = Parameter(high.expand(-1, len(low)).contiguous())
@@ -131,38 +147,46 @@ def test_a_step_of_nothing_keeps_every_weight(bits: int, target: str) -> None:
     assert_same(everything(optimizer), before)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", RULES)
-def test_32_bits_are_float32(rule: str, codec: str) -> None:
-    """After every step the weights and the moments are those of float32 parameters, and the bfloat16 is the nearest."""
-    initial = start(BF16)
+def test_32_bits_are_float32(rule: str, codec: str, dtype: torch.dtype) -> None:
+    """After every step the weights and the moments are those of float32 parameters, and the parameter is the nearest.
+
+    For float16 so long as the weights are far enough from zero, beyond 2^-17.
+    """
+    initial = start(dtype)
+    if dtype == FP16:
+        initial = {name: torch.where(x.signbit(), x - 0.5, x + 0.5) for name, x in initial.items()}
     params, optimizer = make(rule, codec, initial, master_weight_bits=32)
     wide, expected = make(rule, codec, {name: x.float() for name, x in initial.items()})
     for t in range(1, STEPS + 3):
-        grads = gradients(t, BF16)
+        grads = gradients(t, dtype)
         with using(_C.cpu_targets()[0], threads=1):
             step(optimizer, params, grads)
             step(expected, wide, {name: gradient.float() for name, gradient in grads.items()})
         for name, param in params.items():
             assert torch.equal(int_bits(master_weights(optimizer, param)), int_bits(wide[name].detach()))
-            high, _ = split_weight(wide[name].detach(), 16)
+            high, _ = split_weight(wide[name].detach(), 16, dtype)
             assert torch.equal(int_bits(param.detach()), int_bits(high))
             state = {key: x for key, x in optimizer.state[param].items() if key != "master_low_bits"}
             assert_same(state, expected.state[wide[name]])
 
 
-def test_24_bits_are_nearer_to_float32_than_bfloat16() -> None:
-    """Lion's equal steps of 1/50 of a last place: bfloat16 stands still."""
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_24_bits_are_nearer_to_float32_than_16(dtype: torch.dtype) -> None:
+    """Lion's equal steps of 1/50 of a last place: the parameter alone stands still."""
     found = {}
+    last_place = torch.finfo(dtype).eps / 2  # below 1
     for bits in (None, 24, 32):
-        param = Parameter(torch.full((64, 128), 1.0, dtype=BF16))
-        optimizer = RULES["lion"].make([param], lr=2.0**-8 / 50, weight_decay=0.0, master_weight_bits=bits)
+        param = Parameter(torch.full((64, 128), 1.0, dtype=dtype))
+        optimizer = RULES["lion"].make([param], lr=last_place / 50, weight_decay=0.0, master_weight_bits=bits)
         for _ in range(100):
             step(optimizer, {"": param}, {"": torch.ones_like(param)})
         found[bits] = (1 - param.detach().float()).mean().item()
     assert found[None] == 0
-    assert found[24] == pytest.approx(2 * 2.0**-8, rel=0.05)
-    assert found[32] == pytest.approx(2 * 2.0**-8, rel=0.001)
+    assert found[24] == pytest.approx(2 * last_place, rel=0.05)
+    assert found[32] == pytest.approx(2 * last_place, rel=0.001)
 
 
 # Stochastic rounding.
@@ -222,7 +246,7 @@ def test_the_same_noise_again_and_other_noise_elsewhere() -> None:
 
 def test_the_seed_may_change_between_steps() -> None:
     """The tables that are kept notice it."""
-    changed, expected = (make("adamw", "log8", start(BF16), **FORMATS["stochastic"]) for _ in range(2))
+    changed, expected = (make("adamw", "log8", start(BF16), **FORMATS["bf16 stochastic"].options) for _ in range(2))
     for params, optimizer in (changed, expected):
         step(optimizer, params, gradients(1, BF16))
     changed[1].param_groups[0]["stochastic_rounding_seed"] = 8
@@ -243,9 +267,10 @@ def test_infinities_and_nan_are_not_rounded_at_random(target: str) -> None:
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_float32_parameters_need_nothing(weights: str) -> None:
-    """In the same group as bfloat16 ones; their steps are as without the option."""
-    initial = {"narrow": values((64, 130), 1, BF16), "wide": values((64, 130), 2), "bias": values((7,), 3, BF16)}
-    params, optimizer = make("adamw", "log8", initial, **FORMATS[weights])
+    """In the same group as narrow ones; their steps are as without the option."""
+    dtype, options = FORMATS[weights]
+    initial = {"narrow": values((64, 130), 1, dtype), "wide": values((64, 130), 2), "bias": values((7,), 3, dtype)}
+    params, optimizer = make("adamw", "log8", initial, **options)
     plain, expected = make("adamw", "log8", initial)
     for t in range(3):
         grads = {name: values(tuple(x.shape), 10 * t + i, x.dtype) for i, (name, x) in enumerate(initial.items())}
@@ -254,17 +279,16 @@ def test_float32_parameters_need_nothing(weights: str) -> None:
     assert_same(optimizer.state[params["wide"]], expected.state[plain["wide"]])
     assert torch.equal(params["wide"], plain["wide"])
     for name in ("narrow", "bias"):
-        shape = {"24": initial[name].shape, "32": (*initial[name].shape, 2)}.get(weights)
+        shape = {24: initial[name].shape, 32: (*initial[name].shape, 2)}.get(options.get("master_weight_bits"))
         low_bits = optimizer.state[params[name]].get("master_low_bits")
         assert (None if low_bits is None else (low_bits.dtype, low_bits.shape)) == (shape and (torch.int8, shape))
 
 
-@pytest.mark.parametrize("weights", FORMATS)
-def test_float16_is_refused(weights: str) -> None:
-    half = Parameter(torch.zeros(4, 64, dtype=torch.float16))
-    with pytest.raises(ValueError, match=r"got .* for a parameter of torch.float16, expected torch.bfloat16"):
-        RULES["adamw"].make([half], **FORMATS[weights])
-    optimizer = RULES["adamw"].make([Parameter(torch.zeros(4, 64))], **FORMATS[weights])
+def test_float16_is_not_rounded_at_random() -> None:
+    half = Parameter(torch.zeros(4, 64, dtype=FP16))
+    with pytest.raises(ValueError, match=r"got True for a parameter of torch.float16, expected torch.bfloat16"):
+        RULES["adamw"].make([half], stochastic_rounding=True)
+    optimizer = RULES["adamw"].make([Parameter(torch.zeros(4, 64))], stochastic_rounding=True)
     with pytest.raises(ValueError, match=r"torch.float16"):
         optimizer.add_param_group({"params": [half]})
     assert len(optimizer.param_groups) == 1
@@ -275,40 +299,54 @@ def test_float16_is_refused(weights: str) -> None:
         optimizer.step()
 
 
-def test_what_is_not_finite_changes_nothing() -> None:
-    for bits in LOW:
-        params, optimizer = make("adamw", "log8", start(BF16), master_weight_bits=bits)
-        for t in (1, 2):
-            step(optimizer, params, gradients(t, BF16))
-        before = everything(optimizer)
-        with using(_C.cpu_targets()[0], threads=1):
-            step(optimizer, params, {name: torch.full_like(x, torch.nan) for name, x in gradients(1, BF16).items()})
-        for state in optimizer.state.values():
-            state["step"] -= 1
-        assert_same(everything(optimizer), before)
-        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(2.0)
-        with using(_C.cpu_targets()[0], threads=1):
-            step(optimizer, params, gradients(3, BF16))
-        assert_same(everything(optimizer), before)
+@pytest.mark.parametrize("bits", LOW)
+def test_float16_overflows_to_infinity_and_comes_back(bits: int) -> None:
+    """As torch's does; the master weight, which stays finite, remembers where it was."""
+    param = Parameter(torch.full((64, 128), 65504.0, dtype=FP16))
+    optimizer = RULES["sgd"].make([param], lr=24.0, weight_decay=0.0, master_weight_bits=bits)
+    step(optimizer, {"": param}, {"": -torch.ones_like(param)})
+    assert param.isinf().all()
+    assert (master_weights(optimizer, param) == 65528).all()
+    step(optimizer, {"": param}, {"": torch.ones_like(param)})
+    assert (param == 65504).all()
 
 
-def test_a_parameter_set_by_others_keeps_its_low_bits() -> None:
+@each_master
+def test_what_is_not_finite_changes_nothing(dtype: torch.dtype, bits: int) -> None:
+    params, optimizer = make("adamw", "log8", start(dtype), master_weight_bits=bits)
+    for t in (1, 2):
+        step(optimizer, params, gradients(t, dtype))
+    before = everything(optimizer)
+    with using(_C.cpu_targets()[0], threads=1):
+        step(optimizer, params, {name: torch.full_like(x, torch.nan) for name, x in gradients(1, dtype).items()})
+    for state in optimizer.state.values():
+        state["step"] -= 1
+    assert_same(everything(optimizer), before)
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(2.0)
+    with using(_C.cpu_targets()[0], threads=1):
+        step(optimizer, params, gradients(3, dtype))
+    assert_same(everything(optimizer), before)
+
+
+@each_master
+def test_a_parameter_set_by_others_keeps_its_low_bits(dtype: torch.dtype, bits: int) -> None:
     """At most half a last place away; also from zero, where low bits below it count for nothing."""
-    for bits in LOW:
-        param = Parameter(values((64, 130), 1, BF16))
-        optimizer = RULES["sgd"].make([param], lr=1e-3, weight_decay=0.0, master_weight_bits=bits)
-        step(optimizer, {"": param}, {"": values((64, 130), 2, BF16)})
-        low = integers(optimizer.state[param]["master_low_bits"], bits).clone()
-        assert (low < 0).any()
-        new = values((64, 130), 3, BF16)
-        new[:32] = 0
-        new[16:32] = -new[16:32]
-        param.data.copy_(new)
-        optimizer.param_groups[0]["lr"] = 0.0
-        step(optimizer, {"": param}, {"": torch.ones_like(param)})
-        assert torch.equal(int_bits(param.detach()), int_bits(new))
-        expected = torch.where(new == 0, low.clamp(min=0), low)
-        assert torch.equal(integers(optimizer.state[param]["master_low_bits"], bits), expected)
+    param = Parameter(values((64, 130), 1, dtype))
+    optimizer = RULES["sgd"].make([param], lr=1e-3, weight_decay=0.0, master_weight_bits=bits)
+    step(optimizer, {"": param}, {"": values((64, 130), 2, dtype)})
+    low = integers(optimizer.state[param]["master_low_bits"], bits).clone()
+    assert (low < 0).any()
+    new = values((64, 130), 3, dtype)
+    new[:32] = 0
+    new[16:32] = -new[16:32]
+    param.data.copy_(new)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(optimizer, {"": param}, {"": torch.ones_like(param)})
+    assert torch.equal(int_bits(param.detach()), int_bits(new))
+    _, expected = split_weight(join_weight(new, low, LOW[bits]), LOW[bits], dtype)
+    assert torch.equal(integers(optimizer.state[param]["master_low_bits"], bits).int(), expected)
+    dropped = 7 if (dtype, bits) == (FP16, 32) else 0  # bits beyond float32's, which only the smallest weights have
+    assert (expected - torch.where(new == 0, low.clamp(min=0), low)).abs().max() <= dropped
 
 
 def test_state_without_low_bits_is_told() -> None:

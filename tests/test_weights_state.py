@@ -16,15 +16,14 @@ from shardopt.optim import ShardedOptimizer
 from test_state_dict import TORCH, advance, made, params_of, through_a_file
 from test_step_call import assert_noticed, put, put_data, set_option
 from test_step_call import make as make_groups
-from test_weights import FORMATS
+from weight_formats import BF16, FORMATS
 
-BF16 = torch.bfloat16
 BITS = (24, 32)
 
 
-def trained(rule: str, steps: int = 3, **options: Any) -> ShardedOptimizer:
-    optimizer = made(rule, BF16, **options)
-    advance(optimizer, range(steps), BF16)
+def trained(rule: str, steps: int = 3, dtype: torch.dtype = BF16, **options: Any) -> ShardedOptimizer:
+    optimizer = made(rule, dtype, **options)
+    advance(optimizer, range(steps), dtype)
     return optimizer
 
 
@@ -37,24 +36,26 @@ def with_weights_of(optimizer: ShardedOptimizer, rule: str, **options: Any) -> S
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", ["adamw", "sgd"])
 def test_round_trip(rule: str, codec: str, weights: str) -> None:
-    optimizer = trained(rule, codec=codec, **FORMATS[weights])
-    other = with_weights_of(optimizer, rule, codec=codec, **FORMATS[weights])
-    if weights == "stochastic":
+    dtype, options = FORMATS[weights]
+    optimizer = trained(rule, dtype=dtype, codec=codec, **options)
+    other = with_weights_of(optimizer, rule, codec=codec, **options)
+    if "stochastic_rounding" in options:
         other.param_groups[0]["stochastic_rounding_seed"] = 0  # comes with the state
     other.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_same(everything(other), everything(optimizer))
     for each in (optimizer, other):
-        advance(each, range(3, 6), BF16)
+        advance(each, range(3, 6), dtype)
     assert_same(everything(other), everything(optimizer))
 
 
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_copies_go_on_alike(how: Callable[[ShardedOptimizer], ShardedOptimizer], weights: str) -> None:
-    optimizer = trained("adamw", **FORMATS[weights])
+    dtype, options = FORMATS[weights]
+    optimizer = trained("adamw", dtype=dtype, **options)
     other = how(optimizer)
     for each in (optimizer, other):
-        advance(each, range(3, 5), BF16)
+        advance(each, range(3, 5), dtype)
     assert_same(everything(other), everything(optimizer))
 
 

@@ -19,6 +19,8 @@ enum class WeightFormat : int32_t {
   kBFloat16Plus8 = 3,       // bfloat16, and 8 more bits in the optimizer's state: a master weight of 24 bits
   kBFloat16Plus16 = 4,      // the same with 16: all of float32
   kBFloat16Stochastic = 5,  // bfloat16, rounded up or down at random
+  kFloat16Plus8 = 6,        // float16 and 8 more bits
+  kFloat16Plus16 = 7,       // float16 and 16 more bits: all of float32 from 2^-17 to 65504
 };
 
 // What to do with an element whose gradient is NaN or Inf, or overflows its moments.

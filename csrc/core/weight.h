@@ -1,44 +1,83 @@
-// How weights narrower than float32 are kept: the low bits of a master weight beside a bfloat16, and stochastic
+// How weights narrower than float32 are kept: the low bits of a master weight beside a 16-bit float, and stochastic
 // rounding.
 #pragma once
 
+#include "core/call.h"
 #include "core/numeric.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// A weight in two words: the bfloat16 and, signed, kLowBits (8 or 16) more bits of the float32. Each in the low bits of
-// an integer, whatever stands above.
+// A master weight is a word of 32 bits: float32, whose upper half is a bfloat16, or for float16 its own format with 16
+// more bits of mantissa (5 bits of exponent, 26 of mantissa). Its upper half is the parameter, what is below the
+// optimizer's.
+
+// Of a float: the word rounded to 16 + kLowBits bits, to nearest even; what stands below is undefined. Finite weights
+// stay finite.
+template <DType kDType, int kLowBits, class F>
+SHARDOPT_HD IntOf<F> master_word(F x) {
+  using I = IntOf<F>;
+  constexpr int kDropped = 16 - kLowBits;
+  const I b = magnitude_bits(x), sign = bits(x) & kSignMask;
+  const auto rounded = [](I word) {
+    const auto w = as_unsigned(word);
+    return as_signed(kDropped == 0 ? w : w + 0x7fu + ((w >> 8) & 1u));
+  };
+  if constexpr (kDType == DType::kBFloat16) {
+    // What would be rounded to infinity, less one last place of the word.
+    constexpr int32_t kLargest = kInfinityBits - (1 << kDropped);
+    const I word = rounded(bits(x));
+    if (!any(b > kLargest)) return word;
+    const I large = select(b < kInfinityBits, spread<I>(kLargest), b);
+    const I tamed = select(b > kInfinityBits, spread<I>(0x7fc00000), large);
+    return select(b > kLargest, tamed | sign, word);
+  } else {
+    // The largest below 65536 whose word is no infinity. From 65520 the float16 is one, the master weight is not.
+    constexpr int32_t kLargest = kLowBits == 16 ? 0x477fffff : 0x477fffe0;
+    const I normal = rounded((min_int(b, spread<I>(kLargest)) - (112 << 23)) << 3);
+    // Below 2^-14 a float16 is a multiple of 2^-24; what is missing has kLowBits more.
+    const F y = magnitude(x), shifted = y + 0.5f;
+    const I low = round_to_int((y - (shifted - 0.5f)) * (16777216.0f * (1 << kLowBits)));
+    const I subnormal = ((bits(shifted) - 0x3f000000) << 16) + (low << kDropped);
+    const I finite = select(b < 0x38800000, subnormal, normal);
+    const I special = select(b > kInfinityBits, spread<I>(0x7e000000), spread<I>(0x7c000000));
+    return select(b >= kInfinityBits, special, finite) | sign;
+  }
+}
+
+// The inverse: a float.
+template <DType kDType, class I>
+SHARDOPT_HD auto float_from_master_word(I word) {
+  if constexpr (kDType == DType::kBFloat16) {
+    return float_from_bits(word);
+  } else {
+    const I sign = word & kSignMask, rest = word & kMagnitudeMask;
+    const I normal = (rest >> 3) + (112 << 23);
+    const I special = (rest >> 3) | kInfinityBits;
+    const I subnormal = bits(to_float(rest) * 9.094947017729282379150390625e-13f);  // 2^-40
+    return float_from_bits(sign | select(rest >= 0x7c000000, special, select(rest < 0x04000000, subnormal, normal)));
+  }
+}
+
+// A weight in two words: the parameter's and, signed, kLowBits (8 or 16) more bits. Each in the low bits of an integer,
+// whatever stands above.
 template <class I>
 struct SplitWeight {
   I high, low;
 };
 
-// Rounds to 16 + kLowBits bits, to nearest even, and splits: the bfloat16 is the nearest one, away from zero in a tie.
-// With 16 bits nothing is lost; with 8 the error is at most 1/512 of a bfloat16's last place. Finite weights stay so.
-template <int kLowBits, class F>
+// The parameter is the nearest one, away from zero in a tie.
+template <DType kDType, int kLowBits, class F>
 SHARDOPT_HD SplitWeight<IntOf<F>> split_weight(F x) {
-  using I = IntOf<F>;
-  // What would be rounded to infinity, less one last place of the word.
-  constexpr int32_t kLargest = kInfinityBits - (1 << (16 - kLowBits));
-  const auto b = as_unsigned(bits(x));
-  const I word = as_signed(kLowBits == 16 ? b : b + 0x7fu + ((b >> 8) & 1u));
-  if (any(magnitude_bits(x) > kLargest)) {
-    const I sign = bits(x) & kSignMask;
-    const I tamed = select(x != x, spread<I>(0x7fc00000),
-                           select(magnitude_bits(x) < kInfinityBits, spread<I>(kLargest), magnitude_bits(x))) |
-                    sign;
-    const I all = select(magnitude_bits(x) > kLargest, tamed, word);
-    return {(all + 0x8000) >> 16, all >> (16 - kLowBits)};
-  }
+  const IntOf<F> word = master_word<kDType, kLowBits>(x);
   return {(word + 0x8000) >> 16, word >> (16 - kLowBits)};
 }
 
 // `low` as a signed number.
-template <int kLowBits, class I>
+template <DType kDType, int kLowBits, class I>
 SHARDOPT_HD auto join_weight(I high, I low) {
   const I nearest = high << 16, joined = nearest + (low << (16 - kLowBits));
-  // Another sign: the bfloat16 was set to zero from outside, and the low bits are still those of another weight.
-  return float_from_bits(select((joined ^ nearest) < 0, nearest, joined));
+  // Another sign: the parameter was set to zero from outside, and the low bits are still those of another weight.
+  return float_from_master_word<kDType>(select((joined ^ nearest) < 0, nearest, joined));
 }
 
 // Random bits by counter: of a parameter, a step and an element's index in the flattened global parameter (modulo

@@ -13,7 +13,16 @@ constexpr uint64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 :
 constexpr uint64_t bytes_of(WeightFormat format) { return format == WeightFormat::kFloat32 ? 4 : 2; }
 
 constexpr uint64_t low_bytes_of(WeightFormat format) {
-  return format == WeightFormat::kBFloat16Plus8 ? 1 : format == WeightFormat::kBFloat16Plus16 ? 2 : 0;
+  switch (format) {
+    case WeightFormat::kBFloat16Plus8:
+    case WeightFormat::kFloat16Plus8:
+      return 1;
+    case WeightFormat::kBFloat16Plus16:
+    case WeightFormat::kFloat16Plus16:
+      return 2;
+    default:
+      return 0;
+  }
 }
 
 template <int kPack>
@@ -72,11 +81,13 @@ struct Weights {
       case WeightFormat::kFloat16:
         return float_from_fp16(load_lanes<kPack>(words16));
       case WeightFormat::kBFloat16Plus8:
-        return join_weight<8>(load_lanes<kPack>(words16),
-                              load_lanes<kPack>(reinterpret_cast<const int8_t*>(low_bits) + i));
+        return load_split<kPack, DType::kBFloat16, int8_t>(i);
       case WeightFormat::kBFloat16Plus16:
-        return join_weight<16>(load_lanes<kPack>(words16),
-                               load_lanes<kPack>(reinterpret_cast<const int16_t*>(low_bits) + i));
+        return load_split<kPack, DType::kBFloat16, int16_t>(i);
+      case WeightFormat::kFloat16Plus8:
+        return load_split<kPack, DType::kFloat16, int8_t>(i);
+      case WeightFormat::kFloat16Plus16:
+        return load_split<kPack, DType::kFloat16, int16_t>(i);
       default:
         return float_from_bf16(load_lanes<kPack>(words16));
     }
@@ -92,19 +103,31 @@ struct Weights {
         return store_lanes(words16, bf16_from_float(x));
       case WeightFormat::kFloat16:
         return store_lanes(words16, fp16_from_float(x));
-      case WeightFormat::kBFloat16Plus8: {
-        const auto split = split_weight<8>(x);
-        store_lanes(words16, split.high);
-        return store_lanes(reinterpret_cast<uint8_t*>(low_bits) + i, split.low);
-      }
-      case WeightFormat::kBFloat16Plus16: {
-        const auto split = split_weight<16>(x);
-        store_lanes(words16, split.high);
-        return store_lanes(reinterpret_cast<uint16_t*>(low_bits) + i, split.low);
-      }
+      case WeightFormat::kBFloat16Plus8:
+        return store_split<DType::kBFloat16, uint8_t>(x, i);
+      case WeightFormat::kBFloat16Plus16:
+        return store_split<DType::kBFloat16, uint16_t>(x, i);
+      case WeightFormat::kFloat16Plus8:
+        return store_split<DType::kFloat16, uint8_t>(x, i);
+      case WeightFormat::kFloat16Plus16:
+        return store_split<DType::kFloat16, uint16_t>(x, i);
       case WeightFormat::kBFloat16Stochastic:
         return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + i)));
     }
+  }
+
+ private:
+  template <int kPack, DType kDType, class Low>
+  SHARDOPT_HD Floats<kPack> load_split(int i) const {
+    const auto high = load_lanes<kPack>(reinterpret_cast<const uint16_t*>(words) + i);
+    return join_weight<kDType, 8 * sizeof(Low)>(high, load_lanes<kPack>(reinterpret_cast<const Low*>(low_bits) + i));
+  }
+
+  template <DType kDType, class Low, int kPack>
+  SHARDOPT_HD void store_split(Floats<kPack> x, int i) const {
+    const auto split = split_weight<kDType, 8 * sizeof(Low)>(x);
+    store_lanes(reinterpret_cast<uint16_t*>(words) + i, split.high);
+    store_lanes(reinterpret_cast<Low*>(low_bits) + i, split.low);
   }
 };
 

@@ -135,23 +135,23 @@ SHARDOPT_DEVICE void load_gradients(float (&to)[kLane], const Streams& streams, 
   }
 }
 
-template <int kLowBits, class Low>
+template <DType kDType, class Low>
 SHARDOPT_DEVICE void load_split(float (&to)[kLane], const Vector<uint16_t>& high, const Streams& streams,
                                 const Span& span) {
   const Vector<Low> low = load_lane<Low>(streams.entry.low_bits, span);
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
-    to[i] = join_weight<kLowBits>(as_number(high.x[i]), static_cast<int32_t>(low.x[i]));
+    to[i] = join_weight<kDType, 8 * sizeof(Low)>(as_number(high.x[i]), static_cast<int32_t>(low.x[i]));
   }
 }
 
-template <int kLowBits, class Low>
+template <DType kDType, class Low>
 SHARDOPT_DEVICE void store_split(const float (&from)[kLane], const Streams& streams, const Span& span) {
   Vector<uint16_t> high;
   Vector<Low> low;
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
-    const SplitWeight<int32_t> split = split_weight<kLowBits>(from[i]);
+    const SplitWeight<int32_t> split = split_weight<kDType, 8 * sizeof(Low)>(from[i]);
     high.x[i] = static_cast<uint16_t>(split.high);
     low.x[i] = static_cast<Low>(split.low);
   }
@@ -170,9 +170,13 @@ SHARDOPT_DEVICE void load_weights(float (&to)[kLane], const Streams& streams, co
   const Vector<uint16_t> v = load_lane<uint16_t>(streams.param, span);
   switch (streams.weight_format) {
     case WeightFormat::kBFloat16Plus8:
-      return load_split<8, int8_t>(to, v, streams, span);
+      return load_split<DType::kBFloat16, int8_t>(to, v, streams, span);
     case WeightFormat::kBFloat16Plus16:
-      return load_split<16, int16_t>(to, v, streams, span);
+      return load_split<DType::kBFloat16, int16_t>(to, v, streams, span);
+    case WeightFormat::kFloat16Plus8:
+      return load_split<DType::kFloat16, int8_t>(to, v, streams, span);
+    case WeightFormat::kFloat16Plus16:
+      return load_split<DType::kFloat16, int16_t>(to, v, streams, span);
     case WeightFormat::kFloat16:
 #pragma unroll
       for (int i = 0; i < kLane; ++i) to[i] = float_from_fp16(as_number(v.x[i]));
@@ -222,9 +226,13 @@ SHARDOPT_DEVICE void store_weights(const float (&from)[kLane], const Streams& st
       return store_lane(streams.param, v, span);
     }
     case WeightFormat::kBFloat16Plus8:
-      return store_split<8, int8_t>(from, streams, span);
+      return store_split<DType::kBFloat16, int8_t>(from, streams, span);
     case WeightFormat::kBFloat16Plus16:
-      return store_split<16, int16_t>(from, streams, span);
+      return store_split<DType::kBFloat16, int16_t>(from, streams, span);
+    case WeightFormat::kFloat16Plus8:
+      return store_split<DType::kFloat16, int8_t>(from, streams, span);
+    case WeightFormat::kFloat16Plus16:
+      return store_split<DType::kFloat16, int16_t>(from, streams, span);
     case WeightFormat::kBFloat16Stochastic:
       return store_lane(streams.param, at_random(from), span);
     default:

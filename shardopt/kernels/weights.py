@@ -14,7 +14,10 @@ from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits
 
 _WORD = 2**32 - 1
 _TWO_WORDS = 2**64 - 1
-_BF16_NAN = 0x7FC0
+_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+_NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_FLOAT16_BEGIN = 112 << 23  # what a float32's exponent has more than a float16's
+_FLOAT16_NORMAL = 113 << 23  # 2^-14
 
 _FORMATS = {
     (torch.float32, 0, False): _C.WeightFormat.float32,
@@ -23,6 +26,8 @@ _FORMATS = {
     (torch.bfloat16, 8, False): _C.WeightFormat.bfloat16_plus8,
     (torch.bfloat16, 16, False): _C.WeightFormat.bfloat16_plus16,
     (torch.bfloat16, 0, True): _C.WeightFormat.bfloat16_stochastic,
+    (torch.float16, 8, False): _C.WeightFormat.float16_plus8,
+    (torch.float16, 16, False): _C.WeightFormat.float16_plus16,
 }
 
 
@@ -44,7 +49,7 @@ class WeightFormat:
 
     Attributes:
         dtype: the parameter's.
-        low_bits: how many bits of a master weight stand beside a bfloat16: 0, 8 or 16.
+        low_bits: how many bits of a master weight stand beside a bfloat16 or float16: 0, 8 or 16.
         stochastic: whether they are rounded up or down at random.
     """
 
@@ -60,13 +65,12 @@ class WeightFormat:
             ValueError: there is no such format.
         """
         bits_wanted, stochastic = options["master_weight_bits"], options["stochastic_rounding"]
-        if dtype == torch.float16 and (bits_wanted is not None or stochastic):
-            option = "stochastic_rounding" if stochastic else "master_weight_bits"
+        if dtype == torch.float16 and stochastic:
             raise ValueError(
-                f"{option}: got {options[option]!r} for a parameter of torch.float16, expected torch.bfloat16 or "
-                "torch.float32; convert the model to bfloat16, or put such parameters in a param group without it"
+                "stochastic_rounding: got True for a parameter of torch.float16, expected torch.bfloat16 or "
+                "torch.float32; use master_weight_bits, or put such parameters in a param group without it"
             )
-        if dtype != torch.bfloat16:
+        if dtype not in _INFINITY:
             return cls(dtype)
         return cls(dtype, 0 if bits_wanted is None else bits_wanted - 16, stochastic)
 
@@ -99,7 +103,7 @@ class WeightFormat:
             noise: :func:`noise` of the shape of ``x``, for stochastic rounding.
         """
         if self.low_bits:
-            high, low = split_weight(x, self.low_bits)
+            high, low = split_weight(x, self.low_bits, self.dtype)
             return StoredWeights(high, _to_bytes(low, self.low_bits))
         if self.stochastic:
             assert noise is not None
@@ -107,46 +111,70 @@ class WeightFormat:
         return StoredWeights(x.to(self.dtype), None)
 
 
-def split_weight(x: Tensor, low_bits: int) -> tuple[Tensor, Tensor]:
-    """A weight as the nearest bfloat16, away from zero in a tie, and what is missing.
+def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """A weight as the nearest 16-bit float, away from zero in a tie, and what is missing.
 
-    The float32 is first rounded to its upper ``16 + low_bits`` bits, to nearest even, but never to infinity.
+    The magnitude is first rounded to a word of ``16 + low_bits`` bits, to nearest even, but never to infinity: for
+    bfloat16 the float32's upper bits, for float16 a number in units of ``2^(E - 10 - low_bits)``, where ``2^E`` is the
+    largest power of two in it, at least 2^-14.
 
     Args:
         x: float32.
         low_bits: 8 or 16.
+        dtype: bfloat16 or float16.
 
     Returns:
-        bfloat16; and int32 in [-2^(low_bits - 1), 2^(low_bits - 1)), in units of the last of those bits, to be added to
-        the magnitude.
+        A tensor of ``dtype``; and int32 in [-2^(low_bits - 1), 2^(low_bits - 1)), in units of the last bit, to be
+        added to the magnitude.
     """
-    dropped = 16 - low_bits
+    infinity = _INFINITY[dtype] << low_bits
+    last_place = 8 if (dtype, low_bits) == (torch.float16, 16) else 1  # float32's below infinity
     b = bits(x).long()
     magnitude = b & 0x7FFFFFFF
-    word = magnitude
-    if dropped:
-        rounded = (magnitude + (1 << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1)) >> dropped
-        largest = (INFINITY_BITS >> dropped) - 1
-        word = torch.where(magnitude < INFINITY_BITS, rounded.clamp(max=largest), rounded)
+    if dtype == torch.bfloat16:
+        word = _shifted(magnitude, low_bits - 16)
+    else:
+        # Without its smallest exponents a float32's bits are a float16's, with 13 more of mantissa.
+        normal = _shifted(magnitude - _FLOAT16_BEGIN, low_bits - 13)
+        subnormal = (x.double().abs() * 2.0 ** (24 + low_bits)).round().clamp(max=1 << (10 + low_bits)).long()
+        word = torch.where(magnitude < _FLOAT16_NORMAL, subnormal, normal)
+    word = torch.where(magnitude < INFINITY_BITS, word.clamp(max=infinity - last_place), infinity)
     high = (word + (1 << (low_bits - 1))) >> low_bits
     low = word - (high << low_bits)
-    nan = magnitude > INFINITY_BITS
-    sign = (b >> 16) & 0x8000
-    return _bf16(torch.where(nan, _BF16_NAN, high) | sign), torch.where(nan, 0, low).int()
+    high = torch.where(magnitude > INFINITY_BITS, _NAN[dtype], high)
+    return _from_words(high | (b >> 16) & 0x8000, dtype), low.int()
 
 
 def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
     """The inverse of :func:`split_weight`: float32.
 
     Args:
-        high: bfloat16.
+        high: bfloat16 or float16.
         low: an integer dtype.
         low_bits: 8 or 16.
     """
-    b = _bf16_bits(high)
+    b = _words(high)
     word = (((b & 0x7FFF) << low_bits) + low.long()).clamp(min=0)  # below 0: the parameter was set to zero by others
-    magnitude = word << (16 - low_bits)
+    if high.dtype == torch.bfloat16:
+        magnitude = word << (16 - low_bits)
+    else:
+        wide = _shifted_down(word, low_bits - 13)
+        subnormal = bits((word.double() * 2.0 ** -(24 + low_bits)).float()).long()
+        finite = torch.where(word < 0x400 << low_bits, subnormal, wide + _FLOAT16_BEGIN)
+        magnitude = torch.where(word < _INFINITY[torch.float16] << low_bits, finite, wide | INFINITY_BITS)
     return float_from_bits((magnitude | (b & 0x8000) << 16).int())
+
+
+def _shifted(magnitude: Tensor, by: int) -> Tensor:
+    """Integers times ``2^by``, rounded to nearest even."""
+    if by >= 0:
+        return magnitude << by
+    return (magnitude + (1 << (-by - 1)) - 1 + ((magnitude >> -by) & 1)) >> -by
+
+
+def _shifted_down(word: Tensor, by: int) -> Tensor:
+    """Integers times ``2^-by``; bits beyond a float32's, which no weight has that was split, are dropped."""
+    return word >> by if by >= 0 else word << -by
 
 
 def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
@@ -158,7 +186,7 @@ def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
     """
     b = bits(x).long()
     rounded = ((b >> 16) & 0xFFFF) + (((b & 0xFFFF) + (random & 0xFFFF)) >> 16)
-    at_random = _bf16(rounded)
+    at_random = _from_words(rounded, torch.bfloat16)
     return torch.where((b & 0x7FFFFFFF) >= INFINITY_BITS, x.bfloat16(), at_random)
 
 
@@ -198,13 +226,13 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _bf16(words: Tensor) -> Tensor:
-    """The bfloat16 with the bits of integers in [0, 2^16)."""
-    return torch.where(words >= 0x8000, words - 0x10000, words).to(torch.int16).view(torch.bfloat16)
+def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The 16-bit floats with the bits of integers in [0, 2^16)."""
+    return torch.where(words >= 0x8000, words - 0x10000, words).to(torch.int16).view(dtype)
 
 
-def _bf16_bits(x: Tensor) -> Tensor:
-    """int64 in [0, 2^16)."""
+def _words(x: Tensor) -> Tensor:
+    """The bits of 16-bit floats: int64 in [0, 2^16)."""
     return x.contiguous().view(torch.int16).long() & 0xFFFF
 
 

@@ -25,7 +25,7 @@ class AdamW(ShardedOptimizer):
         exp_avg_codes      1        exp_avg_scales      4 / 128
         exp_avg_sq_codes   1        exp_avg_sq_scales   8 / 128 (log8), 4 / 128 (others)
 
-    that is 2.094 with "log8". A bfloat16 parameter with ``master_weight_bits`` has, whatever the codec, also::
+    that is 2.094 with "log8". A 16-bit parameter with ``master_weight_bits`` has, whatever the codec, also::
 
         master_low_bits    1 (24 bits), 2 (32 bits)
 
@@ -44,6 +44,8 @@ class AdamW(ShardedOptimizer):
         ValueError: a hyper-parameter or option is out of range.
         TypeError: there is no such option.
     """
+
+    updates_by_lr = True
 
     def __init__(
         self,

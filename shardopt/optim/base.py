@@ -18,6 +18,7 @@ from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import UnknownShardError, assigned, read_model
 from shardopt.optim.entries import Group
 from shardopt.optim.flat_state import HELD, AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
+from shardopt.optim.full_precision import check_weights, joined, split_into
 from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_hyper, check_options, with_defaults
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.released import ReleasedParameters
@@ -54,6 +55,9 @@ class ShardedOptimizer(Optimizer):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule for a param group."""
         raise NotImplementedError
+
+    #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
+    updates_by_lr = False
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         """The rule's hyper-parameters, by the names in csrc/rules."""
@@ -218,6 +222,41 @@ class ShardedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last_hook.remove()
+
+    @torch.no_grad()
+    def full_precision_parameters(self) -> dict[Tensor, Tensor]:
+        """The weights as float32, with the low bits that the state has of them: for export and evaluation.
+
+        Returns:
+            By the optimizer's parameter, sharded as it is: a DTensor for a DTensor, this rank's part of a flat one.
+            Copies, 4 bytes per parameter.
+        """
+        self.synchronize()
+        return {p: joined(self.state_spec(p, group), p, self.state.get(p, {})) for group, p in self._all_params()}
+
+    @torch.no_grad()
+    def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Loads what :meth:`full_precision_parameters` gave, or other weights: into parameters and low bits.
+
+        Args:
+            weights: float32, by the optimizer's parameter, sharded as it is; of all of them.
+
+        Raises:
+            ValueError: some are missing, unknown or of another shape, dtype or sharding. Nothing was changed.
+        """
+        self.synchronize()
+        params = {param: group for group, param in self._all_params()}
+        if params.keys() != weights.keys():
+            raise ValueError(
+                f"got weights of {len(weights)} parameters, {len(params.keys() & weights.keys())} of them the "
+                f"optimizer's, expected all {len(params)} of these; take the keys from full_precision_parameters()"
+            )
+        for place, param in enumerate(params):
+            check_weights(f"parameter {place}", weights[param], param)
+        for param, group in params.items():
+            state = split_into(self.state_spec(param, group), param, self.state.get(param, {}), weights[param])
+            if state:
+                self.state[param] = state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "state" in state:

@@ -29,9 +29,11 @@ class Options(TypedDict, total=False):
         nonfinite: what a NaN or Inf in a gradient does. "skip": its element is left as it is (so is one whose moments
             would overflow), and the next step warns with the count. "raise": FloatingPointError before anything
             changes; costs one more read of the gradients. "propagate": as in torch.
-        master_weight_bits: 24 or 32: bfloat16 parameters get at least this precision. What they lack of a master weight
-            stands in the state as ``master_low_bits`` (int8; 1 or 2 bytes per parameter); with 32 bits the weights are
-            exactly those of float32. Float32 parameters have it anyway. The bits belong to the parameter: load both or
+        master_weight_bits: 24 or 32: bfloat16 and float16 parameters get at least this precision. What they lack of a
+            master weight stands in the state as ``master_low_bits`` (int8; 1 or 2 bytes per parameter). With 24 bits
+            weights are within 1/512 of the parameter's last place; with 32 they are exactly those of float32, beside
+            float16 from 2^-17 to 65504 (below, within 2^-41; beyond, the parameter is infinite as in torch, the master
+            weight stays finite). Float32 parameters have it anyway. The bits belong to the parameter: load both or
             neither. A parameter that is overwritten keeps its low bits, an error of up to half a last place.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the mean is exact, and updates too
             small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in

@@ -17,7 +17,7 @@ from shardopt.layout import BlockGrid, Shard, is_quantized, shard_of
 
 StateDict = dict[str, Any]
 
-#: The state entry with what a bfloat16 parameter lacks of its master weight.
+#: The state entry with what a 16-bit parameter lacks of its master weight.
 LOW_BITS = "master_low_bits"
 
 
@@ -45,7 +45,7 @@ class ParameterState:
 
     A quantized moment ``exp_avg`` is two entries: ``exp_avg_codes`` (uint8, the parameter's shape) and
     ``exp_avg_scales`` (float32, ``BlockGrid.scales_shape``); otherwise it is one, ``exp_avg``. Both are sharded as the
-    parameter is. ``step`` is a float32 scalar. A bfloat16 parameter with a master weight has ``master_low_bits`` (int8,
+    parameter is. ``step`` is a float32 scalar. A 16-bit parameter with a master weight has ``master_low_bits`` (int8,
     ``WeightFormat.low_bits_shape``), sharded alike.
     """
 

@@ -1,0 +1,87 @@
+"""Weights with all the precision that parameter and low bits have together, and their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.kernels.weights import StoredWeights
+from shardopt.optim.flat_state import AnyState
+from shardopt.optim.state import LOW_BITS, StateDict
+
+
+def joined(spec: AnyState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """The weights of a parameter as float32, sharded as it is.
+
+    Args:
+        spec: what the parameter's state looks like.
+        param: the optimizer's parameter.
+        state: its state; empty before the first step.
+    """
+    local = spec.shard.local(param.detach())
+    weights = local.to(torch.float32, copy=True)
+    if spec.weights.low_bits and state:
+        _check_state(state)
+        for part, wide in zip(spec.parts(local, dict(state)), spec.parts(weights, dict(state)), strict=True):
+            low_bits = part.spec.local_low_bits(part.state)
+            assert low_bits is not None
+            stored = StoredWeights(part.param, low_bits.to(part.param.device))  # the state may be in the host's memory
+            wide.param.copy_(part.spec.weights.load(stored))
+    return spec.shard.like_parameter(weights)
+
+
+def check_weights(name: str, weights: Tensor, param: Tensor) -> None:
+    """Checks that weights can be loaded into a parameter.
+
+    Raises:
+        ValueError: they are of another shape, dtype or sharding.
+    """
+    got, expected = (_described(x, dtype) for x, dtype in ((weights, weights.dtype), (param, torch.float32)))
+    if got != expected:
+        raise ValueError(f"{name}: got weights {got}, expected {expected}; shard and cast them as the parameter's are")
+
+
+def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor) -> StateDict:
+    """Puts float32 weights into a parameter, and what it lacks of them into its state.
+
+    Args:
+        spec: what the parameter's state looks like.
+        param: the optimizer's parameter.
+        state: its state; empty before the first step.
+        weights: sharded as the parameter is.
+
+    Returns:
+        The same state, or a new one where it was empty and low bits have to go there.
+    """
+    local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
+    if not spec.weights.low_bits or local.numel() == 0:
+        local.copy_(wide)
+        return state
+    state = state or spec.new(local.device)
+    _check_state(state)
+    local.copy_(wide)  # padding, too, of which no part knows
+    for part, own in zip(spec.parts(local, state), spec.parts(wide, state), strict=True):
+        stored = part.spec.weights.store(own.param)
+        low_bits = part.spec.local_low_bits(part.state)
+        assert stored.low_bits is not None
+        assert low_bits is not None
+        part.param.copy_(stored.param)
+        low_bits.copy_(stored.low_bits)
+    return state
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    if LOW_BITS not in state:
+        raise RuntimeError(
+            f"got state without {LOW_BITS}, expected it beside {', '.join(state)}; set master_weight_bits when the "
+            "optimizer is made, or load a state that has them"
+        )
+
+
+def _described(x: Tensor, dtype: torch.dtype) -> str:
+    placements = getattr(x, "placements", None)
+    sharding = "" if placements is None else f" placed {placements}"
+    return f"{tuple(x.shape)} of {dtype}{sharding}"

@@ -1,0 +1,157 @@
+"""Weights in full precision, cast models and the check of the learning rate on shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import shardopt
+from helpers import RULES
+from ranks.models import WAYS, loss_of, make_batch, make_net, named_parameters
+from ranks.pool import Pool
+from ranks.runs import make_optimizer, snapshot_of, step_with
+from ranks.snapshot import assert_same, in_full
+from shardopt.layout import FlatBuffer, FlatShard, shard_of
+from weight_formats import FORMATS
+
+STEPS = 2
+
+each_way = pytest.mark.parametrize(
+    ("world_size", "way"),
+    [
+        *((2, way) for way in ("ddp", "fsdp columns", "fsdp1", "zero")),
+        *((3, way) for way in ("fsdp", "tp", "fsdp1 flat")),
+        *((4, way) for way in ("fsdp tp", "fsdp1 hybrid flat")),
+    ],
+)
+
+
+def _trained(way: str, weights: str) -> tuple[Any, Any]:
+    dtype, options = FORMATS[weights]
+    model = WAYS[way](make_net(dtype))
+    optimizer = make_optimizer(way, model, **options)
+    for step in range(STEPS):
+        step_with(model, optimizer, step)
+    return model, optimizer
+
+
+def _assert_parts(param: Tensor, found: Tensor, name: str, whole: dict[str, Tensor]) -> None:
+    """Demands that what was found for a parameter, or for a flat one of several, is this rank's part of the whole."""
+    shard = shard_of(param)
+    if isinstance(shard, FlatBuffer):
+        for segment in shard.segments:
+            elements = whole[segment.name].flatten()[segment.shard.start : segment.shard.end]
+            assert_same({segment.name: segment.of(found)}, {segment.name: elements})
+    elif isinstance(shard, FlatShard):
+        assert_same({name: found}, {name: whole[name].flatten()[shard.start : shard.end]})
+    else:
+        assert_same({name: in_full(found)}, {name: whole[name]})
+
+
+def _as_single(way: str, weights: str) -> None:
+    single, expected = _trained("single", weights)
+    weights_of = expected.full_precision_parameters()
+    whole = {name: weights_of[param] for name, param in single.named_parameters()}
+    model, optimizer = _trained(way, weights)
+    own = getattr(optimizer, "optim", optimizer)  # that inside a ZeroRedundancyOptimizer
+    found = own.full_precision_parameters()
+    assert found
+    for name, param in named_parameters(model).items():
+        if param in found:
+            assert type(found[param]) is type(param.detach())
+            _assert_parts(param, found[param], name, whole)
+    before = snapshot_of(model, optimizer)
+    for param, x in found.items():
+        param.data.mul_(2)
+        if param in own.state:  # a rank with none of its elements has not stepped it
+            own.state[param]["master_low_bits"].fill_(3)
+        assert x.dtype == torch.float32
+    own.load_full_precision_parameters(found)
+    assert_same(snapshot_of(model, optimizer), before)
+
+
+@each_way
+@pytest.mark.parametrize("weights", ["bf16 24", "bf16 32", "fp16 24"])
+def test_as_single(ranks: Pool, way: str, weights: str, world_size: int) -> None:
+    """The weights are those of an unsharded run, and loading them brings back every bit."""
+    ranks.run(world_size, _as_single, way, weights)
+
+
+def _before_the_first_step(way: str) -> None:
+    dtype, options = FORMATS["bf16 24"]
+    runs = []
+    for each in (way, "single"):
+        model = WAYS[each](make_net(dtype))
+        optimizer = make_optimizer(each, model, **options)
+        halves = {param: x / 3 for param, x in optimizer.full_precision_parameters().items()}
+        optimizer.load_full_precision_parameters(halves)
+        for step in range(STEPS):
+            step_with(model, optimizer, step)
+        runs.append(snapshot_of(model, optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize(("world_size", "way"), [(3, "fsdp"), (2, "tp"), (3, "fsdp1"), (2, "fsdp1 flat")])
+def test_loading_before_the_first_step(ranks: Pool, way: str, world_size: int) -> None:
+    ranks.run(world_size, _before_the_first_step, way)
+
+
+def _wrong_sharding() -> None:
+    _, optimizer = _trained("fsdp", "bf16 24")
+    weights = {param: x.full_tensor() for param, x in optimizer.full_precision_parameters().items()}
+    with pytest.raises(ValueError, match=r"expected .* placed \(Shard\(dim=0\),\)"):
+        optimizer.load_full_precision_parameters(weights)
+
+
+def test_weights_sharded_otherwise_are_refused(ranks: Pool) -> None:
+    ranks.run(2, _wrong_sharding)
+
+
+def _cast_and_sharded() -> list[float]:
+    model = shardopt.cast_model(make_net(), torch.bfloat16)
+    for layer in (model.up, model.norm, model):  # the norm, which stays float32, is a unit of its own
+        fully_shard(layer)
+    with pytest.raises(RuntimeError, match="cast the model before sharding it"):
+        shardopt.cast_model(model)
+    optimizer = RULES["adamw"].make(model.parameters(), min_quantized_numel=64, master_weight_bits=24)
+    losses = []
+    for _ in range(6):
+        loss = loss_of(model, make_batch(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert {param.dtype for name, param in model.named_parameters() if "norm" in name} == {torch.float32}
+    return losses
+
+
+def test_cast_models_train(ranks: Pool) -> None:
+    for losses in ranks.run(2, _cast_and_sharded):
+        assert losses[-1] < losses[0]
+
+
+def _unmoved(way: str) -> dict[str, int]:
+    """How many weights of this rank, by parameter, such a learning rate does not move."""
+    model = WAYS[way](make_net(torch.bfloat16))
+    optimizer = make_optimizer(way, model)
+    with pytest.warns(RuntimeWarning, match="too small to move"):
+        shares = shardopt.check_numerics(optimizer, lr=1e-4)
+    numel = {f"parameter {place} of param group 0": own.numel() for place, own in enumerate(_local(optimizer))}
+    return {name: round(share * numel[name]) for name, share in shares.items()}
+
+
+def _local(optimizer: Any) -> list[Tensor]:
+    return [shard_of(p).local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp1"])
+def test_the_check_looks_at_shards(ranks: Pool, way: str) -> None:
+    (whole,) = ranks.run(1, _unmoved, "single")
+    found: dict[str, int] = {}
+    for own in ranks.run(3, _unmoved, way):
+        found = {name: found.get(name, 0) + own.get(name, 0) for name in found | own}
+    assert found == whole

@@ -1,0 +1,153 @@
+"""Weights with all the bits that parameter and state have of them: read, and loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from helpers import CODEC_NAMES, everything
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.kernels.weights import join_weight, split_weight
+from shardopt.optim import ShardedOptimizer
+from test_kernels import gradients, make, start, step
+from test_weight_formulas import int_bits
+from test_weights import LOW, integers, master_weights
+from weight_formats import BF16, FORMATS, FP16, FP32, Weights
+
+ALL = {**FORMATS, "bf16": Weights(BF16, {}), "fp16": Weights(FP16, {}), "fp32": Weights(FP32, {})}
+
+
+def trained(weights: str, steps: int = 2, codec: str = "log8") -> ShardedOptimizer:
+    dtype, options = ALL[weights]
+    params, optimizer = make("adamw", codec, start(dtype), **options)
+    for t in range(1, steps + 1):
+        step(optimizer, params, gradients(t, dtype))
+    return optimizer
+
+
+def named(weights: dict[Tensor, Tensor]) -> dict[str, Tensor]:
+    return {str(place): x for place, x in enumerate(weights.values())}
+
+
+@pytest.mark.parametrize("weights", ALL)
+def test_joined(weights: str) -> None:
+    optimizer = trained(weights)
+    bits = ALL[weights].options.get("master_weight_bits")
+    found = optimizer.full_precision_parameters()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    wanted = {p: p.detach().float() if bits is None else master_weights(optimizer, p) for p in params}
+    assert_same(named(found), named(wanted))
+    assert bits is None or any((x != p.detach().float()).any() for p, x in found.items())
+    before = everything(optimizer)
+    for x in found.values():
+        x.add_(1)
+    assert_same(everything(optimizer), before)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_32_bits_give_the_weights_of_float32(codec: str) -> None:
+    optimizer = trained("bf16 32", 4, codec)
+    params, expected = make("adamw", codec, {name: x.float() for name, x in start(BF16).items()})
+    for t in range(1, 5):
+        step(expected, params, {name: x.float() for name, x in gradients(t, BF16).items()})
+    assert_same(named(optimizer.full_precision_parameters()), named(expected.full_precision_parameters()))
+
+
+@pytest.mark.parametrize("weights", ALL)
+def test_loading_brings_everything_back(weights: str) -> None:
+    optimizer = trained(weights)
+    saved, before = optimizer.full_precision_parameters(), everything(optimizer)
+    for state in optimizer.state.values():
+        if "master_low_bits" in state:
+            state["master_low_bits"].fill_(3)
+    for param in saved:
+        param.data.fill_(7)
+    optimizer.load_full_precision_parameters(saved)
+    assert_same(everything(optimizer), before)
+
+
+@pytest.mark.parametrize("weights", ALL)
+def test_loading_other_weights(weights: str) -> None:
+    """Before the first step and after: they are rounded as the step would."""
+    dtype, options = ALL[weights]
+    low_bits = LOW.get(options.get("master_weight_bits"))
+    for steps in (0, 2):
+        optimizer = trained(weights, steps)
+        new = {p: values(tuple(p.shape), 50 + place) for place, p in enumerate(optimizer.full_precision_parameters())}
+        optimizer.load_full_precision_parameters(new)
+        for param, x in new.items():
+            high, low = split_weight(x, low_bits, dtype) if low_bits else (x.to(dtype), None)
+            assert torch.equal(int_bits(param.detach()), int_bits(high))
+            if low is not None and param.numel():
+                stored = optimizer.state[param]["master_low_bits"]
+                assert torch.equal(integers(stored, options["master_weight_bits"]).int(), low)
+                assert int(optimizer.state[param]["step"]) == steps
+            else:
+                assert steps or param not in optimizer.state
+        joined = {p: join_weight(*split_weight(x, low_bits, dtype), low_bits) for p, x in new.items() if low_bits}
+        assert_same(
+            named(optimizer.full_precision_parameters()),
+            named(joined or {p: x.to(dtype).float() for p, x in new.items()}),
+        )
+
+
+@pytest.mark.parametrize("weights", ["bf16 24", "fp16 32"])
+def test_steps_go_on_from_what_was_loaded(weights: str) -> None:
+    """A new optimizer over other parameters, given weights and then a state dict, is the old one."""
+    dtype, options = ALL[weights]
+    optimizer = trained(weights)
+    params, other = make("adamw", "log8", {name: x * 2 for name, x in start(dtype).items()}, **options)
+    saved = optimizer.full_precision_parameters()
+    other.load_full_precision_parameters(dict(zip(params.values(), saved.values(), strict=True)))
+    assert_same(named(other.full_precision_parameters()), named(saved))
+    other.load_state_dict(optimizer.state_dict())
+    own = dict(zip(params, saved, strict=True))
+    for t in (3, 4):
+        step(optimizer, own, gradients(t, dtype))
+        step(other, params, gradients(t, dtype))
+    assert_same(everything(other), everything(optimizer))
+
+
+def without_one(weights: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    return dict(list(weights.items())[1:])
+
+
+WRONG: dict[str, tuple[Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]], str]] = {
+    "missing": (without_one, "got weights of 1 parameters, 1 of them the optimizer's, expected all 2"),
+    "unknown": (
+        lambda weights: without_one(weights) | {Parameter(torch.zeros(3)): torch.zeros(3)},
+        "got weights of 2 parameters, 1 of them",
+    ),
+    "shape": (
+        lambda weights: {param: x[..., :2] for param, x in weights.items()},
+        r"parameter 0: got weights \(4, 2\) of torch.float32, expected \(4, 64\) of torch.float32",
+    ),
+    "dtype": (
+        lambda weights: {param: x.bfloat16() for param, x in weights.items()},
+        r"got weights \(4, 64\) of torch.bfloat16, expected \(4, 64\) of torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_weights_change_nothing(name: str) -> None:
+    change, message = WRONG[name]
+    initial = {"matrix": values((4, 64), 1, BF16), "bias": values((64,), 2, BF16)}
+    params, optimizer = make("adamw", "log8", initial, master_weight_bits=24)
+    step(optimizer, params, {name: torch.ones_like(x) for name, x in initial.items()})
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_full_precision_parameters(change(optimizer.full_precision_parameters()))
+    assert_same(everything(optimizer), before)
+
+
+def test_state_without_low_bits_is_told() -> None:
+    optimizer = trained("bf16")
+    optimizer.param_groups[0]["master_weight_bits"] = 24
+    with pytest.raises(RuntimeError, match=r"got state without master_low_bits, expected it beside step"):
+        optimizer.full_precision_parameters()
