@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,33 @@ def test_state_dict_is_the_same(offload: str) -> None:
         run(*continued, first=2, steps=2)
         optimizer.synchronize()
         assert_same(everything(optimizer), everything(continued[1]))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_state_dict_is_saved_by_torch(offload: str, tmp_path: Path) -> None:
+    model, optimizer = make(offload)
+    run(model, optimizer, steps=2)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    other = make(offload)
+    other[0].load_state_dict(model.state_dict())
+    other[1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert_equal(other, (model, optimizer))
+
+
+@pytest.mark.parametrize("reset", ["all", "one entry"])
+def test_state_that_is_replaced_by_hand(reset: str) -> None:
+    """While copies of the old one are still under way."""
+    with offload_from_cpu(CHUNK, late_transfers("state")):
+        runs = [make(how) for how in (None, "state")]
+        for model, optimizer in runs:
+            run(model, optimizer, steps=2)
+            if reset == "all":
+                optimizer.state = defaultdict(dict)
+            else:
+                state = optimizer.state[model.weights[1]]
+                state["exp_avg_codes"] = torch.full(state["exp_avg_codes"].shape, 77, dtype=torch.uint8)
+            run(model, optimizer, first=2, steps=2)
+        assert_equal(runs[1], runs[0])
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "state"), ("state", None), ("state", "step"), ("step", "state")])

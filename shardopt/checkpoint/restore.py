@@ -252,6 +252,7 @@ class Restoration:
             place = owner.sharded.places.place(param)
             states = [_placed(target, place) for target in targets]
             owner.sharded.state[param] = spec.join(states) if isinstance(spec, BufferState) else states[0]
+            owner.sharded.places.put(param, spec, owner.sharded.state[param])
 
     def _check_steps(self) -> None:
         """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""

@@ -44,12 +44,13 @@ class Moves(NamedTuple):
 
     there: tuple[str, ...]  # to where the kernels are
     back: tuple[str, ...]
+    together: bool  # whether ranges next to each other are one copy: not where they may be of several allocations
 
 
 #: The state is elsewhere, parameters and gradients are with the kernels.
-STATE_MOVES = Moves(("low_bits", "codes", "scales"), ("low_bits", "codes", "scales"))
+STATE_MOVES = Moves(("low_bits", "codes", "scales"), ("low_bits", "codes", "scales"), together=True)
 #: The kernels are where the state is, and parameters and gradients elsewhere.
-STEP_MOVES = Moves(("param", "gradient"), ("param",))
+STEP_MOVES = Moves(("param", "gradient"), ("param",), together=False)
 
 
 class Copies(NamedTuple):
@@ -247,9 +248,9 @@ class _Chunk:
         """Looks up where the operands live."""
         self._home = entries[self._rows]
         only_there = [field for field in self._moves.there if field not in self._moves.back]
-        self._back = _copies(self._home, self._extents, self._moves.back, 0)
+        self._back = _copies(self._home, self._extents, self._moves.back, 0, self._moves.together)
         end = int(self._back.place[-1] + self._back.nbytes[-1]) if len(self._back.place) else 0
-        more = _copies(self._home, self._extents, only_there, end)
+        more = _copies(self._home, self._extents, only_there, end, self._moves.together)
         self._there = Copies(*(np.concatenate(both) for both in zip(self._back, more, strict=True)))
 
     def use(self, slot: Slot) -> None:
@@ -317,7 +318,11 @@ def _no_copies() -> Copies:
 
 
 def _copies(
-    entries: npt.NDArray[np.void], extents: npt.NDArray[np.void], fields: Sequence[str], first_place: int
+    entries: npt.NDArray[np.void],
+    extents: npt.NDArray[np.void],
+    fields: Sequence[str],
+    first_place: int,
+    together: bool,
 ) -> Copies:
     """The memory that some fields of entries refer to, each byte once, and its places, from ``first_place`` on."""
     starts_of, lengths_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
@@ -335,7 +340,8 @@ def _copies(
     order = np.argsort(starts, kind="stable")
     starts, lengths = starts[order], lengths[order]
     ends = np.maximum.accumulate(starts + lengths.astype(np.uint64))
-    begins = np.flatnonzero(np.concatenate(([True], starts[1:] > ends[:-1])))
+    apart = starts[1:] > ends[:-1] if together else starts[1:] >= ends[:-1]
+    begins = np.flatnonzero(np.concatenate(([True], apart)))
     home = starts[begins]
     nbytes = (ends[np.append(begins[1:] - 1, len(ends) - 1)] - home).astype(np.int64)
     lead = (home % np.uint64(_ALIGNMENT)).astype(np.int64)

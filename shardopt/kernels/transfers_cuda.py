@@ -14,6 +14,8 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot, Transfers
 
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+
 
 class CudaSlot(Slot):
     """Memory of a chunk, and when it was last filled and emptied."""
@@ -30,24 +32,24 @@ class CudaTransfers(Transfers):
         nbytes: of each slot.
         to_host: whether the kernels run on the CPU, and parameters and gradients come to it. Otherwise the state comes
             to the device.
+        pin: whether slots on the CPU are page-locked.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
+    def __init__(self, device: torch.device, nbytes: int, *, to_host: bool, pin: bool) -> None:
+        _refuse_capture()
         where = torch.device("cpu") if to_host else device
-        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=where, pin_memory=to_host)
+        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=where, pin_memory=to_host and pin)
         super().__init__([CudaSlot(empty()) for _ in range(SLOTS)])
         self._device = device
         self._to_host = to_host
         self._there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._there.wait_stream(torch.cuda.current_stream(device))  # which may still use what the memory was before
+        memory = [slot.memory for slot in self._slots]
+        weakref.finalize(self, _drain, memory, self._there, self._back).atexit = False
 
     def begin(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "got a step with offload captured into a CUDA graph, expected one outside: its copies are paced by the "
-                "host; leave optimizer.step() out of the graph, or offload out"
-            )
+        _refuse_capture()
         if self._to_host:
             self._there.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -92,6 +94,20 @@ def _places(slot: Slot, copies: Copies) -> Addresses:
     return copies.place.astype(np.uint64) + np.uint64(slot.address)
 
 
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "got a step with offload captured into a CUDA graph, expected one outside: its copies are paced by the "
+            "host; leave optimizer.step() out of the graph, or offload out"
+        )
+
+
+def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:
+    """Waits for copies that are under way before their memory is somebody else's."""
+    for stream in streams:
+        stream.synchronize()
+
+
 def pin_memory(memory: Tensor, owner: object) -> None:
     """Page-locks memory of the CPU until ``owner`` is gone; it is not freed before.
 
@@ -100,17 +116,18 @@ def pin_memory(memory: Tensor, owner: object) -> None:
     Raises:
         MemoryError: the system does not let so much be locked.
     """
-    error = _runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    error = _runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _FOR_ALL_DEVICES)
     if int(error) != 0:
         raise MemoryError(
             f"offload: got CUDA error {int(error)} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
-            "expected it to be possible; raise the limit (ulimit -l), or use pin_memory=False"
+            "expected it to be possible; offload less with device_state_budget, or use pin_memory=False"
         )
     weakref.finalize(owner, _unpin, memory).atexit = False
 
 
 def _unpin(memory: Tensor) -> None:
-    torch.cuda.synchronize()  # copies may be under way
+    for device in range(torch.cuda.device_count()):  # copies may be under way
+        torch.cuda.synchronize(device)
     _runtime().cudaHostUnregister(memory.data_ptr())
 
 

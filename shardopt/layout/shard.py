@@ -146,6 +146,10 @@ class Shard:
         """The plain tensor with this rank's part of a parameter, gradient, codes or scales."""
         return tensor
 
+    def like_gradient(self, gradient: Tensor) -> Tensor:
+        """A gradient sharded as the parameter is. Where it was sharded otherwise all ranks must call this."""
+        return gradient
+
     def local_gradient(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient, laid out like the parameter."""
         return self.local(gradient)

@@ -222,6 +222,9 @@ class ShardedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last_hook.remove()
+        for group, param in self._all_params():
+            if group["offload"] is not None and self.state.get(param):
+                self.places.put(param, self.state_spec(param, group), self.state[param])
 
     @torch.no_grad()
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
@@ -254,9 +257,14 @@ class ShardedOptimizer(Optimizer):
         for place, param in enumerate(params):
             check_weights(f"parameter {place}", weights[param], param)
         for param, group in params.items():
-            state = split_into(self.state_spec(param, group), param, self.state.get(param, {}), weights[param])
+            spec, old = self.state_spec(param, group), self.state.get(param, {})
+            state = split_into(spec, param, old, weights[param], self.places.place(param).state)
             if state:
                 self.state[param] = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "state" in state:

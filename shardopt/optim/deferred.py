@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ class DeferredSteps:
     """
 
     def __init__(self) -> None:
+        self._lock = Lock()  # the backward pass has a thread per device
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: deque[_Step] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -40,17 +42,18 @@ class DeferredSteps:
             step: takes it, in the other thread.
             after: is called in this one.
         """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
-        work = step
-        if device.type == "cuda":
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            ready = torch.cuda.current_stream(device).record_event()
-            work = _in_stream(self._streams[device], ready, step)
-        self._waiting.append(_Step(self._thread.submit(work), after))
-        while self._waiting and (len(self._waiting) > MOST_WAITING or self._waiting[0].taken.done()):
-            self._finish(self._waiting.popleft())
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
+            work = step
+            if device.type == "cuda":
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                ready = torch.cuda.current_stream(device).record_event()
+                work = _in_stream(self._streams[device], ready, step)
+            self._waiting.append(_Step(self._thread.submit(work), after))
+            while self._waiting and (len(self._waiting) > MOST_WAITING or self._waiting[0].taken.done()):
+                self._finish(self._waiting.popleft())
 
     def wait(self) -> None:
         """Waits until all are done; what is computed next sees them.

@@ -44,7 +44,7 @@ def check_weights(name: str, weights: Tensor, param: Tensor) -> None:
         raise ValueError(f"{name}: got weights {got}, expected {expected}; shard and cast them as the parameter's are")
 
 
-def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor) -> StateDict:
+def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
     """Puts float32 weights into a parameter, and what it lacks of them into its state.
 
     Args:
@@ -52,6 +52,7 @@ def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor)
         param: the optimizer's parameter.
         state: its state; empty before the first step.
         weights: sharded as the parameter is.
+        device: where a new state is made.
 
     Returns:
         The same state, or a new one where it was empty and low bits have to go there.
@@ -60,7 +61,7 @@ def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor)
     if not spec.weights.low_bits or local.numel() == 0:
         local.copy_(wide)
         return state
-    state = state or spec.new(local.device)
+    state = state or spec.new(device)
     _check_state(state)
     local.copy_(wide)  # padding, too, of which no part knows
     for part, own in zip(spec.parts(local, state), spec.parts(wide, state), strict=True):

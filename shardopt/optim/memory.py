@@ -67,14 +67,10 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
     """
     report = MemoryReport()
     seen: set[int] = set()
-    shared: dict[int, int] = {}  # bytes not yet accounted for of host memory with the state of several parameters
 
     def add(kind: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        if tensor.nbytes < nbytes and tensor.device.type == "cpu" and kind not in ("parameters", "gradients"):
-            shared[address] = shared.get(address, nbytes) - tensor.nbytes
-            address, nbytes = tensor.data_ptr(), tensor.nbytes
         if address in seen or nbytes == 0:
             return
         seen.add(address)
@@ -93,8 +89,8 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             for key, value in owner.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(_kind_of(key), _local(value))
-    report.host.state += sum(shared.values())  # what aligning takes, and parameters without state
     if isinstance(owner, ShardedOptimizer):
+        report.host.state += owner.places.padding_bytes
         for device, nbytes in owner.places.buffer_bytes.items():
             (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
     return report

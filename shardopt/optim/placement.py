@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ CHUNK_BYTES = 32 << 20
 FROM_CPU = False
 
 _CPU = torch.device("cpu")
+_PAGE = 4096  # bytes
 #: How entries of the state are aligned in the host's memory, in bytes.
 ALIGNMENT = 64
 
@@ -71,9 +74,9 @@ class _Entry(NamedTuple):
     like: Tensor
 
     def view(self) -> Tensor:
-        """Its elements."""
-        part = self.memory[self.offset : self.offset + self.like.nbytes]
-        return part.view(self.like.dtype).view(self.like.shape)
+        """Its elements, with a storage of their own: what shares one cannot be saved by torch.save."""
+        part = self.memory.numpy()[self.offset : self.offset + self.like.nbytes]
+        return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
 
 
 class StatePlaces:
@@ -91,6 +94,7 @@ class StatePlaces:
         self._places: dict[Tensor, tuple[torch.device, Place]] = {}  # with the device for which it was decided
         self._homes: dict[Tensor, dict[str, _Entry]] = {}
         self._resident = 0
+        self._padding = 0
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
 
     def place(self, param: Tensor) -> Place:
@@ -114,6 +118,7 @@ class StatePlaces:
                 local = spec.shard.local(state[key])
                 home = entry.view()
                 if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
+                    self.synchronize()  # copies to where it lives may be under way
                     home.copy_(local)
                     state[key] = spec.like(key, home)
 
@@ -126,8 +131,13 @@ class StatePlaces:
             else:
                 from shardopt.kernels.transfers_cuda import CudaTransfers
 
-                self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
+                self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step", pin=self._pins)
         return self._transfers[key]
+
+    @property
+    def padding_bytes(self) -> int:
+        """What aligning the entries takes of the host's memory."""
+        return self._padding
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
@@ -149,16 +159,11 @@ class StatePlaces:
         Raises:
             MemoryError: it has not.
         """
-        wanted = sum(nbytes for _, _, nbytes, offload in self._undecided(self._resident) if offload is not None)
-        available = _available_host_bytes()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if available is not None and wanted * ranks > available:
-            gib = 2**30
-            raise MemoryError(
-                f"offload: got {available / gib:.2f} GiB of available host memory, expected {wanted * ranks / gib:.2f} "
-                f"GiB, {wanted / gib:.2f} for each of {ranks} ranks here; use more hosts, or keep a part on the device "
-                "with device_state_budget"
-            )
+        _demand_memory(sum(nbytes for *_, nbytes, offload in self._undecided(self._resident) if offload is not None))
+
+    @property
+    def _pins(self) -> bool:
+        return all(group["pin_memory"] for group in self._optimizer.param_groups)
 
     def _is_decided(self, param: Tensor) -> bool:
         return param in self._places and self._places[param][0] == param.device
@@ -191,7 +196,7 @@ class StatePlaces:
 
     def _decide(self) -> None:
         homes: list[tuple[Tensor, dict[str, tuple[int, Tensor]]]] = []
-        end, pin = 0, False
+        end, on_cuda = 0, False
         for param, spec, nbytes, offload in self._undecided(self._resident):
             self._places[param] = (param.device, Place.of(offload, param.device))
             if offload is None:
@@ -200,14 +205,16 @@ class StatePlaces:
                 continue
             entries = {}
             for key, like in _local_entries(spec).items():
-                entries[key] = (end, like)
-                end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+                if like.nbytes:
+                    entries[key] = (end, like)
+                    end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+                    self._padding += -like.nbytes % ALIGNMENT
             homes.append((param, entries))
-            pin |= param.device.type == "cuda"
+            on_cuda |= param.device.type == "cuda"
         if not homes:
             return
-        pin &= all(group["pin_memory"] for group in self._optimizer.param_groups)
-        memory = self._host_memory(end, pin=pin)
+        _demand_memory(end)
+        memory = self._host_memory(end, pin=on_cuda and self._pins)
         for param, placed in homes:
             self._homes[param] = {key: _Entry(memory, offset, like) for key, (offset, like) in placed.items()}
 
@@ -218,12 +225,14 @@ class StatePlaces:
             MemoryError: there is not enough.
         """
         try:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8)
         except RuntimeError as error:
             raise MemoryError(
                 f"offload: got no {nbytes / 2**30:.2f} GiB of host memory, expected it for the state; use more ranks, "
                 "or keep a part on the device with device_state_budget"
             ) from error
+        first = -pages.data_ptr() % _PAGE
+        memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages: they are locked by nobody else
         if pin:
             from shardopt.kernels.transfers_cuda import pin_memory
 
@@ -245,13 +254,26 @@ def _state_bytes(spec: AnyState) -> int:
     return sum(value.nbytes for value in _local_entries(spec).values())
 
 
+def _demand_memory(nbytes: int) -> None:
+    """Raises MemoryError where the host has not so much for each of its ranks."""
+    available = _available_host_bytes()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if available is not None and nbytes * ranks > available:
+        gib = 2**30
+        raise MemoryError(
+            f"offload: got {available / gib:.2f} GiB of available host memory, expected {nbytes * ranks / gib:.2f} "
+            f"GiB, {nbytes / gib:.2f} for each of {ranks} ranks here; use more hosts, or keep a part on the device "
+            "with device_state_budget"
+        )
+
+
 def _available_host_bytes() -> int | None:
-    """What the system says it could still give; None where it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    """What the system and the container say they could still give; None where they do not say."""
+    found = []
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(limit - used, 0))
+    return min(found, default=None)

@@ -77,7 +77,8 @@ class ReleasedParameters:
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
 
-        With ``offload="step"`` it is taken beside the backward pass, and up to five gradients wait.
+        With ``offload="step"`` it is taken beside the backward pass, and up to five gradients wait; the optimizer's
+        ``step()`` waits for them, ``zero_grad()`` before it would take them away.
 
         Raises:
             RuntimeError: it was stepped since the optimizer's last ``step()``; or see :func:`make_plan`.
@@ -94,6 +95,9 @@ class ReleasedParameters:
         group = _group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
         if optimizer.places.place(param).offload == "step":
+            # Collectives belong into this thread: in the other one their order would differ between ranks.
+            assert param.grad is not None
+            param.grad = optimizer.state_spec(param, group).shard.like_gradient(param.grad)
             step, release = partial(self._step, param, parameter, group), partial(setattr, param, "grad", None)
             self._deferred.submit(param.device, step, release)
         else:

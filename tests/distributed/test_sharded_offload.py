@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import shardopt
+from ranks.layouts import mesh_of
 from ranks.models import WAYS, loss_of, make_batch, make_net
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
-from ranks.snapshot import assert_same
+from ranks.snapshot import assert_same, snapshot
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.released import ReleasedParameters
 
 STEPS = 3
 OFFLOADS = ("state", "step")
@@ -112,6 +121,61 @@ def _released(offload: str) -> None:
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_gradient_release(ranks: Pool, offload: str) -> None:
     ranks.run(2, _released, offload)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _partial_gradients() -> None:
+    """Gradients that are reduced here come in another thread's way if that reduces them; one rank's is slow."""
+    runs = []
+    for how in (None, "step"):
+        torch.manual_seed(0)
+        model = nn.Sequential(_Block(), _Block(), _Block())
+        for block in model:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+            parallelize_module(block, mesh_of((dist.get_world_size(),)), plan)
+        with offload_from_cpu(), _slow_thread():
+            optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=how)
+            if how is not None:
+                shardopt.release_gradients(model, optimizer)
+            for step in range(STEPS):
+                x = torch.randn((4, 8, 64), generator=torch.Generator().manual_seed(step))
+                model(x.chunk(dist.get_world_size(), 1)[dist.get_rank()]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(snapshot(dict(model.named_parameters()), optimizer))
+    assert_same(runs[1], runs[0])
+
+
+@contextmanager
+def _slow_thread() -> Iterator[None]:
+    original = ReleasedParameters._step
+
+    def step(self: ReleasedParameters, *which: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02 * dist.get_rank())
+        original(self, *which)
+
+    ReleasedParameters._step = step
+    try:
+        yield
+    finally:
+        ReleasedParameters._step = original
+
+
+def test_collectives_stay_in_the_thread_of_the_backward_pass(ranks: Pool) -> None:
+    ranks.run(2, _partial_gradients)
 
 
 def _save(path: Path, way: str, offload: str | None) -> None:

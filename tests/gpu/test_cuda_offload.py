@@ -51,8 +51,10 @@ def test_state_lives_in_locked_host_memory() -> None:
             assert key == "step" or value.is_pinned()
 
 
-def test_device_memory_does_not_grow_with_the_model() -> None:
-    """Slots and tables, whatever the parameters take."""
+def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, whatever the parameters take; and tables, of about a kibibyte per chunk."""
+    chunk = 1 << 20
+    monkeypatch.setattr(placement, "CHUNK_BYTES", chunk)
     used = []
     for rows in (1024, 8192):
         param = torch.nn.Parameter(torch.zeros(rows, 1024, dtype=BF16, device=CUDA))
@@ -63,9 +65,10 @@ def test_device_memory_does_not_grow_with_the_model() -> None:
         optimizer.step()
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated() - before)
-        assert shardopt.memory_report(optimizer).device.offload_buffers == 3 * CHUNK
+        assert shardopt.memory_report(optimizer).device.offload_buffers == 3 * chunk
         del optimizer
-    assert used[1] - used[0] < (8192 - 1024) * 1024 // 64, used
+    more_chunks = (8192 - 1024) * 1024 * 2.2 / chunk + 1
+    assert used[1] - used[0] < 4096 * more_chunks, used
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
