@@ -2,7 +2,8 @@
 
 A world is so many workers with a process group of their own, made when first asked for: torch keeps too much of a
 process group to make a second one in the same process. Workers are forked from a server that has imported torch, so
-that starting them is cheap. After a failure their world is replaced: nothing hangs on.
+that starting them is cheap. After a failure their world is replaced: nothing hangs on. So is one with many process
+groups, each of which has a thread that looks around a hundred times per second.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+_MOST_GROUPS = 32  # process groups of a world that is used again
 _GRACE = 3.0  # seconds that the other ranks have to fail, too, after the first one did
 _PRELOAD = [
     "torch._dynamo",
@@ -45,6 +47,13 @@ class _Task(NamedTuple):
 
     path: list[str]
     work: bytes  # pickled (function, arguments): it can be read only once the path is set
+
+
+class _Result(NamedTuple):
+    """What a worker answers."""
+
+    value: Any
+    groups: int  # process groups that it has by now
 
 
 class _Worker(NamedTuple):
@@ -88,7 +97,9 @@ class Pool:
         if failures:
             self._end(world_size)
             raise RankFailure("\n" + "\n".join(failures))
-        return [result for _, result in answers]
+        if max(result.groups for _, result in answers) > _MOST_GROUPS:
+            self._end(world_size)
+        return [result.value for _, result in answers]
 
     def close(self) -> None:
         """Ends all workers."""
@@ -157,10 +168,16 @@ def _serve(connection: Connection, place: _Place) -> None:
                 joined = True
             sys.path[:] = task.path
             function, args = pickle.loads(task.work)
-            answer = pickle.dumps((True, function(*args)))
+            answer = pickle.dumps((True, _Result(function(*args), _count_groups())))
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         connection.send_bytes(answer)
+
+
+def _count_groups() -> int:
+    import torch.distributed as dist
+
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _join(place: _Place) -> None:
