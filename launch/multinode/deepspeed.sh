@@ -13,6 +13,9 @@ root=$PWD
 # --- EDIT: the machines: hostfile, and ------------------------------------------------------------------------------
 HOSTFILE=${HOSTFILE:-$root/launch/multinode/hostfile}
 PORT=${PORT:-29500}   # free on the first machine of the hostfile
+# Without a hostfile DeepSpeed would use this machine alone.
+[ -f "$HOSTFILE" ] || { echo "deepspeed.sh: got no hostfile $HOSTFILE, expected one; edit HOSTFILE" >&2; exit 2; }
+HOSTFILE=$(realpath "$HOSTFILE")
 
 # --- EDIT: the job; its output folder must be one that all machines see ---------------------------------------------
 job=("$root/launch/train.py" --config "$root/configs/small.yaml" --output "$root/runs/small" --resume auto

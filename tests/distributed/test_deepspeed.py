@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,15 +287,46 @@ def test_other_versions_are_refused(deepspeed_ranks: Pool, version: str) -> None
     deepspeed_ranks.run(2, _other_version, version)
 
 
+def test_an_unknown_version_is_left_alone(tmp_path: Path) -> None:
+    """What is not looked for in it cannot be missed: it can be used without optimizers of ours, and refuses these."""
+    program = """
+import os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+from shardopt.integrations.after_import import after_import
+
+def older(module):
+    del module.ZeROOptimizer._configure_master_weights
+
+def version(module):
+    module.version = "0.18.3"
+
+after_import("deepspeed.git_version_info", version)
+after_import("deepspeed.runtime.base_optimizer", older)
+import shardopt, torch
+import deepspeed
+from types import SimpleNamespace
+parameter = torch.nn.Parameter(torch.zeros(2, 64))
+settings = SimpleNamespace(optimizer_name="AdamW8bit")
+for given in ({"optimizer": shardopt.AdamW8bit([parameter])}, {"config_class": settings}):
+    try:
+        deepspeed.DeepSpeedEngine(None, torch.nn.Linear(2, 2), **given)
+    except RuntimeError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("got DeepSpeed 0.18.3, expected 0.19.8 to before 0.20") == 2, done.stdout
+
+
 def _strange() -> None:
     import_deepspeed()
     from shardopt.integrations.deepspeed.partitions import assign_partitions
 
-    class MiCS_Optimizer:  # as DeepSpeed calls it
+    class UnknownOptimizer:
         pass
 
-    engine = SimpleNamespace(module=make_net(), optimizer=MiCS_Optimizer(), basic_optimizer=None)
-    with pytest.raises(RuntimeError, match="got DeepSpeed's MiCS_Optimizer, expected ZeRO 0 to 3 without MiCS"):
+    engine = SimpleNamespace(module=make_net(), optimizer=UnknownOptimizer(), basic_optimizer=None)
+    with pytest.raises(RuntimeError, match="got DeepSpeed's UnknownOptimizer, expected ZeRO 0 to 3 without MiCS"):
         assign_partitions(engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.checkpoint import CheckpointError
+from shardopt.integrations.deepspeed.engine import opened
 
 STEPS = 3
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -277,6 +279,39 @@ def _refused(path: Path) -> None:
 
 def test_errors(deepspeed_ranks: Pool, tmp_path: Path) -> None:
     deepspeed_ranks.run(2, _refused, tmp_path)
+
+
+def _after_evaluation(path: Path, zero: dict[str, Any]) -> None:
+    """What a forward pass without a step has gathered is not computed with again."""
+    settings = config(3, zero={"stage3_param_persistence_threshold": 0, **zero})
+    engines = [make_engine(make_net(seed=seed), settings) for seed in (0, 1)]
+    for engine in engines:
+        engine.backward(loss_of(engine, make_batch(0)))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            loss_of(engine, make_batch(1))
+    shardopt.checkpoint.save(path, engines[0])
+    shardopt.checkpoint.load(path, engines[1])
+    with torch.no_grad():
+        expected, got = (loss_of(engine, make_batch(2)) for engine in engines)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("zero", [{}, {"zero_hpz_partition_size": 2}, OFFLOAD])
+def test_after_evaluation(deepspeed_ranks: Pool, tmp_path: Path, zero: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, _after_evaluation, tmp_path, zero)
+
+
+@pytest.mark.parametrize(
+    "found", [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}], ids=str
+)
+def test_model_parallel_is_refused(found: dict[str, Any]) -> None:
+    """Ranks have other parameters under the same names."""
+    own = {"pipeline_parallelism": False, "autotp_size": lambda: 0, "mp_world_size": 1, "expert_parallel_group": None}
+    engine = SimpleNamespace(optimizer=None, **{**own, **found})
+    with pytest.raises(ValueError, match="got a DeepSpeed engine with tensor, pipeline or expert"), opened(engine):
+        pass
 
 
 def _async_save(path: Path, stage: int) -> None:

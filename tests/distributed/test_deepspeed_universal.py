@@ -298,7 +298,9 @@ def _nvme_is_refused() -> None:
 
     said = {"zero_optimization": True, "zero_elastic_checkpoint": False}
     said |= {"load_universal_checkpoint": True, "zero_nvme_offload_optimizer": True}
-    engine = SimpleNamespace(**{name: partial(bool, value) for name, value in said.items()})
+    engine = SimpleNamespace(
+        **{name: partial(bool, value) for name, value in said.items()}, zenflow_config=lambda: None
+    )
     with pytest.raises(ValueError, match=r"load_universal: got true with offload_optimizer\.device nvme"):
         _check_config(engine)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
     have the parameters' shapes, they stand in the model in the parameters' place.
     """
     wrapper = engine.optimizer
+    _refuse_model_parallel(engine)
     if hasattr(wrapper, "fp32_groups"):
         with _masters_in_model(engine.module, wrapper):
             yield engine.module, engine.basic_optimizer
@@ -45,6 +47,19 @@ def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
             yield engine.module, engine.basic_optimizer
     finally:
         wrapper._clear_fp32_optimizer_param_groups()
+
+
+def _refuse_model_parallel(engine: Any) -> None:
+    experts = (engine.expert_parallel_group or {}).values()
+    if (
+        engine.pipeline_parallelism
+        or max(engine.autotp_size(), engine.mp_world_size) > 1
+        or any(dist.get_world_size(group) > 1 for group in experts)
+    ):
+        raise ValueError(
+            "got a DeepSpeed engine with tensor, pipeline or expert parallelism, whose ranks hold different parameters "
+            "under one name, expected data parallelism only; use engine.save_checkpoint and load_checkpoint"
+        )
 
 
 @contextmanager
@@ -78,10 +93,8 @@ def refresh(engine: Any) -> None:
     elif hasattr(wrapper, "update_lp_params"):  # ZeRO 1 and 2, BF16_Optimizer
         wrapper.update_lp_params()
     elif hasattr(wrapper, "_reassign_or_swap_out_partitioned_parameters"):  # ZeRO 3
+        wrapper.checkpoint_event_prologue()  # what a forward pass has gathered is old
         with masters_in_memory(wrapper):
             for index in range(len(wrapper.fp32_partitioned_groups_flat)):
                 wrapper._reassign_or_swap_out_partitioned_parameters(index)
-        persistent = wrapper.persistent_parameters
-        if persistent:
-            persistent[0].partition(persistent)
-            persistent[0].all_gather(persistent)
+        wrapper.checkpoint_event_epilogue()

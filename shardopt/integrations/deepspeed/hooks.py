@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,7 +35,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.options import DEFAULTS
 
 #: The versions of DeepSpeed whose insides are known: [first, end).
-VERSIONS = ((0, 19), (0, 20))
+VERSIONS = ((0, 19, 8), (0, 20))
 
 #: Config types, which may be written in any letter case.
 TYPES: dict[str, type[ShardedOptimizer]] = {
@@ -45,6 +49,9 @@ def install(engine_module: ModuleType) -> None:
     Args:
         engine_module: ``deepspeed.runtime.engine``.
     """
+    if not _is_known(_version()):
+        _refuse_later(engine_module.DeepSpeedEngine)
+        return
     from deepspeed.runtime.base_optimizer import ZeROOptimizer  # type: ignore[import-untyped]
     from deepspeed.runtime.zero import utils  # type: ignore[import-untyped]
 
@@ -89,6 +96,7 @@ def install(engine_module: ModuleType) -> None:
             assign_partitions(self)
             share_copies(self.optimizer)
             swap_what_survives(self.optimizer)
+            _warn_of_lost_updates(self)
             read_natively(self.basic_optimizer)
             show_state(self)
 
@@ -129,18 +137,42 @@ def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) 
         )
 
 
-def _check_version() -> None:
-    import deepspeed  # type: ignore[import-untyped]
+def _version() -> str:
+    # deepspeed itself may still be on its way to being imported.
+    from deepspeed.git_version_info import version  # type: ignore[import-untyped]
 
-    version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:2])
-    if not VERSIONS[0] <= version < VERSIONS[1]:
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", version))
+
+
+def _is_known(version: str) -> bool:
+    return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < VERSIONS[1]
+
+
+def _check_version() -> None:
+    version = _version()
+    if not _is_known(version):
         known = " to before ".join(".".join(map(str, v)) for v in VERSIONS)
-        raise RuntimeError(
-            f"got DeepSpeed {deepspeed.__version__}, expected {known}, whose partitions are known; install such a one"
-        )
+        raise RuntimeError(f"got DeepSpeed {version}, expected {known}, whose partitions are known; install such a one")
+
+
+def _refuse_later(engine_class: Any) -> None:
+    """For a version whose insides are not known: leaves it alone, but for engines with an optimizer of ours."""
+    initialize = engine_class.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [*args, *kwargs.values()]
+        config = kwargs.get("config_class")
+        named = str(getattr(config, "optimizer_name", None) or "").lower()
+        if named in TYPES or any(isinstance(value, ShardedOptimizer) for value in given):
+            _check_version()
+        initialize(self, *args, **kwargs)
+
+    engine_class.__init__ = __init__
 
 
 def _check_config(engine: Any) -> None:
+    if engine.zenflow_config() is not None:
+        raise ValueError("zero_optimization.zenflow: got one, expected none; leave it out")
     if engine.zero_optimization() and engine.zero_elastic_checkpoint():
         raise ValueError(
             "zero_optimization.elastic_checkpoint: got true, expected false: it takes padding off tensors without; "
@@ -150,4 +182,17 @@ def _check_config(engine: Any) -> None:
         raise ValueError(
             "checkpoint.load_universal: got true with offload_optimizer.device nvme, under which DeepSpeed does not "
             "load the optimizer, expected another device; go by way of one, and shardopt.checkpoint.save(path, engine)"
+        )
+
+
+def _warn_of_lost_updates(engine: Any) -> None:
+    """Nobody else does: DeepSpeed's own check of such masters is switched off for our optimizers."""
+    groups = engine.basic_optimizer.param_groups
+    kept = all(group["master_weight_bits"] or group["stochastic_rounding"] for group in groups)
+    if engine.bf16_master_weights_and_gradients() and not kept and dist.get_rank() == 0:
+        warnings.warn(
+            "got bf16_master_weights_and_grads without master_weight_bits: updates smaller than half of a weight's "
+            "last place are lost; set master_weight_bits to 24 or 32, or stochastic_rounding, in optimizer.params",
+            RuntimeWarning,
+            stacklevel=2,
         )

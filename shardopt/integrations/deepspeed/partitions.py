@@ -49,7 +49,7 @@ def assign_partitions(engine: Any) -> None:
         for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
             group = wrapper.sub_group_process_groups[index]
             assign(flat, _range_each(wrapper.fp16_groups[index], group, names))
-    elif wrapper is not engine.basic_optimizer and kind not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+    elif wrapper is not engine.basic_optimizer and kind != "FP16_UnfusedOptimizer":
         raise RuntimeError(
             f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch it off in the "
             "config"
@@ -101,7 +101,7 @@ def _shard(shape: tuple[int, ...], ends: Sequence[int], rank: int, group: Any) -
 
 def _device_type(group: Any) -> str:
     """Where the group's back end wants its tensors."""
-    return "cpu" if dist.get_backend(group) == "gloo" else "cuda"
+    return "cuda" if dist.get_backend(group) != "gloo" and torch.cuda.is_available() else "cpu"
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
