@@ -5,7 +5,11 @@
 
 One bfloat16 model of layers of 4096 x 4096; variants take turns. The bandwidth is that of the state's bytes in each
 direction while both are busy; beside it stands that of torch's own copies of locked memory, also both ways at once.
-Goal: "state" reaches 0.85 of it.
+Goal: "state" reaches 0.85 of it. "peak / report" is what the device holds of weights, gradients and state at most
+during a step, over what memory_report counts. Goal: at most 1.02.
+
+A second table is of whole training steps with released gradients. "hidden" is the share of the copies' time, at the
+speed of plain copies, that a step does not take longer than without offload.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 import shardopt
 
 SIZE = 4096
+TOKENS = 8192
 COPY_BYTES = 256 << 20
 
 
@@ -36,34 +42,68 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("got no CUDA device, expected one")
     layers = max(round(options.millions * 1e6 / SIZE**2), 1)
-    runs: dict[str, Any] = {name: _Run(layers, offload) for name, offload in VARIANTS.items()}
-    for run in runs.values():
-        run.step()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    copies: list[float] = []
     copy = _BothWays()
-    for _ in range(options.rounds):
-        for name, run in runs.items():
-            times[name].append(_timed(run.step))
-        copies.append(_timed(copy))
-    report(runs, times, copies, options)
+    copies = [_timed(copy) for _ in range(options.rounds)]
+    plain = COPY_BYTES / statistics.median(copies) / 1e9
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {' '.join(sys.argv)}")
+    print(f"plain copies, both ways at once: {plain:.1f} GB/s each")
+    found: dict[str, Any] = {"plain GB/s": plain}
+    for title, kind in (("step", _Run), ("training step", _Training)):
+        print(f"\n{title}")
+        runs = {name: kind(layers, offload) for name, offload in VARIANTS.items()}
+        times = _interleaved(runs, options.rounds)
+        found[title] = report(runs, times, plain)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=2)
 
 
 VARIANTS = {"no offload": None, "state": "state", "step": "step"}
 
 
 class _Run:
+    """Parameters with gradients, and their steps."""
+
     def __init__(self, layers: int, offload: str | None) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
-        make = lambda: torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, generator=generator)  # noqa: E731
-        self.params = [Parameter(make()) for _ in range(layers)]
+        self.params = [Parameter(_values(SIZE, SIZE)) for _ in range(layers)]
         for param in self.params:
-            param.grad = make()
+            param.grad = _values(SIZE, SIZE)
         self.optimizer = shardopt.AdamW8bit(self.params, offload=offload)
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.synchronize()
+
+
+class _Training(_Run):
+    """A model whose gradients are released as the backward pass makes them."""
+
+    def __init__(self, layers: int, offload: str | None) -> None:
+        self.model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(layers)))
+        self.model.to("cuda", torch.bfloat16)
+        self.params = list(self.model.parameters())
+        self.batch = _values(TOKENS, SIZE)
+        self.optimizer = shardopt.AdamW8bit(self.params, offload=offload)
+        shardopt.release_gradients(self.model, self.optimizer)
+
+    def step(self) -> None:
+        self.model(self.batch).float().square().mean().backward()
+        super().step()
+
+
+def _values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _interleaved(runs: dict[str, _Run], rounds: int) -> dict[str, float]:
+    """Median seconds of a step by variant."""
+    for run in runs.values():
+        run.step()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(_timed(run.step))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 class _BothWays:
@@ -89,24 +129,37 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - begin
 
 
-def report(runs: dict[str, Any], times: dict[str, list[float]], copies: list[float], options: Any) -> None:
-    """Prints the medians."""
-    plain = COPY_BYTES / statistics.median(copies) / 1e9
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {' '.join(sys.argv)}")
-    print(f"plain copies, both ways at once: {plain:.1f} GB/s each")
-    found: dict[str, Any] = {"plain GB/s": plain}
+def report(runs: dict[str, _Run], seconds: dict[str, float], plain: float) -> dict[str, dict[str, float]]:
+    """Prints a row per variant, and returns them."""
+    found = {}
+    numel = len(next(iter(runs.values())).params) * SIZE**2
     for name, run in runs.items():
-        seconds = statistics.median(times[name])
         memory = shardopt.memory_report(run.optimizer)
-        row = {"ms": 1e3 * seconds, "device MiB": (memory.device.state + memory.device.scales) / 2**20}
-        if name == "state":
-            moved = memory.host.state + memory.host.scales + memory.host.master_weights
-            row |= {"GB/s each way": moved / seconds / 1e9, "of plain copies": moved / seconds / 1e9 / plain}
+        row = {"ms": 1e3 * seconds[name], "state on device MiB": (memory.device.state + memory.device.scales) / 2**20}
+        state = memory.host.state + memory.host.scales + memory.host.master_weights
+        each_way = {"no offload": 0, "state": state, "step": 4 * numel}[name]  # "step": parameters and gradients come
+        if isinstance(run, _Training):
+            if each_way:
+                longer = seconds[name] - seconds["no offload"]
+                row["hidden"] = 1 - longer / (each_way / plain / 1e9)
+        else:
+            row["peak / report"] = _peak_bytes(run, memory.device.total) / memory.device.total
+            if name == "state":
+                row["GB/s each way"] = each_way / seconds[name] / 1e9
+                row["of plain copies"] = row["GB/s each way"] / plain
         found[name] = row
         print(f"{name:12}" + "  ".join(f"{key} {value:.2f}" for key, value in row.items()))
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=2)
+    return found
+
+
+def _peak_bytes(run: _Run, held: int) -> int:
+    """What a step needs of the device at most, with the ``held`` bytes that are there anyway."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run.step()
+    torch.cuda.synchronize()
+    return held + torch.cuda.max_memory_allocated() - before
 
 
 if __name__ == "__main__":
