@@ -134,6 +134,12 @@ REFUSED = {
     ),
     "no object": ("[1]", "got list, expected an object"),
     "no JSON": ("{", "is not valid JSON"),
+    "no optimizer": ({"optimizer": None}, "got optimizer None, expected an object"),
+    "no params": ({"optimizer": {"params": 3}}, "got optimizer.params 3, expected an object"),
+    "text for a number": (
+        {"train_micro_batch_size_per_gpu": "4"},
+        "got train_micro_batch_size_per_gpu '4', expected a number",
+    ),
 }
 
 

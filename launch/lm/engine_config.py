@@ -29,6 +29,7 @@ _BATCH = {
     "gradient_clipping": "clip",
 }
 _PARAMS = ("lr", "betas", "eps", "momentum", "dampening", "nesterov", *optimizers.SHARED_OPTIONS)
+_MICRO = "train_micro_batch_size_per_gpu"
 # What the job does itself, or cannot do.
 _REFUSED = {
     "scheduler": "the job has a schedule of its own: leave it out, see --warmup and --min-lr",
@@ -53,6 +54,15 @@ def read(path: str) -> Settings:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(settings, dict):
         raise UserError(f"{path}: got {type(settings).__name__}, expected an object of DeepSpeed's sections")
+    for name in ("optimizer", "bf16", "zero_optimization"):
+        if not isinstance(settings.get(name, {}), dict):
+            raise UserError(f"{path}: got {name} {settings[name]!r}, expected an object, or leave it out")
+    if not isinstance(settings.get("optimizer", {}).get("params", {}), dict):
+        raise UserError(f"{path}: got optimizer.params {settings['optimizer']['params']!r}, expected an object")
+    for name in (*_BATCH, _MICRO):
+        value = settings.get(name, 1)
+        if value != AUTO and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f'{path}: got {name} {value!r}, expected a number or "auto"')
     for name, remedy in _REFUSED.items():
         section = settings.get(name)
         if section is not None and not (isinstance(section, dict) and section.get("enabled") is False):
@@ -75,7 +85,7 @@ def options(settings: Settings, path: str, world_size: int) -> dict[str, tuple[s
         UserError: the config names an optimizer that the job does not have, or its batch sizes do not fit together.
     """
     found = {option: (place, settings[place]) for place, option in _BATCH.items() if _says(settings, place)}
-    micro = "train_micro_batch_size_per_gpu"
+    micro = _MICRO
     if _says(settings, micro):
         parts = found.get("accumulate", ("", 1))[1] * world_size
         batch = settings[micro] * parts
