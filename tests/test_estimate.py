@@ -331,7 +331,7 @@ def test_chart_without_matplotlib(
     assert not list(tmp_path.iterdir())
 
 
-def test_console_command() -> None:
+def test_console_command(tmp_path: Path) -> None:
     """As a module, in a process of its own: without a process group, and without matplotlib being imported."""
     code = """if True:
         import runpy, sys
@@ -343,7 +343,7 @@ def test_console_command() -> None:
             assert not torch.distributed.is_initialized()
     """
     command = [sys.executable, "-c", code, "estimate", "7B"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "8-bit state, fp32 weights" in done.stdout
     scripts = re.search(r"\[project\.scripts\]\n(.*)\n", (Path(__file__).parents[1] / "pyproject.toml").read_text())

@@ -122,7 +122,7 @@ def describe(config: Config, param_groups: Groups) -> dict[str, Any]:
 
 def state_memory(optimizer: Optimizer) -> dict[str, int]:
     """Bytes of weights and optimizer state allocated on this rank, host and device together, and elements."""
-    report = shardopt.memory_report(optimizer)
+    report = shardopt.memory_report(getattr(optimizer, "optim", optimizer))  # what a ZeroRedundancyOptimizer has here
     kinds = ("parameters", "state", "scales", "master_weights")
     memory = {kind: getattr(report.host, kind) + getattr(report.device, kind) for kind in kinds}
     return {"numel": report.numel, **memory}

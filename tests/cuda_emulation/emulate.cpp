@@ -2,6 +2,8 @@
 #define SHARDOPT_TARGET emulated
 #include <pybind11/pybind11.h>
 
+#include <cstring>
+
 #include "step/cuda_kernel.h"
 
 namespace shardopt {
@@ -25,6 +27,11 @@ void step_cuda(const CudaCall& call, const CudaBatch& batch, void*) {
   for (int64_t first = batch.begin; first < batch.end; first += kTasks, ++blockIdx.x) {
     step_block(call, batch, emulated::Rules{});
   }
+}
+
+void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void*) {
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), static_cast<size_t>(nbytes[i]));
 }
 
 CudaDeviceGuard::CudaDeviceGuard(int) {}

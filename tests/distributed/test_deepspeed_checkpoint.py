@@ -298,7 +298,7 @@ def _after_evaluation(path: Path, zero: dict[str, Any]) -> None:
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("zero", [{}, {"zero_hpz_partition_size": 2}, OFFLOAD])
+@pytest.mark.parametrize("zero", [{}, OFFLOAD])
 def test_after_evaluation(deepspeed_ranks: Pool, tmp_path: Path, zero: dict[str, Any]) -> None:
     deepspeed_ranks.run(2, _after_evaluation, tmp_path, zero)
 
