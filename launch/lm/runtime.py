@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +162,12 @@ def process_group(ranks: Ranks, timeout: float) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    _end_with_torchrun()
+    with _ending_with_torchrun():
+        yield from _joined(ranks, timeout)
+
+
+def _joined(ranks: Ranks, timeout: float) -> Iterator[None]:
+    """The body of :func:`process_group`."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
         backend = "cpu:gloo,cuda:nccl"
@@ -196,18 +200,28 @@ def _store(ranks: Ranks) -> Any:
     return PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
-def _end_with_torchrun() -> None:
+@contextmanager
+def _ending_with_torchrun() -> Iterator[None]:
     """Has this process end when torchrun, its parent, does: without one it would train on, out of anyone's control."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
         return
-    launcher = os.getppid()
+    launcher, over = os.getppid(), threading.Event()
 
     def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(_WATCH_INTERVAL)
-        os._exit(report(RanksLost("torchrun, which started this rank, is gone: start again with --resume auto")))
+        while not over.wait(_WATCH_INTERVAL):
+            if os.getppid() != launcher:
+                os._exit(
+                    report(RanksLost("torchrun, which started this rank, is gone: start again with --resume auto"))
+                )
 
-    threading.Thread(target=watch, daemon=True).start()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # no thread is to be left when the interpreter ends
 
 
 @contextmanager
