@@ -94,12 +94,9 @@ class DTensorShard(Shard):
                 f"got a gradient on {gradient.device_mesh} for a parameter of shape {self.global_shape} on "
                 f"{self._mesh}, expected the parameter's mesh; distribute it there"
             )
-        return self.local(self.like_gradient(gradient))
-
-    def like_gradient(self, gradient: Tensor) -> Tensor:
-        if not isinstance(gradient, DTensor) or gradient.placements == self._placements:
-            return gradient
-        return self.like_parameter(self.local(gradient.redistribute(placements=self._placements)).contiguous())
+        if gradient.placements == self._placements:
+            return self.local(gradient)
+        return self.local(gradient.redistribute(placements=self._placements)).contiguous()
 
     def like_parameter(self, local: Tensor) -> Tensor:
         behind = local.shape[len(self.local_shape) :]

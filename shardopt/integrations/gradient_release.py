@@ -17,8 +17,10 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.integrations.ddp_buckets import bucket_hook, reduced_parameters
+from shardopt.integrations.forward_overlap import wait_in_forward
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.deferred import MOST_WAITING
 
 
 class GradientRelease:
@@ -46,7 +48,13 @@ class GradientRelease:
         self.remove()
 
 
-def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRelease:
+def release_gradients(
+    model: Module,
+    optimizer: ShardedOptimizer,
+    *,
+    overlap_forward: bool = False,
+    waiting_gradients: int = MOST_WAITING,
+) -> GradientRelease:
     """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
 
     So few gradients live at once: one parameter's; one unit's with FSDP2 (HSDP holds what it has all-reduced until the
@@ -60,6 +68,14 @@ def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRel
             optimizer.step()  # ends it; steps what the backward pass has not: parameters that are not the model's
             schedule.step()
             optimizer.zero_grad()  # finds nothing
+
+    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass, and up to
+    ``waiting_gradients`` gradients wait for it. ``optimizer.step()`` waits for the last steps, or, with
+    ``overlap_forward``, the next forward pass does: each layer (each module of ``fully_shard``; elsewhere each element
+    of the outermost ``ModuleList`` or ``Sequential``) for its own parameters, just before it is called. Then whoever
+    reads or writes parameters between ``optimizer.step()`` and the next forward pass other than by ``state_dict``,
+    ``load_state_dict`` or :mod:`shardopt.checkpoint` (averages of weights, norms, a deep copy) has to call
+    ``optimizer.synchronize()`` first. More waiting gradients hide more of the steps, and each takes its bytes.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
@@ -80,13 +96,16 @@ def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRel
     Args:
         model: the wrapped model.
         optimizer: one of shardopt's; several may share a model.
+        overlap_forward: whether the last steps with ``offload="step"`` may go on during the next forward pass.
+        waiting_gradients: how many gradients may wait for a step on the CPU, beside the one that is on its way.
 
     Returns:
         The release, to remove. DDP keeps its communication hook, which from then on does what DDP does without one.
 
     Raises:
         TypeError: the optimizer is none of shardopt's.
-        ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``.
+        ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``; or
+            ``waiting_gradients`` is negative.
         RuntimeError: there are gradients already, or the optimizer's are released already, or the model is wrapped in a
             way that excludes it.
     """
@@ -94,6 +113,8 @@ def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRel
         kind = type(optimizer).__name__
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
+    if waiting_gradients < 0:
+        raise ValueError(f"waiting_gradients: got {waiting_gradients}, expected at least 0")
     _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]
@@ -102,7 +123,7 @@ def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRel
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
     buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
     release = GradientRelease(optimizer)
-    released = optimizer.release(params)
+    released = optimizer.release(params, waiting_gradients, overlap_forward)
     for param in params:
         if param in reduced:
             release._undo.append(buckets[reduced[param]].add(param, released.step))
@@ -114,6 +135,8 @@ def release_gradients(model: Module, optimizer: ShardedOptimizer) -> GradientRel
     direct: set[Tensor] = {param for param in params if param not in reduced}
     if direct:
         release._undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
+    if overlap_forward:
+        release._undo += wait_in_forward(model, released, params)
     return release
 
 

@@ -146,12 +146,11 @@ class Shard:
         """The plain tensor with this rank's part of a parameter, gradient, codes or scales."""
         return tensor
 
-    def like_gradient(self, gradient: Tensor) -> Tensor:
-        """A gradient sharded as the parameter is. Where it was sharded otherwise all ranks must call this."""
-        return gradient
-
     def local_gradient(self, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient, laid out like the parameter."""
+        """This rank's part of a gradient, laid out like the parameter.
+
+        Where the gradient is sharded otherwise than the parameter, all ranks must call this.
+        """
         return self.local(gradient)
 
     def like_parameter(self, local: Tensor) -> Tensor:

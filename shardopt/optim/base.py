@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class _Adopted:
     state: StateDict
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, ABC):
     """Base class of the rules.
 
     A rule says in :meth:`rule` which moments it keeps and in :meth:`hyper` what its scalars are.
@@ -52,16 +53,16 @@ class ShardedOptimizer(Optimizer):
         self.places = StatePlaces(self)
         super().__init__(params, {**defaults, **with_defaults(options)})
 
+    @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule for a param group."""
-        raise NotImplementedError
 
     #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
     updates_by_lr = False
 
+    @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         """The rule's hyper-parameters, by the names in csrc/rules."""
-        raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Checks the hyper-parameters in a param group.
@@ -129,9 +130,10 @@ class ShardedOptimizer(Optimizer):
         self._forget_plans()
 
     def synchronize(self) -> None:
-        """Waits until what was offloaded is complete in the host's memory.
+        """Waits until all steps are taken, and what was offloaded is complete in the host's memory.
 
-        To be called before :attr:`state` is read by hand; methods and checkpoints call it by themselves.
+        To be called before :attr:`state` is read by hand, and parameters where steps overlap with the next forward pass
+        (:func:`shardopt.release_gradients`); methods and checkpoints call it by themselves.
         """
         if self._released is not None:
             self._released.wait()
@@ -168,9 +170,11 @@ class ShardedOptimizer(Optimizer):
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        left = self._released is None or any(param.grad is not None for _, param in self._all_params())
         if self._released is not None:
             self._released.check_step(closure, scaling)
-            self._released.wait()
+            if left or not self._released.overlaps_forward:
+                self._released.wait()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -178,8 +182,8 @@ class ShardedOptimizer(Optimizer):
         if self._paused:
             return loss
         self._warn_of_nonfinite()
-        if self._released is None or any(param.grad is not None for _, param in self._all_params()):
-            self._stepper().step(self.param_groups, self.state, self._group, scaling)
+        if left:
+            self._stepper().prepare(self.param_groups, self.state, self._group, scaling)()
         if self._released is not None:
             self._released.next_step()
         return loss
@@ -281,8 +285,13 @@ class ShardedOptimizer(Optimizer):
     _skipped_reported = 0
     _skipped_released = 0  # elements of released gradients, of releases that were removed
 
-    def release(self, params: Collection[Tensor]) -> ReleasedParameters:
+    def release(self, params: Collection[Tensor], waiting_gradients: int, overlaps_forward: bool) -> ReleasedParameters:
         """Has some parameters stepped one by one by the caller; for :func:`shardopt.release_gradients`.
+
+        Args:
+            params: which.
+            waiting_gradients: see there.
+            overlaps_forward: whether the caller has the next forward pass wait for steps, and not :meth:`step`.
 
         Raises:
             RuntimeError: that is so already.
@@ -293,7 +302,7 @@ class ShardedOptimizer(Optimizer):
                 "got an optimizer whose gradients are released already, expected one release at a time; call remove() "
                 "on the first one"
             )
-        self._released = ReleasedParameters(self, params)
+        self._released = ReleasedParameters(self, params, waiting_gradients, overlaps_forward)
         return self._released
 
     def end_release(self) -> None:

@@ -1,86 +1,122 @@
-"""Steps in a thread of their own, in order: they wait for copies while the backward pass goes on."""
+"""Steps in a thread of their own: they wait for copies while the backward pass, or the next forward pass, goes on."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from queue import PriorityQueue
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 
-#: Steps that may be waiting: each keeps its gradient.
+#: Steps that may be waiting, unless asked for more: each keeps its gradient.
 MOST_WAITING = 4
 
 
-class _Step(NamedTuple):
-    """A step on its way, and what comes after it."""
+class DeferredStep:
+    """A step on its way.
 
-    taken: Future[None]
-    after: Callable[[], None]
+    Args:
+        place: the parameter's among all: the first ones go first, since the next forward pass needs them first.
+        work: takes the step.
+        stream: what copies in it; None on the CPU.
+    """
+
+    def __init__(self, place: int, work: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+        self.taken: Future[None] = Future()
+        self._place = place
+        self._work = work
+        self._stream = stream
+        self._ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
+        self._back: torch.cuda.Event | None = None
+
+    def __lt__(self, other: DeferredStep) -> bool:
+        return self._place < other._place
+
+    def take(self) -> None:
+        """Takes it, once what the device was told before is done."""
+        try:
+            if self._stream is None or self._ready is None:
+                self._work()
+            else:
+                with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+                    self._stream.wait_event(self._ready)
+                    self._work()
+                self._back = self._stream.record_event()
+        except BaseException as error:
+            self.taken.set_exception(error)
+        else:
+            self.taken.set_result(None)
+
+    def wait(self) -> None:
+        """Waits until the parameter is as it should be, whatever stream reads it then.
+
+        Raises:
+            Exception: what the step raised.
+        """
+        self.taken.result()
+        if self._back is not None:
+            self._back.synchronize()
 
 
 class DeferredSteps:
-    """A thread that carries out one step after another.
+    """A thread that carries out steps, one at a time.
 
-    What comes after a step is done by whoever submits the next one or waits: gradients are not to be freed while
-    another thread may read the parameter's attribute.
+    Args:
+        most_waiting: how many may wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_waiting: int) -> None:
+        self._most_waiting = most_waiting
         self._lock = Lock()  # the backward pass has a thread per device
         self._thread: ThreadPoolExecutor | None = None
-        self._waiting: deque[_Step] = deque()
+        self._waiting: PriorityQueue[DeferredStep] = PriorityQueue()
+        self._unfinished: list[DeferredStep] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def submit(self, device: torch.device, step: Callable[[], None], after: Callable[[], None]) -> None:
-        """Has a step taken, once what the device was told so far is done. Waits if too many steps do.
+    def submit(self, device: torch.device, place: int, work: Callable[[], None]) -> DeferredStep:
+        """Has a step taken. Waits if too many steps do.
 
         Args:
             device: of what is stepped.
-            step: takes it, in the other thread.
-            after: is called in this one.
+            place: the parameter's among all.
+            work: takes the step, in the other thread.
+
+        Raises:
+            Exception: what an earlier step raised.
         """
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
-            work = step
-            if device.type == "cuda":
-                if device not in self._streams:
-                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                ready = torch.cuda.current_stream(device).record_event()
-                work = _in_stream(self._streams[device], ready, step)
-            self._waiting.append(_Step(self._thread.submit(work), after))
-            while self._waiting and (len(self._waiting) > MOST_WAITING or self._waiting[0].taken.done()):
-                self._finish(self._waiting.popleft())
+            if device.type == "cuda" and device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            step = DeferredStep(place, work, self._streams.get(device))
+            self._unfinished.append(step)
+            self._waiting.put(step)
+            self._thread.submit(self._take_next)
+            self._let_go()
+            while len(self._unfinished) > self._most_waiting:
+                wait([step.taken for step in self._unfinished], return_when=FIRST_COMPLETED)
+                self._let_go()
+            return step
 
     def wait(self) -> None:
         """Waits until all are done; what is computed next sees them.
 
         Raises:
-            Exception: what the first step raised that failed.
+            Exception: what a step raised.
         """
-        for step in self._waiting:
-            step.taken.exception()
+        wait([step.taken for step in self._unfinished])
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
-        waiting, self._waiting = self._waiting, deque()
-        for step in waiting:
-            if step.taken.exception() is None:
-                step.after()
-        for step in waiting:
+        self._let_go()
+
+    def _take_next(self) -> None:
+        self._waiting.get_nowait().take()
+
+    def _let_go(self) -> None:
+        """Forgets steps that are done."""
+        done = [step for step in self._unfinished if step.taken.done()]
+        self._unfinished = [step for step in self._unfinished if step not in done]
+        for step in done:
             step.taken.result()
-
-    def _finish(self, step: _Step) -> None:
-        step.taken.result()
-        step.after()
-
-
-def _in_stream(stream: torch.cuda.Stream, ready: torch.cuda.Event, step: Callable[[], None]) -> Callable[[], None]:
-    def work() -> None:
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            step()
-
-    return work

@@ -70,7 +70,7 @@ class Plan:
         self.groups = groups
         self._planned = planned
         self._flat = flat
-        self._gradients: list[Tensor | None] = []  # kept alive during a step: a redistributed one is nobody else's
+        self._gradients: list[Tensor | None] = []  # kept alive until the step is taken
         shards = [None if p is None or p.spec.shard.plain else p.spec.shard for p in planned]
         self._sharded = [index for index, shard in enumerate(shards) if shard is not None]
         names = [None if p is None else p.spec.state_names for p in planned]
@@ -136,13 +136,16 @@ class Plan:
         found = {**self._flat.without_gradient, **found}
         return [found[place][1] for place in sorted(found) if self.groups[found[place][0]].nonfinite == nonfinite]
 
-    def run(self, scaling: LossScaling) -> None:
-        """Carries out the step."""
+    def prepare(self, scaling: LossScaling) -> None:
+        """Fills in what is new in this step."""
         dtypes = self._watch.gradient_dtypes()
         groups = self.groups if self._new_groups else None
         for device in self._devices:
             device.prepare(self._watch, dtypes, groups, scaling)
         self._new_groups = False
+
+    def run(self) -> None:
+        """Carries out the step, in any thread."""
         for device in self._devices:
             device.run()
         self._gradients = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
-from shardopt.optim.deferred import DeferredSteps
+from shardopt.optim.deferred import DeferredStep, DeferredSteps
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.planning import listed_name
 from shardopt.optim.stepper import Stepper
@@ -29,16 +28,22 @@ class _Parameter:
         name: how errors name it.
         group: the index of its param group.
         position: its place in the group.
+        place: its place among all.
         stepper: steps it.
         stepped: whether it was, since the optimizer's last ``step()``.
+        pending: its last step, if that is taken in another thread and nobody has waited for it.
+        read_early: whether a forward pass ended without having waited.
     """
 
     def __init__(self, name: str, group: int, position: int, place: int, places: StatePlaces) -> None:
         self.name = name
         self.group = group
         self.position = position
+        self.place = place
         self.stepper = Stepper(places, place, name)
         self.stepped = False
+        self.pending: DeferredStep | None = None
+        self.read_early = False
 
 
 class ReleasedParameters:
@@ -50,15 +55,21 @@ class ReleasedParameters:
     Args:
         optimizer: has them.
         params: those to step.
+        waiting_gradients: how many may wait for a step in another thread.
+        overlaps_forward: whether :meth:`wait_for` and :meth:`end_forward` are called by forward passes, so that the
+            optimizer's ``step()`` need not wait.
 
     Raises:
         ValueError: a param group has ``nonfinite="raise"``.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, params: Collection[Tensor]) -> None:
+    def __init__(
+        self, optimizer: ShardedOptimizer, params: Collection[Tensor], waiting_gradients: int, overlaps_forward: bool
+    ) -> None:
+        self.overlaps_forward = overlaps_forward
         self._optimizer = optimizer
         self._parameters: dict[Tensor, _Parameter] = {}
-        self._deferred = DeferredSteps()
+        self._deferred = DeferredSteps(waiting_gradients)
         wanted = set(params)
         place = 0
         for index, group in enumerate(optimizer.param_groups):
@@ -77,11 +88,11 @@ class ReleasedParameters:
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
 
-        With ``offload="step"`` it is taken beside the backward pass, and up to five gradients wait; the optimizer's
-        ``step()`` waits for them, ``zero_grad()`` before it would take them away.
+        With ``offload="step"`` it is taken in another thread, beside the backward pass.
 
         Raises:
-            RuntimeError: it was stepped since the optimizer's last ``step()``; or see :func:`make_plan`.
+            RuntimeError: it was stepped since the optimizer's last ``step()``; or the forward pass has not waited for
+                its last step; or see :func:`make_plan`.
         """
         parameter = self._parameters[param]
         if parameter.stepped:
@@ -91,35 +102,55 @@ class ReleasedParameters:
                 "after each, and do not accumulate gradients over several (take a larger batch instead, or remove() "
                 "the release)"
             )
+        if parameter.read_early or parameter.pending is not None:
+            raise RuntimeError(
+                f"{parameter.name} {tuple(param.shape)}: got a gradient of a value that may have been read before the "
+                "last step was complete, expected the forward pass of the module that has it, within that of the "
+                "model given to release_gradients(); call modules instead of reading their parameters, or leave "
+                "overlap_forward out"
+            )
         optimizer = self._optimizer
         group = _group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
+        step = self._prepare(param, parameter, group)
         if optimizer.places.place(param).offload == "step":
-            # Collectives belong into this thread: in the other one their order would differ between ranks.
-            assert param.grad is not None
-            param.grad = optimizer.state_spec(param, group).shard.like_gradient(param.grad)
-            step, release = partial(self._step, param, parameter, group), partial(setattr, param, "grad", None)
-            self._deferred.submit(param.device, step, release)
+            parameter.pending = self._deferred.submit(param.device, parameter.place, step)
         else:
-            self._step(param, parameter, group)
-            param.grad = None
+            step()
+        param.grad = None
         parameter.stepped = True
         # The backward pass goes on: where it still needs the old value, autograd is to notice.
         increment_version(param)
 
-    @torch.no_grad()
-    def _step(self, param: Tensor, parameter: _Parameter, group: dict[str, Any]) -> None:
+    def _prepare(self, param: Tensor, parameter: _Parameter, group: dict[str, Any]) -> Callable[[], None]:
         optimizer = self._optimizer
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
         view = {**group, "params": [param]}
-        parameter.stepper.step([view], {param: entries}, optimizer._group, _NO_SCALING)
+        step = parameter.stepper.prepare([view], {param: entries}, optimizer._group, _NO_SCALING)
         if known is None:
             optimizer.state[param] = entries
+        return step
 
     def wait(self) -> None:
-        """Waits for steps that are taken beside the backward pass."""
+        """Waits for all steps that are taken in another thread."""
         self._deferred.wait()
+        for parameter in self._parameters.values():
+            parameter.pending = None
+
+    def wait_for(self, params: Iterable[Tensor]) -> None:
+        """Waits for the steps of some parameters, which are to be read."""
+        for param in params:
+            parameter = self._parameters[param]
+            if parameter.pending is not None:
+                parameter.pending.wait()
+                parameter.pending = None
+
+    def end_forward(self) -> None:
+        """Waits for all steps; notes for which of them nobody has waited until now."""
+        for parameter in self._parameters.values():
+            parameter.read_early |= parameter.pending is not None
+        self.wait()
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
         """Checks that the optimizer's ``step()`` was not asked for what it cannot do any more.
@@ -142,10 +173,11 @@ class ReleasedParameters:
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
         for parameter in self._parameters.values():
-            parameter.stepped = False
+            parameter.stepped = parameter.read_early = False
 
     def forget(self) -> None:
         """Has everything looked up anew by the next steps."""
+        self.wait()
         for parameter in self._parameters.values():
             parameter.stepper.forget()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -33,20 +34,24 @@ class Stepper:
         self._name = name
         self._plan: Plan | None = None  # of the last step
 
-    def step(
+    def prepare(
         self,
         param_groups: ParamGroups,
         state: Mapping[Tensor, Any],
         group_of: Callable[[dict[str, Any]], Group],
         scaling: LossScaling,
-    ) -> None:
-        """Takes a step on every parameter that has a gradient.
+    ) -> Callable[[], None]:
+        """Prepares a step on every parameter that has a gradient. Collectives of gradients are run here.
 
         Args:
             param_groups: the optimizer's, or some of its parameters in the same form.
             state: the state of these parameters.
             group_of: what a step needs to know of a param group.
             scaling: the loss scale.
+
+        Returns:
+            Takes the step, once, in any thread: gradients and options are those of now. The next one is to be prepared
+            only afterwards.
 
         Raises:
             RuntimeError, ValueError, FloatingPointError: as :func:`make_plan`. Nothing was changed.
@@ -60,7 +65,11 @@ class Stepper:
             plan = make_plan(param_groups, state, groups, scaling, self.skipped, *where)
         elif scaling.found_inf is None:
             demand_finite(plan.gradients_of("raise"))
-        plan.run(scaling)
+        plan.prepare(scaling)
+        return partial(self._run, plan)
+
+    def _run(self, plan: Plan) -> None:
+        plan.run()
         self._plan = plan
 
     def forget(self) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardopt
 from ranks.layouts import mesh_of
 from ranks.models import WAYS, loss_of, make_batch, make_net
-from ranks.offload import late_transfers, offload_from_cpu
+from ranks.offload import late_transfers, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, snapshot
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.released import ReleasedParameters
 
 STEPS = 3
 OFFLOADS = ("state", "step")
@@ -145,7 +140,7 @@ def _partial_gradients() -> None:
                 "down": RowwiseParallel(output_layouts=Shard(1)),
             }
             parallelize_module(block, mesh_of((dist.get_world_size(),)), plan)
-        with offload_from_cpu(), _slow_thread():
+        with offload_from_cpu(), slow_steps(0.02 * dist.get_rank()):
             optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=how)
             if how is not None:
                 shardopt.release_gradients(model, optimizer)
@@ -156,22 +151,6 @@ def _partial_gradients() -> None:
                 optimizer.zero_grad()
         runs.append(snapshot(dict(model.named_parameters()), optimizer))
     assert_same(runs[1], runs[0])
-
-
-@contextmanager
-def _slow_thread() -> Iterator[None]:
-    original = ReleasedParameters._step
-
-    def step(self: ReleasedParameters, *which: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.02 * dist.get_rank())
-        original(self, *which)
-
-    ReleasedParameters._step = step
-    try:
-        yield
-    finally:
-        ReleasedParameters._step = original
 
 
 def test_collectives_stay_in_the_thread_of_the_backward_pass(ranks: Pool) -> None:

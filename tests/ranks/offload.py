@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
 
 from shardopt.kernels.streamed import Copies, Slot
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import placement
+from shardopt.optim.deferred import DeferredSteps
 
 
 @contextmanager
@@ -96,3 +101,27 @@ class LateStepTransfers(LateTransfers):
 def late_transfers(offload: str) -> type[LateTransfers]:
     """Those for a value of the option."""
     return LateTransfers if offload == "state" else LateStepTransfers
+
+
+@contextmanager
+def before_steps(call: Callable[[int], object]) -> Iterator[None]:
+    """Inside, something is called in the other thread before each step there, with the parameter's place among all."""
+    original = DeferredSteps.submit
+
+    def submit(self: DeferredSteps, device: torch.device, place: int, work: Callable[[], None]) -> Any:
+        def late() -> None:
+            call(place)
+            work()
+
+        return original(self, device, place, late)
+
+    DeferredSteps.submit = submit
+    try:
+        yield
+    finally:
+        DeferredSteps.submit = original
+
+
+def slow_steps(seconds: float) -> AbstractContextManager[None]:
+    """Inside, each step in the other thread takes that much longer."""
+    return before_steps(lambda place: time.sleep(seconds))

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ranks.offload import before_steps
 from shardopt.estimate import Model, model_of_config
 from shardopt.estimate.model import Shape
 from shardopt.layout import shard_of
-from shardopt.optim.released import ReleasedParameters
 
 #: 1.2 million parameters: rows with short last blocks, biases and norms.
 SMALL = {
@@ -81,25 +81,25 @@ def most_gradient_bytes(params: list[nn.Parameter], hold: int = 0) -> Iterator[C
         hold: steps of released gradients wait until so many are there, or no more can come.
     """
     counts, nbytes = [0], [0]
-    original = ReleasedParameters._step
+    seen: list[tuple[StorageWeakRef, int]] = []
 
     def complete(param: nn.Parameter) -> None:
-        storages = [shard_of(p).local(p.grad).untyped_storage() for p in params if p.grad is not None]
-        counts.append(len(storages))
-        nbytes.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        storage = shard_of(param).local(param.grad).untyped_storage()
+        seen.append((StorageWeakRef(storage), storage.nbytes()))
+        live = {ref.cdata: size for ref, size in seen if not ref.expired()}
+        counts.append(len(live))
+        nbytes.append(sum(live.values()))
 
-    def step(self: ReleasedParameters, *which: Any) -> None:
+    def wait(place: int) -> None:
         end = time.monotonic() + 30
         while counts[-1] < hold and len(counts) <= len(params):
             assert time.monotonic() < end, f"{counts[-1]} gradients are there, expected {hold}"
             time.sleep(0.001)
-        original(self, *which)
 
     hooks = [param.register_post_accumulate_grad_hook(complete) for param in params]
-    ReleasedParameters._step = step
     try:
-        yield lambda: max(nbytes)
+        with before_steps(wait):
+            yield lambda: max(nbytes)
     finally:
-        ReleasedParameters._step = original
         for hook in hooks:
             hook.remove()
