@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ranks.offload import before_steps, offload_from_cpu
 from ranks.pool import Pool
 from shardopt.checkpoint.index import INDEX_NAME
 from train_job import ROOT, TINY, TINY_MODEL, digests, edit_header, losses, run, run_on, summary, write_text
@@ -100,6 +101,25 @@ def test_gradient_release_resumes(ranks: Pool, unclipped: Path, text: Path, tmp_
     run_on(ranks, 2, *options, "--resume", unclipped / "checkpoints" / "step-00000004")
     assert digests(tmp_path, 8) == digests(unclipped, 8)
     assert summary(tmp_path)["optimizer_ms"] is None
+
+
+def _train_offloaded(arguments: list[str]) -> int:
+    taken: list[int] = []
+    with offload_from_cpu(1 << 20), before_steps(lambda place: (taken.append(place), time.sleep(0.002))):
+        code = run(*arguments)
+    assert len(taken) > 8
+    return code
+
+
+def test_steps_on_the_host_beside_the_next_forward_pass(
+    ranks: Pool, unclipped: Path, text: Path, tmp_path: Path
+) -> None:
+    """Evaluations and checkpoints come in between."""
+    options = [*TINY, "--clip", 0, "--release-gradients", "--offload", "step", "--overlap-forward"]
+    arguments = [*options, "--waiting-gradients", 100, "--data", text, "--output", tmp_path]
+    assert ranks.run(2, _train_offloaded, arguments) == [0, 0]
+    assert losses(tmp_path) == losses(unclipped)
+    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(unclipped, step) for step in (4, 8)]
 
 
 def test_resumed_run_equals_an_uninterrupted_one(ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path) -> None:

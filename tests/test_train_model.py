@@ -195,6 +195,12 @@ def test_what_gradient_release_excludes(options: list[str], complaint: str) -> N
         config.load(["--release-gradients", *options])
 
 
+@pytest.mark.parametrize("options", [[], ["--offload", "step"], ["--clip", "0", "--release-gradients"]], ids=str)
+def test_overlap_of_what_is_not_there(options: list[str]) -> None:
+    with pytest.raises(UserError, match="overlap-forward: got it alone"):
+        config.load(["--overlap-forward", *options])
+
+
 def test_metrics_of_a_resumed_run_go_on_where_it_resumed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')

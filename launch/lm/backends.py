@@ -58,7 +58,12 @@ def _torch(
         parallel = wrap(model.to(ranks.device), ranks, config.precision == "bf16-mixed")
         optimizer = optimizers.build(config, parallel.module, matrices, make)
         if config.release_gradients:
-            shardopt.release_gradients(parallel.module, optimizer)  # type: ignore[arg-type]
+            shardopt.release_gradients(
+                parallel.module,
+                optimizer,  # type: ignore[arg-type]
+                overlap_forward=config.overlap_forward,
+                waiting_gradients=config.waiting_gradients,
+            )
         return TorchLearner(parallel, optimizer, ranks.device, config.clip)
 
     return build

@@ -19,6 +19,7 @@ from lm.backends import BACKENDS
 from lm.errors import UserError
 from lm.model import SIZES
 from lm.optimizers import OPTIMIZERS
+from shardopt.optim.deferred import MOST_WAITING
 
 PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -68,6 +69,10 @@ class Config:
     warmup: int = opt(50, "steps of linear warm-up before the cosine", low=0)
     clip: float = opt(1.0, "largest norm of the gradient; 0 clips nothing", low=0)
     release_gradients: bool = opt(False, "step each parameter during the backward pass and free its gradient")
+    waiting_gradients: int = opt(
+        MOST_WAITING, "with it and --offload step, gradients that may wait for the host", low=0
+    )
+    overlap_forward: bool = opt(False, "with both, the host's last steps go on during the next forward pass")
 
     # The optimizer. None leaves the library's default.
     optimizer: str = opt("adamw", "update rule", choices=tuple(OPTIMIZERS))
@@ -145,6 +150,8 @@ def load(argv: Sequence[str]) -> Config:
         raise UserError(f"warmup is {config.warmup} steps of {config.steps}: it must fit in")
     if config.release_gradients:
         _check_release(config)
+    if config.overlap_forward and not (config.release_gradients and config.offload == "step"):
+        raise UserError("overlap-forward: got it alone, expected --release-gradients and --offload step beside it")
     return config
 
 
