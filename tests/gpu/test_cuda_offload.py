@@ -71,14 +71,14 @@ def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPa
     assert used[1] - used[0] < 4096 * more_chunks, used
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_gradient_release(offload: str) -> None:
+@pytest.mark.parametrize(("offload", "overlap"), [("state", False), ("step", False), ("step", True)])
+def test_gradient_release(offload: str, overlap: bool) -> None:
     found = []
     for how in (None, offload):
         model = make_net().to(CUDA)
         optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=how)
         if how is not None:
-            shardopt.release_gradients(model, optimizer)
+            shardopt.release_gradients(model, optimizer, overlap_forward=overlap)
         torch.manual_seed(0)
         for step in range(3):
             torch.use_deterministic_algorithms(True, warn_only=True)
