@@ -34,12 +34,14 @@ from ranks.deepspeed import (
 from ranks.models import loss_of, make_batch, make_net
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
+from shardopt.integrations.deepspeed.hooks import is_known
 
 STEPS = 3
 BF16 = {"bf16": {"enabled": True}}
 ROUND_ROBIN = {"round_robin_gradients": True}
 SUB_GROUPS = {"sub_group_size": 20000}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+ZENFLOW = {**OFFLOAD, "zenflow": {"select_strategy": "step", "select_interval": 4, "update_interval": 4}}
 #: What every stage is, at its worst.
 STAGES: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, ROUND_ROBIN), (2, ROUND_ROBIN), (3, SUB_GROUPS)]
 
@@ -250,10 +252,12 @@ def test_trains_as_one(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) 
     assert first[-1] < first[0]
 
 
-def _raises(settings: dict[str, Any], error: type[Exception], match: str) -> None:
+def _raises(settings: dict[str, Any], error: type[Exception], match: str, given: bool = False) -> None:
     import_deepspeed()
+    model = make_net()
+    own = {"optimizer": shardopt.AdamW8bit(model.parameters())} if given else {}
     with pytest.raises(error, match=match):
-        make_engine(make_net(), settings)
+        make_engine(model, settings, **own)
 
 
 @pytest.mark.parametrize(
@@ -267,24 +271,27 @@ def _raises(settings: dict[str, Any], error: type[Exception], match: str) -> Non
         (config(1, "sgd8bit", params={"betas": 1}), "SGD8bit: got betas, expected .*momentum"),
         (config(1, params={"max_grad_norm": 1.0}), "got max_grad_norm.*set gradient_clipping"),
         (config(2, zero={"elastic_checkpoint": True}), "elastic_checkpoint: got true.*shardopt.checkpoint.save"),
+        (config(2, zero=ZENFLOW), "zenflow: got one, expected none; leave it out"),
     ],
 )
 def test_wrong_config(deepspeed_ranks: Pool, settings: dict[str, Any], match: str) -> None:
     deepspeed_ranks.run(2, _raises, settings, ValueError, match)
 
 
-def _other_version(version: str) -> None:
-    deepspeed = import_deepspeed()
-    own, deepspeed.__version__ = deepspeed.__version__, version
-    try:
-        _raises(config(2), RuntimeError, rf"got DeepSpeed {version}, expected 0\.19")
-    finally:
-        deepspeed.__version__ = own
+@pytest.mark.parametrize(("zero", "name"), [({"elastic_checkpoint": True}, "elastic"), (ZENFLOW, "zenflow")])
+def test_wrong_config_for_a_given_optimizer(deepspeed_ranks: Pool, zero: dict[str, Any], name: str) -> None:
+    deepspeed_ranks.run(2, _raises, config(2, None, zero=zero), ValueError, f"{name}.*: got", True)
 
 
-@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "1.0.0"])
-def test_other_versions_are_refused(deepspeed_ranks: Pool, version: str) -> None:
-    deepspeed_ranks.run(2, _other_version, version)
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        *((version, True) for version in ("0.19.8", "0.19.9", "0.19.10", "0.19.8+3b1d7ad", "0.19.9.dev1")),
+        *((version, False) for version in ("0.0.0", "0.9.5", "0.18.9", "0.19.7", "0.20", "0.20.0", "1.0.0", "1.19.8")),
+    ],
+)
+def test_known_versions(version: str, known: bool) -> None:
+    assert is_known(version) == known
 
 
 def test_an_unknown_version_is_left_alone(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -49,8 +48,9 @@ def install(engine_module: ModuleType) -> None:
     Args:
         engine_module: ``deepspeed.runtime.engine``.
     """
-    if not _is_known(_version()):
-        _refuse_later(engine_module.DeepSpeedEngine)
+    version = _version()
+    if not is_known(version):
+        _refuse_later(engine_module.DeepSpeedEngine, version)
         return
     from deepspeed.runtime.base_optimizer import ZeROOptimizer  # type: ignore[import-untyped]
     from deepspeed.runtime.zero import utils  # type: ignore[import-untyped]
@@ -75,12 +75,15 @@ def install(engine_module: ModuleType) -> None:
             return configure_basic(self, model_parameters)
         params = self.optimizer_params() or {}
         _check_params(TYPES[name], params)
+        _check_config(self)
         return TYPES[name](model_parameters, **params)
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
         def accepted(optimizer: Any) -> Any:
-            if isinstance(optimizer, ShardedOptimizer) and self.zero_use_cpu_optimizer():
-                self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
+            if isinstance(optimizer, ShardedOptimizer):
+                _check_config(self)
+                if self.zero_use_cpu_optimizer():
+                    self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
             return optimizer
 
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
@@ -91,8 +94,6 @@ def install(engine_module: ModuleType) -> None:
         with ShardedOptimizer.paused():  # stage 0 takes a step without gradients, which is none
             configure(self, client_optimizer, model_parameters)
         if isinstance(self.basic_optimizer, ShardedOptimizer):
-            _check_version()
-            _check_config(self)
             assign_partitions(self)
             share_copies(self.optimizer)
             swap_what_survives(self.optimizer)
@@ -138,24 +139,18 @@ def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) 
 
 
 def _version() -> str:
-    # deepspeed itself may still be on its way to being imported.
+    # Not deepspeed.__version__: that module may still be on its way to being imported.
     from deepspeed.git_version_info import version  # type: ignore[import-untyped]
 
-    return str(getattr(sys.modules.get("deepspeed"), "__version__", version))
+    return str(version)
 
 
-def _is_known(version: str) -> bool:
+def is_known(version: str) -> bool:
+    """Whether the insides of a version of DeepSpeed are known."""
     return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < VERSIONS[1]
 
 
-def _check_version() -> None:
-    version = _version()
-    if not _is_known(version):
-        known = " to before ".join(".".join(map(str, v)) for v in VERSIONS)
-        raise RuntimeError(f"got DeepSpeed {version}, expected {known}, whose partitions are known; install such a one")
-
-
-def _refuse_later(engine_class: Any) -> None:
+def _refuse_later(engine_class: Any, version: str) -> None:
     """For a version whose insides are not known: leaves it alone, but for engines with an optimizer of ours."""
     initialize = engine_class.__init__
 
@@ -164,7 +159,10 @@ def _refuse_later(engine_class: Any) -> None:
         config = kwargs.get("config_class")
         named = str(getattr(config, "optimizer_name", None) or "").lower()
         if named in TYPES or any(isinstance(value, ShardedOptimizer) for value in given):
-            _check_version()
+            known = " to before ".join(".".join(map(str, v)) for v in VERSIONS)
+            raise RuntimeError(
+                f"got DeepSpeed {version}, expected {known}, whose partitions are known; install such a one"
+            )
         initialize(self, *args, **kwargs)
 
     engine_class.__init__ = __init__
