@@ -162,18 +162,12 @@ def process_group(ranks: Ranks, timeout: float) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    with _ending_with_torchrun():
-        yield from _joined(ranks, timeout)
-
-
-def _joined(ranks: Ranks, timeout: float) -> Iterator[None]:
-    """The body of :func:`process_group`."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    with _lost_ranks():
+    with _ending_with_torchrun(), _lost_ranks():
         dist.init_process_group(
             backend,
             rank=ranks.rank,
