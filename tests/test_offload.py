@@ -24,6 +24,7 @@ from shardopt.kernels.streamed import EXTENT, STATE_MOVES, StreamedCall, Streame
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer, placement
 from shardopt.optim.options import bytes_of
+from shardopt.optim.state import ParameterState
 
 BF16 = torch.bfloat16
 CHUNK = 16384
@@ -128,11 +129,14 @@ def test_late_copies_are_late() -> None:
             assert_equal(got, expected)
 
 
-@pytest.mark.parametrize(("offload", "per_parameter"), [("state", None), ("step", 8)])
-def test_every_byte_once(offload: str, per_parameter: int | None) -> None:
+@pytest.mark.parametrize(
+    ("offload", "dtype"),
+    [("state", torch.float32), ("step", torch.float32), ("step", torch.bfloat16), ("step", torch.float16)],
+)
+def test_every_byte_once(offload: str, dtype: torch.dtype) -> None:
     """A step copies the state in and out; or parameters and gradients in, and parameters out."""
     with offload_from_cpu(CHUNK, late_transfers(offload)):
-        model, optimizer = make(offload)
+        model, optimizer = make(offload, dtype=dtype)
         run(model, optimizer, steps=1)
         transfers = LateTransfers.latest
         numel = sum(param.numel() for param in model.parameters())
@@ -143,10 +147,9 @@ def test_every_byte_once(offload: str, per_parameter: int | None) -> None:
             if key != "step" and value.numel()
         ]
         state = sum(value.nbytes for value in entries)
-        expected_in = state if per_parameter is None else per_parameter * numel
-        expected_out = state if per_parameter is None else 4 * numel
-        assert transfers.bytes_in == expected_in
-        assert transfers.bytes_out == expected_out
+        parameters = numel * dtype.itemsize  # and gradients, of the same dtype
+        assert transfers.bytes_in == (state if offload == "state" else 2 * parameters)
+        assert transfers.bytes_out == (state if offload == "state" else parameters)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -167,6 +170,55 @@ def test_budget(offload: str) -> None:
             stays = size <= room
             room -= size if stays else 0
             assert got[1].places.place(param).offload == (None if stays else offload), (budget, size)
+
+
+def test_budget_is_for_what_would_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column shards, whose state always stays, take nothing of it, also from parameters that are added later."""
+    monkeypatch.setattr(ParameterState, "exchanges_columns", property(lambda spec: spec.shard.global_shape == (8, 8)))
+    columns, first, later = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (9, 9), (9, 9)))
+    size = 2 * 4 * first.numel()
+    optimizer = shardopt.AdamW8bit([columns, first], codec="fp32", offload="state", device_state_budget=2 * size)
+    places = [optimizer.places.place(param).offload for param in (columns, first)]
+    optimizer.add_param_group({"params": [later]})
+    assert [*places, optimizer.places.place(later).offload] == [None, None, None]
+    last = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [last]})
+    assert optimizer.places.place(last).offload == "state"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "other"), [("device_state_budget", "1MiB", 0), ("pin_memory", True, False)]
+)
+def test_param_groups_share_the_memory(option: str, value: Any, other: Any) -> None:
+    """So all that offload say the same about it: when they are made, and if one is changed by hand."""
+    params = [nn.Parameter(torch.ones(100, 64)) for _ in range(3)]
+    optimizer = shardopt.AdamW8bit(params[:1], offload="state", **{option: value})
+    match = f"{option}: got {value!r}, {other!r} in the param groups that offload, expected the same in all"
+    with pytest.raises(ValueError, match=match):
+        optimizer.add_param_group({"params": params[1:2], option: other})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": params[1:2], option: other, "offload": None})
+    same = 1 << 20 if value == "1MiB" else value
+    optimizer.add_param_group({"params": params[2:], option: same, "offload": "step"})
+    optimizer.param_groups[2][option] = other
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=match):
+        shardopt.AdamW8bit(optimizer.param_groups)
+    with pytest.raises(ValueError, match=match):
+        optimizer.step()
+    assert all(bool((param == 1).all()) for param in params)
+    assert not any(optimizer.state.values())
+    optimizer.param_groups[2][option] = same
+    optimizer.step()
+
+
+def test_loading_keeps_the_shared_options() -> None:
+    saved, own = (make("state", device_state_budget=size, pin_memory=pin) for size, pin in ((0, True), ("1GiB", False)))
+    run(*saved, steps=1)
+    own[1].load_state_dict(saved[1].state_dict())
+    assert {(group["device_state_budget"], group["pin_memory"]) for group in own[1].param_groups} == {("1GiB", False)}
+    own[1].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -289,16 +341,29 @@ def test_gradient_release(offload: str) -> None:
         assert_same(everything(got), everything(expected))
 
 
-def test_what_fails_beside_the_backward_pass_is_raised_by_the_step() -> None:
+def test_state_that_cannot_be_stepped_is_told_in_the_backward_pass() -> None:
     model = make_net()
     optimizer = RULES["adamw"].make(model.parameters(), min_quantized_numel=64, offload="step")
     shardopt.release_gradients(model, optimizer)
     loss_of(model, make_batch(0)).backward()
     optimizer.step()
     optimizer.state[model.up.weight]["exp_avg_codes"] = torch.zeros(3)
-    loss_of(model, make_batch(0)).backward()
     with pytest.raises(RuntimeError, match="got state exp_avg_codes"):
-        optimizer.step()
+        loss_of(model, make_batch(0)).backward()
+
+
+def test_what_fails_in_the_other_thread_is_raised_by_the_step() -> None:
+    class Failing(HostTransfers):
+        def give_back(self, slot: Any, copies: Any) -> object:
+            raise OSError("no way back")
+
+    with offload_from_cpu(CHUNK, Failing):
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = RULES["adamw"].make(model.parameters(), min_quantized_numel=64, offload="step")
+        shardopt.release_gradients(model, optimizer)
+        model(torch.ones(1, 64)).sum().backward()
+        with pytest.raises(OSError, match="no way back"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

@@ -20,9 +20,10 @@ from shardopt.estimate.model import Model
 from shardopt.kernels.streamed import SLOTS
 from shardopt.layout import Shard
 from shardopt.optim import SGD, AdamW, Lion, MemoryReport, MemoryUse, ShardedOptimizer, deferred, placement
+from shardopt.optim.memory import kind_of
 from shardopt.optim.options import bytes_of
-from shardopt.optim.placement import Place
-from shardopt.optim.state import LOW_BITS, ParameterState
+from shardopt.optim.placement import Budget, Place
+from shardopt.optim.state import ParameterState
 
 OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
     "adamw": AdamW,
@@ -136,7 +137,8 @@ def _add_state(report: MemoryReport, shards: Sequence[Shard], setup: Setup) -> N
     states = {s: _StateBytes.of(ParameterState.of_shard(s, dtype, group, moments)) for s in counts}
     stays = counts
     if group["offload"] is not None:
-        stays = _within(bytes_of(group["device_state_budget"]), shards, states)
+        budget = Budget(bytes_of(group["device_state_budget"]))
+        stays = Counter(shard for shard in shards if budget.takes(states[shard].total))
     for shard, state in states.items():
         for offload, count in ((None, stays[shard]), (group["offload"], counts[shard] - stays[shard])):
             place = Place.of(offload, _ACCELERATOR)
@@ -146,21 +148,6 @@ def _add_state(report: MemoryReport, shards: Sequence[Shard], setup: Setup) -> N
     if stays != counts:
         use = report.host if group["offload"] == "step" else report.device
         use.offload_buffers = SLOTS * placement.CHUNK_BYTES
-
-
-def _within(room: int, shards: Sequence[Shard], states: Mapping[Shard, _StateBytes]) -> Counter[Shard]:
-    """How many shards of each kind stay on the device: as many as fit into the room, in order."""
-    nothing = {shard for shard, state in states.items() if not state.total}
-    found: Counter[Shard] = Counter(shard for shard in shards if shard in nothing)
-    smallest = min((state.total for state in states.values() if state.total), default=0)
-    for shard in shards:
-        if room < smallest:
-            break
-        total = states[shard].total
-        if 0 < total <= room:
-            found[shard] += 1
-            room -= total
-    return found
 
 
 @dataclass(frozen=True)
@@ -179,9 +166,7 @@ class _StateBytes:
     def of(cls, spec: ParameterState) -> _StateBytes:
         state: dict[str, Tensor] = spec.new(torch.device("meta"))
         step = state.pop("step")
-        kinds = {spec.scales_name(moment): "scales" for moment in spec.moments} | {LOW_BITS: "master_weights"}
-        entries = tuple((kinds.get(key, "state"), value.nbytes) for key, value in state.items())
-        return cls(entries, step.nbytes)
+        return cls(tuple((kind_of(key), value.nbytes) for key, value in state.items()), step.nbytes)
 
     @cached_property
     def total(self) -> int:

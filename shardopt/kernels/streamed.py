@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import Call, LossScaling, Tables
+from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables
 
 #: How many bytes of memory a row of ``_C.tensor_entry`` refers to, from each of its addresses on. Of the gradient they
 #: are elements: its dtype may change from step to step.
@@ -34,7 +34,11 @@ _ALIGNMENT = 64  # bytes: copies are aligned as their originals are
 #: What aligning a piece's operands may cost, in bytes.
 PIECE_OVERHEAD = 2 * _ALIGNMENT * (3 + 2 * _C.max_moments)
 
-_GRADIENT_BYTES = np.array([{"float32": 4}.get(t.name, 2) for t in sorted(_C.DType.__members__.values(), key=int)])
+_GRADIENT_BYTES = np.zeros(len(DTYPES), np.int64)  # per element, by the kernels' number of the dtype
+_GRADIENT_BYTES[list(DTYPES.values())] = [dtype.itemsize for dtype in DTYPES]
+
+#: What an element of a gradient takes at most.
+MAX_GRADIENT_BYTES = int(_GRADIENT_BYTES.max())
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -310,7 +314,7 @@ def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> lis
 def _per_entry(extents: npt.NDArray[np.int64], field: str) -> npt.NDArray[np.int64]:
     """Bytes per entry, of gradients the most that they may be."""
     found: npt.NDArray[np.int64] = extents if extents.ndim == 1 else extents.sum(1)
-    return found * 4 if field == "gradient" else found
+    return found * MAX_GRADIENT_BYTES if field == "gradient" else found
 
 
 def _no_copies() -> Copies:

@@ -88,7 +88,7 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
                 add("gradients", _local(param.grad))
             for key, value in owner.state.get(param, {}).items():
                 if isinstance(value, Tensor):
-                    add(_kind_of(key), _local(value))
+                    add(kind_of(key), _local(value))
     if isinstance(owner, ShardedOptimizer):
         report.host.state += owner.places.padding_bytes
         for device, nbytes in owner.places.buffer_bytes.items():
@@ -104,7 +104,8 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor
 
 
-def _kind_of(entry: str) -> str:
+def kind_of(entry: str) -> str:
+    """The field of :class:`MemoryUse` that an entry of the state counts as."""
     if entry == LOW_BITS:
         return "master_weights"
     return "scales" if entry.endswith("_scales") else "state"

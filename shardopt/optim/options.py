@@ -46,8 +46,9 @@ class Options(TypedDict, total=False):
             streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
             are copied to it, and parameters back.
         device_state_budget: with ``offload``, bytes of state that stay on the device after all, as many parameters as
-            fit, in order: a whole number, or a text such as "2GiB". The same in all param groups.
-        pin_memory: with ``offload``, whether the host's memory is page-locked: without, copies do not overlap.
+            fit, in order: a whole number, or a text such as "2GiB". The same in all param groups that offload.
+        pin_memory: with ``offload``, whether the host's memory is page-locked: without, copies do not overlap. The same
+            in all param groups that offload.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: the same.
         capturable: the same.

@@ -6,12 +6,19 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.kernels.streamed import PIECE_OVERHEAD, STATE_MOVES, STEP_MOVES, Moves, Transfers
+from shardopt.kernels.streamed import (
+    MAX_GRADIENT_BYTES,
+    PIECE_OVERHEAD,
+    STATE_MOVES,
+    STEP_MOVES,
+    Moves,
+    Transfers,
+)
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.optim.options import bytes_of
@@ -58,12 +65,32 @@ class Place(NamedTuple):
     def piece_numel(self, spec: ParameterState, param: Tensor) -> int:
         """How many elements can be moved at a time."""
         if self.offload == "step":
-            each = param.element_size() + 4.0  # a gradient of float32
+            each = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
             scales = sum(spec.codec.scales(signed=m.signed) for m in spec.moments) if spec.codec.blockwise else 0
             each = spec.codec.code_dtype.itemsize * len(spec.moments) + spec.weights.low_bits / 8
             each += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
         return max(int((CHUNK_BYTES - PIECE_OVERHEAD) / max(each, 1.0)), 1)
+
+
+class Budget:
+    """The bytes of state that may stay on the device: those of as many parameters as fit, in order.
+
+    Args:
+        nbytes: all of it.
+        taken: what parameters before these have of it.
+    """
+
+    def __init__(self, nbytes: int, taken: int = 0) -> None:
+        self._nbytes = nbytes
+        self.taken = taken
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether the state of the next parameter fits, which then has its part."""
+        fits = self.taken + nbytes <= self._nbytes
+        if fits:
+            self.taken += nbytes
+        return fits
 
 
 class _Entry(NamedTuple):
@@ -93,8 +120,9 @@ class StatePlaces:
         self._optimizer = optimizer
         self._places: dict[Tensor, tuple[torch.device, Place]] = {}  # with the device for which it was decided
         self._homes: dict[Tensor, dict[str, _Entry]] = {}
-        self._resident = 0
+        self._taken = 0  # of the budget
         self._padding = 0
+        self._pins = False
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
 
     def place(self, param: Tensor) -> Place:
@@ -154,21 +182,39 @@ class StatePlaces:
             transfers.synchronize()
 
     def check(self) -> None:
-        """Checks that the host has memory for what is to be offloaded.
+        """Checks the options of all param groups together, and that the host has memory for what is to be offloaded.
 
         Raises:
-            MemoryError: it has not.
+            ValueError: param groups that offload differ in an option that is to be the same.
+            MemoryError: there is not enough.
         """
-        _demand_memory(sum(nbytes for *_, nbytes, offload in self._undecided(self._resident) if offload is not None))
+        self._agreed("pin_memory")
+        undecided = self._undecided(self._budget())
+        _demand_memory(sum(nbytes for *_, nbytes, offload in undecided if offload is not None))
 
-    @property
-    def _pins(self) -> bool:
-        return all(group["pin_memory"] for group in self._optimizer.param_groups)
+    def _agreed(self, option: str) -> Any:
+        """What all param groups that offload say.
+
+        Raises:
+            ValueError: they differ.
+        """
+        given = [group[option] for group in self._optimizer.param_groups if group["offload"] is not None]
+        values = {bytes_of(value) if option == "device_state_budget" else value for value in given}
+        if len(values) > 1:
+            raise ValueError(
+                f"{option}: got {', '.join(map(repr, given))} in the param groups that offload, expected the same in "
+                "all, which share the memory; give it to the optimizer, not to param groups"
+            )
+        return next(iter(values), None)
+
+    def _budget(self) -> Budget:
+        """The budget, less what is taken by parameters that have their places."""
+        return Budget(self._agreed("device_state_budget") or 0, self._taken)
 
     def _is_decided(self, param: Tensor) -> bool:
         return param in self._places and self._places[param][0] == param.device
 
-    def _undecided(self, resident: int) -> list[tuple[Tensor, AnyState, int, Offload]]:
+    def _undecided(self, budget: Budget) -> list[tuple[Tensor, AnyState, int, Offload]]:
         """The parameters without a place: what their state looks like, its bytes, and what is offloaded."""
         found: list[tuple[Tensor, AnyState, int, Offload]] = []
         for group in self._optimizer.param_groups:
@@ -188,19 +234,16 @@ class StatePlaces:
                         "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters or "
                         "DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
                     )
-                stays = isinstance(spec, ParameterState) and spec.exchanges_columns
-                if not stays and resident + nbytes <= bytes_of(group["device_state_budget"]):
-                    resident, stays = resident + nbytes, True
+                stays = (isinstance(spec, ParameterState) and spec.exchanges_columns) or budget.takes(nbytes)
                 found.append((param, spec, nbytes, None if stays else offload))
         return found
 
     def _decide(self) -> None:
         homes: list[tuple[Tensor, dict[str, tuple[int, Tensor]]]] = []
         end, on_cuda = 0, False
-        for param, spec, nbytes, offload in self._undecided(self._resident):
+        budget, self._pins = self._budget(), self._agreed("pin_memory")
+        for param, spec, _, offload in self._undecided(budget):
             self._places[param] = (param.device, Place.of(offload, param.device))
-            if offload is None:
-                self._resident += nbytes
             if offload != "state":
                 continue
             entries = {}
@@ -211,6 +254,7 @@ class StatePlaces:
                     self._padding += -like.nbytes % ALIGNMENT
             homes.append((param, entries))
             on_cuda |= param.device.type == "cuda"
+        self._taken = budget.taken
         if not homes:
             return
         _demand_memory(end)

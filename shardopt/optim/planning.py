@@ -18,8 +18,6 @@ from shardopt.optim.placement import Place, StatePlaces
 from shardopt.optim.plan import FiniteCheck, FlatParameters, Plan
 from shardopt.optim.state import ParameterState
 
-_WIDTH = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
-
 
 class _Parameter(NamedTuple):
     """A parameter of the optimizer.
@@ -232,9 +230,7 @@ def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
             f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
             f"expected {tuple(param.shape)} on {param.device}"
         )
-    if _WIDTH[gradient.dtype] < _WIDTH[param.dtype] or (
-        gradient.dtype != param.dtype and gradient.dtype != torch.float32
-    ):
+    if gradient.dtype not in (param.dtype, torch.float32):
         raise RuntimeError(
             f"{name}: got a gradient of {gradient.dtype} for a parameter of {param.dtype}, "
             "expected the same dtype or float32; cast the gradient"
