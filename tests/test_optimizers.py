@@ -18,6 +18,7 @@ import shardopt
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
+from shardopt.codec import Codec
 from shardopt.optim import ShardedOptimizer
 
 SHAPES = ((64, 130), (300,))
@@ -43,6 +44,13 @@ COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
 }
+
+
+@pytest.mark.parametrize(("base", "missing"), [(ShardedOptimizer, "hyper"), (Codec, "decode")])
+def test_what_lacks_a_part_cannot_be_made(base: type, missing: str) -> None:
+    parts = {name: lambda self: None for name in base.__abstractmethods__ - {missing}}
+    with pytest.raises(TypeError, match=f"Half.*{missing}"):
+        type(base)("Half", (base,), parts)()
 
 
 @pytest.mark.parametrize("how", COPIES)

@@ -5,6 +5,7 @@ The kernels compute the same bits (csrc/codecs). This side serves the reference 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class Coded(NamedTuple):
     scales: Tensor | None
 
 
-class Codec:
+class Codec(ABC):
     """Base class of the codecs.
 
     Blocks have the shape ``(..., block_size)`` and scales ``(..., scales per block)``. A codec is a stateless
@@ -79,13 +80,13 @@ class Codec:
         least = LEAST_SCALE if signed or not self.root else LEAST_ROOT_SCALE
         return torch.where(largest > 0, largest.clamp(min=least), largest)
 
+    @abstractmethod
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The float32 values of ``codes``: what :meth:`encode` was given, to the codec's precision."""
-        raise NotImplementedError
 
 
 def units_in(number: float, scales: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class ShardedOptimizer(Optimizer, ABC):
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
             self.places.check()
-        except (ValueError, MemoryError):
+        except Exception:
             self.param_groups.pop()
             raise
 

@@ -17,21 +17,21 @@ class DeferredStep:
     """A step on its way.
 
     Args:
-        place: the parameter's among all: the first ones go first, since the next forward pass needs them first.
+        order: the least of those that wait goes first.
         work: takes the step.
         stream: what copies in it; None on the CPU.
     """
 
-    def __init__(self, place: int, work: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, order: int, work: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
         self.taken: Future[None] = Future()
-        self._place = place
+        self._order = order
         self._work = work
         self._stream = stream
         self._ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self._back: torch.cuda.Event | None = None
 
     def __lt__(self, other: DeferredStep) -> bool:
-        return self._place < other._place
+        return self._order < other._order
 
     def take(self) -> None:
         """Takes it, once what the device was told before is done."""
@@ -74,12 +74,12 @@ class DeferredSteps:
         self._unfinished: list[DeferredStep] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def submit(self, device: torch.device, place: int, work: Callable[[], None]) -> DeferredStep:
+    def submit(self, device: torch.device, order: int, work: Callable[[], None]) -> DeferredStep:
         """Has a step taken. Waits if too many steps do.
 
         Args:
             device: of what is stepped.
-            place: the parameter's among all.
+            order: the least of those that wait goes first.
             work: takes the step, in the other thread.
 
         Raises:
@@ -90,7 +90,7 @@ class DeferredSteps:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
             if device.type == "cuda" and device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            step = DeferredStep(place, work, self._streams.get(device))
+            step = DeferredStep(order, work, self._streams.get(device))
             self._unfinished.append(step)
             self._waiting.put(step)
             self._thread.submit(self._take_next)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,7 @@ class ReleasedParameters:
         self._optimizer = optimizer
         self._parameters: dict[Tensor, _Parameter] = {}
         self._deferred = DeferredSteps(waiting_gradients)
+        self._arrivals = count()
         wanted = set(params)
         place = 0
         for index, group in enumerate(optimizer.param_groups):
@@ -114,7 +116,9 @@ class ReleasedParameters:
         _demand_no_raise(group)
         step = self._prepare(param, parameter, group)
         if optimizer.places.place(param).offload == "step":
-            parameter.pending = self._deferred.submit(param.device, parameter.place, step)
+            # The next forward pass needs the first parameters first; otherwise gradients are to go as they come.
+            order = parameter.place if self.overlaps_forward else next(self._arrivals)
+            parameter.pending = self._deferred.submit(param.device, order, step)
         else:
             step()
         param.grad = None

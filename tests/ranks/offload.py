@@ -105,15 +105,15 @@ def late_transfers(offload: str) -> type[LateTransfers]:
 
 @contextmanager
 def before_steps(call: Callable[[int], object]) -> Iterator[None]:
-    """Inside, something is called in the other thread before each step there, with the parameter's place among all."""
+    """Inside, something is called in the other thread before each step there, with the ``order`` of its submission."""
     original = DeferredSteps.submit
 
-    def submit(self: DeferredSteps, device: torch.device, place: int, work: Callable[[], None]) -> Any:
+    def submit(self: DeferredSteps, device: torch.device, order: int, work: Callable[[], None]) -> Any:
         def late() -> None:
-            call(place)
+            call(order)
             work()
 
-        return original(self, device, place, late)
+        return original(self, device, order, late)
 
     DeferredSteps.submit = submit
     try:
@@ -124,4 +124,4 @@ def before_steps(call: Callable[[int], object]) -> Iterator[None]:
 
 def slow_steps(seconds: float) -> AbstractContextManager[None]:
     """Inside, each step in the other thread takes that much longer."""
-    return before_steps(lambda place: time.sleep(seconds))
+    return before_steps(lambda order: time.sleep(seconds))
