@@ -50,7 +50,11 @@ def run(model: Model, setup: Setup, hold: int = 0, device: str = "cpu") -> tuple
     params = list(net.parameters())
     optimizer = RULES[RULE_OF[setup.optimizer]].make(params, **setup.options)
     with most_gradient_bytes(params, hold) as most:
-        release = shardopt.release_gradients(net, optimizer) if setup.release_gradients else None
+        release = (
+            shardopt.release_gradients(net, optimizer, waiting_gradients=setup.waiting_gradients)
+            if setup.release_gradients
+            else None
+        )
         net(torch.zeros((), device=device)).backward()
         optimizer.step()
         optimizer.synchronize()
@@ -83,6 +87,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "bf16+24": {"options": {"master_weight_bits": 24}},
     "bf16+32": {"options": {"master_weight_bits": 32}},
+    "fp16+24": {"dtype": "float16", "options": {"master_weight_bits": 24}},
 }
 
 
@@ -111,11 +116,13 @@ def test_as_a_real_run(weights: str, codec: str, release: bool, offload: str | N
     compare(small_model(), Setup(**{**case, "release_gradients": release, "options": options}))
 
 
-def test_gradients_that_wait_for_the_cpu() -> None:
+@pytest.mark.parametrize("waiting", [0, 4, 9])
+def test_gradients_that_wait_for_the_cpu(waiting: int) -> None:
     """The most that wait, if the thread that steps is slow."""
-    model, setup = small_model(), Setup(release_gradients=True, options={"offload": "step"})
+    options = {"offload": "step"}
+    model, setup = small_model(), Setup(release_gradients=True, waiting_gradients=waiting, options=options)
     with offload_from_cpu(CHUNK):
-        _, report = run(model, setup, hold=5)
+        _, report = run(model, setup, hold=waiting + 1)
     assert estimate(model, setup).device.gradients == report.host.gradients
 
 
@@ -252,6 +259,7 @@ def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: s
         (["7B", "--backend", "deepspeed"], "got 'deepspeed', expected one of single, ddp, fsdp2"),
         (["7B", "--world-size", "2"], "got 'single' with 2 ranks, expected one of ddp"),
         (["7B", "--backend", "ddp", "--world-size", "0"], "got 0, expected at least 1"),
+        (["7B", "--waiting-gradients", "-1"], "waiting_gradients: got -1, expected at least 0"),
         (["7B", "--backend", "fsdp1", "--release-gradients"], "got it with fsdp1"),
         (["7B", "--backend", "fsdp1", "--offload", "step"], "got 'step' with fsdp1"),
         (["7B", "--block-size", "100"], "block_size: got 100, expected a power of two"),

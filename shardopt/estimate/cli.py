@@ -19,7 +19,7 @@ Shows AdamW on one GPU, from float32 throughout to 8-bit state with everything e
 for by options. Needs neither a GPU nor a process group."""
 
 _OPTIONS = ("codec", "block_size", "master_weight_bits", "offload", "device_state_budget")
-_SETUP = ("optimizer", "dtype", "backend", "world_size", "gpus_per_node", "release_gradients")
+_SETUP = ("optimizer", "dtype", "backend", "world_size", "gpus_per_node", "release_gradients", "waiting_gradients")
 
 
 def add_parser(commands: Any) -> None:
@@ -40,6 +40,7 @@ def add_parser(commands: Any) -> None:
     add("--block-size", type=int, default=unset, metavar="N", help="elements that share a scale (default: 128)")
     add("--master-weight-bits", type=int, choices=(24, 32), default=unset, help="(default: no master weights)")
     add("--release-gradients", action="store_true", default=unset, help="steps in the backward pass")
+    add("--waiting-gradients", type=int, default=unset, metavar="N", help="with it and --offload step (default: 4)")
     add("--offload", choices=("none", "state", "step"), default=unset, help="to the host's memory (default: none)")
     add("--device-state-budget", default=unset, metavar="BYTES", help="what stays after all, e.g. 2GiB (default: 0)")
     parser.add_argument("--chart", metavar="FILE.png", help="draws stacked bars; needs pip install 'shardopt[plot]'")
@@ -95,7 +96,7 @@ def _name(setup: Setup) -> str:
     """How the table calls it."""
     options = setup.options
     bits = options.get("master_weight_bits")
-    weights = {"bfloat16": "bf16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
+    weights = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
     words = [setup.optimizer, options.get("codec", "log8"), weights]
     words += ["released"] if setup.release_gradients else []
     words += [f"offload={options['offload']}"] if options.get("offload") else []

@@ -31,7 +31,7 @@ OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
     "sgd": partial(SGD, momentum=0.9),
 }
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _ACCELERATOR = torch.device("meta")  # stands for it: any device but the CPU
 
@@ -47,6 +47,7 @@ class Setup:
         world_size: ranks, one GPU each.
         gpus_per_node: of those ranks, on one host.
         release_gradients: whether each parameter is stepped as soon as its gradient is there.
+        waiting_gradients: with that and ``offload="step"``, gradients that may wait for a step on the CPU.
         options: the optimizer's; see :class:`shardopt.optim.options.Options`.
 
     Raises:
@@ -59,15 +60,16 @@ class Setup:
     world_size: int = 1
     gpus_per_node: int = 8
     release_gradients: bool = False
+    waiting_gradients: int = deferred.MOST_WAITING
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, known in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("backend", BACKENDS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(known)}")
-        for name in ("world_size", "gpus_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        for name, least in (("world_size", 1), ("gpus_per_node", 1), ("waiting_gradients", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if self.backend == "single" and self.world_size > 1:
             raise ValueError(
                 f"backend: got 'single' with {self.world_size} ranks, expected one of "
@@ -88,7 +90,7 @@ class Setup:
     @property
     def gradients_at_once(self) -> int:
         """How many gradients may live at once when they are released: a step on the CPU keeps some waiting."""
-        return deferred.MOST_WAITING + 1 if self.options.get("offload") == "step" else 1
+        return self.waiting_gradients + 1 if self.options.get("offload") == "step" else 1
 
     @property
     def _backend(self) -> Backend:
