@@ -1,9 +1,10 @@
-"""Steps with offload="step" that go on during the next forward pass: the same bits, and errors for early reads."""
+"""Steps with offload="step" that go on during the next forward pass: the same bits, and who waits for what."""
 
 from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import ExponentialLR
 
 import shardopt
@@ -19,8 +21,9 @@ from helpers import everything
 from ranks.layered import Layers, batch
 from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
-from shardopt.integrations.forward_overlap import units_of
-from shardopt.optim.deferred import DeferredSteps
+from shardopt.integrations.forward_overlap import readers
+from shardopt.kernels.transfers import HostTransfers
+from shardopt.optim import deferred
 
 STEPS = 3
 
@@ -165,33 +168,197 @@ def test_parameters_read_without_calling_their_layer() -> None:
     optimizer = start(model, True)
     train(model, optimizer, 1)
     with pytest.raises(
-        RuntimeError, match=r"parameter 11 of param group 0 \(64, 64\): got a gradient of a value that may"
+        RuntimeError, match=r"parameter 12 of param group 0 \(64,\): got a gradient of a value that may"
     ):
         model(batch(1)).square().mean().backward()
 
 
-def test_another_model_than_the_one_given() -> None:
-    outer = nn.Sequential(Layers())
+def test_a_layer_read_before_it_is_called() -> None:
+    """Autograd has saved a value of before the step."""
+
+    class Regularized(Layers):
+        def forward(self, tokens: Tensor) -> Tensor:
+            early = sum(layer[1].weight.square().mean() for layer in self.layers)
+            return super().forward(tokens) + early
+
+    model = Regularized()
+    optimizer = start(model, True)
+    with before_steps(lambda place: time.sleep(0.02)):
+        train(model, optimizer, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(batch(1)).square().mean().backward()
+
+
+def _values(model: nn.Module, read: Callable[[], Tensor], optimizer: shardopt.AdamW8bit) -> tuple[Tensor, Tensor]:
+    """What is read while steps wait, and once they are taken; the first step is the slowest."""
+    go_on = threading.Timer(0.2, (gate := threading.Event()).set)
+    with before_steps(lambda place: gate.wait(30)), torch.no_grad():
+        with torch.enable_grad():
+            model(batch(0)).square().mean().backward()
+        optimizer.step()
+        go_on.start()
+        early = read()
+        optimizer.synchronize()
+        return early, read()
+
+
+def test_modules_around_the_layers_wait_for_what_is_in_none() -> None:
+    """However one comes to them: evaluations of a wrapped model, of a part of it."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Layers()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.model(tokens)
+
+    outer = Outer()
+    reads = {"model": lambda: outer.model(batch(1)), "embed": lambda: outer.model.embed(batch(1))}
     optimizer = start(outer, True)
-    train(outer, optimizer, 1)
-    assert list(units_of(outer)) == [outer, outer[0]]
-    wrapper = nn.ModuleDict({"model": Layers()})
-    wrapper.forward = lambda tokens: wrapper["model"](tokens)
-    optimizer = start(nn.ModuleList([wrapper]), True)
-    wrapper(batch(0)).square().mean().backward()
+    for name, read in reads.items():
+        early, late = _values(outer, read, optimizer)
+        assert torch.equal(early, late), name
+
+
+class Heads(nn.Module):
+    """Forward passes that call some layers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Embedding(50, 64)
+        self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, tokens: Tensor, head: int) -> Tensor:
+        if head > 1:
+            raise ValueError("no such head")
+        return self.heads[head](self.body(tokens)).square().mean()
+
+
+@pytest.mark.parametrize("between", ["evaluation", "two passes", "failure"])
+def test_layers_that_some_forward_pass_does_not_call_are_no_error(between: str) -> None:
+    found = []
+    for overlap in (None, True):
+        model = Heads()
+        optimizer = start(model, overlap)
+        with slow_steps(0.01):
+            for step in range(STEPS):
+                if between == "evaluation":
+                    with torch.no_grad():
+                        model(batch(step), 0)
+                elif between == "failure":
+                    with pytest.raises(ValueError, match="no such head"):
+                        model(batch(step), 7)
+                only = (1,) if between == "evaluation" and step else (0, 1)
+                sum(model(batch(step), head) for head in only).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+        found.append(everything(optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_memory_that_is_replaced_while_steps_wait() -> None:
+    """The step is lost then, but writes into nobody else's memory."""
+    model = Layers()
+    optimizer = start(model, True)
+    go_on = threading.Event()
+    with before_steps(lambda place: go_on.wait(30)):
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        storages = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
+        for param in model.parameters():
+            param.data = param.data.double()
+        assert not any(storage.expired() for storage in storages)
+        go_on.set()
+        optimizer.synchronize()
+    assert all(storage.expired() for storage in storages)
+
+
+class FailsOnce(HostTransfers):
+    """Cannot copy parameters back, where ``left`` says so."""
+
+    left = 0
+
+    def give_back(self, slot: Any, copies: Any) -> object:
+        if FailsOnce.left:
+            FailsOnce.left -= 1
+            raise OSError("no way back")
+        return super().give_back(slot, copies)
+
+
+def test_a_gradient_is_stepped_once_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes when an earlier step is found to have failed is left for ``step()``."""
+    monkeypatch.setattr(FailsOnce, "left", 1)
+    with offload_from_cpu(transfers=FailsOnce):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64, offload="step")
+        release = shardopt.release_gradients(model, optimizer, waiting_gradients=1)
+        with pytest.raises(OSError, match="no way back"):
+            model(torch.randn(4, 64)).square().mean().backward()
+        assert [param.grad is not None for param in model.parameters()] == [False, False, True, False]
+        optimizer.step()
+        steps = [float(optimizer.state[param]["step"]) for param in list(model.parameters())[2:]]
+        assert steps == [1, 1]
+        FailsOnce.left = 1
+        optimizer.zero_grad()
+        model[:1](torch.randn(4, 64)).square().mean().backward()
+        with pytest.raises(OSError, match="no way back"):
+            release.remove()
+        shardopt.release_gradients(model, optimizer)
+
+
+def test_interrupted_while_it_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is there still, and its step is not under way."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64, offload="step")
+    shardopt.release_gradients(model, optimizer, waiting_gradients=1)
+    with slow_steps(0.2), monkeypatch.context() as patch:
+        patch.setattr(deferred, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(4, 64)).square().mean().backward()
+    assert [param.grad is not None for param in model.parameters()] == [False, True, False]
     optimizer.step()
-    with pytest.raises(RuntimeError, match="got a gradient of a value that may"):
-        wrapper["model"].forward(batch(0)).square().mean().backward()
+    assert [float(optimizer.state[param]["step"]) for param in list(model.parameters())[1:]] == [1, 1]
 
 
-def test_layers_that_are_not_used_are_no_error() -> None:
+@pytest.mark.parametrize("what", ["compiled", "its model", "in place"])
+def test_compiled_models(what: str) -> None:
+    found = []
+    for overlap in (None, True):
+        torch._dynamo.reset()
+        model = Layers()
+        compiled = torch.compile(model, backend="eager") if what != "in place" else model
+        if what == "in place":
+            model.compile(backend="eager")
+        optimizer = start(compiled if what == "compiled" else model, overlap)
+        with slow_steps(0.01):
+            train(compiled, optimizer)
+        optimizer.synchronize()
+        found.append(everything(optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_a_pickled_model_does_not_wait_for_anything(tmp_path: Path) -> None:
     model = Layers()
     optimizer = start(model, True)
     train(model, optimizer, 1)
-    dropped = model.layers.pop(3)
-    train(model, optimizer, 1)
-    model.layers.append(dropped)
-    train(model, optimizer, 1)
+    optimizer.synchronize()
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    go_on = threading.Event()
+    with before_steps(lambda place: go_on.wait(30)):
+        model(batch(1)).square().mean().backward()
+        optimizer.step()
+        loaded(batch(0))
+        loaded.state_dict()
+        go_on.set()
+        optimizer.synchronize()
 
 
 def test_copies_of_the_model_do_not_disturb() -> None:
@@ -217,35 +384,41 @@ def test_removed() -> None:
     train(model, optimizer, 1)
 
 
-def test_units() -> None:
+def test_readers() -> None:
     model = Layers()
-    units = units_of(model)
-    assert list(units) == [model, *model.layers[0], *model.layers[1], *model.layers[2], *model.layers[3]]
+    found = readers(model, set(model.parameters()))
+    layers = [layer for part in model.layers for layer in part if not isinstance(layer, nn.Tanh)]
+    assert list(found) == [model.embed, *layers, model.head, model]
+    assert [len(found[module]) for module in (model.embed, model.head, model)] == [1, 1, 2]
     nested = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2), nn.Sequential(Layers())]), "b": nn.Linear(2, 2)})
-    assert list(units_of(nested)) == [nested, nested["a"][0], nested["a"][1][0], nested["b"]]
+    assert list(readers(nested, set(nested.parameters()))) == [nested["a"][0], nested["a"][1][0], nested["b"]]
     bare = nn.ModuleList([nn.ParameterList([torch.zeros(2)])])
-    assert {unit: len(params) for unit, params in units_of(bare).items()} == {bare: 1}
+    assert {type(reader): len(p) for reader, p in readers(bare, set(bare.parameters())).items()} == {
+        nn.ParameterList: 1,
+        nn.ModuleList: 1,
+    }
 
 
-def test_waiting_gradients() -> None:
-    """No more of them than asked for live beside the one that is being stepped and the one that comes."""
+@pytest.mark.parametrize("most", [1, 3])
+def test_waiting_gradients(most: int) -> None:
+    """No more of them live than asked for beside the one that comes."""
     model = Layers()
-    optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64, offload="step")
-    with pytest.raises(ValueError, match="waiting_gradients: got -1, expected at least 0"):
-        shardopt.release_gradients(model, optimizer, waiting_gradients=-1)
-    live: list[int] = []
-    most = 2
-    with slow_steps(0.01), shardopt.release_gradients(model, optimizer, waiting_gradients=most):
-        original = DeferredSteps._take_next
+    params = list(model.parameters())
+    optimizer = shardopt.AdamW8bit(params, min_quantized_numel=64, offload="step")
+    with pytest.raises(ValueError, match="waiting_gradients: got 0, expected at least 1"):
+        shardopt.release_gradients(model, optimizer, waiting_gradients=0)
+    alive: list[StorageWeakRef] = []
+    counts: list[int] = []
 
-        def count(self: DeferredSteps) -> None:
-            live.append(len(self._unfinished))
-            original(self)
+    def complete(param: Tensor) -> None:
+        alive.append(StorageWeakRef(param.grad.untyped_storage()))
+        counts.append(sum(not storage.expired() for storage in alive))
 
-        DeferredSteps._take_next = count
-        try:
-            model(batch(0)).square().mean().backward()
-            optimizer.step()
-        finally:
-            DeferredSteps._take_next = original
-    assert max(live) == most + 1
+    for param in params:
+        param.register_post_accumulate_grad_hook(complete)
+    enough = most + 1
+    with before_steps(lambda order: [time.sleep(0.001) for _ in range(5000) if max(counts) < enough]):
+        shardopt.release_gradients(model, optimizer, waiting_gradients=most)
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+    assert max(counts) == enough

@@ -70,7 +70,7 @@ class Config:
     clip: float = opt(1.0, "largest norm of the gradient; 0 clips nothing", low=0)
     release_gradients: bool = opt(False, "step each parameter during the backward pass and free its gradient")
     waiting_gradients: int = opt(
-        MOST_WAITING, "with it and --offload step, gradients that may wait for the host", low=0
+        MOST_WAITING, "with it and --offload step, steps that may be under way on the host", low=1
     )
     overlap_forward: bool = opt(False, "with both, the host's last steps go on during the next forward pass")
 

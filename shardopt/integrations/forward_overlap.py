@@ -1,85 +1,128 @@
-"""Steps that go on during the next forward pass: each unit of the model waits for its own parameters only.
+"""Steps that go on during the next forward pass: what reads parameters waits for their own steps only.
 
-Units are the modules that fully_shard has wrapped, and elsewhere the elements of the outermost nn.ModuleList,
-nn.ModuleDict and nn.Sequential: usually the layers. What is in none of them is a unit of its own, the model. That the
-parameters of a unit are read within its own forward pass only is what fully_shard asks for, too.
+fully_shard reads them where it gathers them. Elsewhere each layer waits when it is called: the elements of the
+outermost nn.ModuleList, nn.ModuleDict and nn.Sequential. What is in no layer is waited for by all modules around it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
 from shardopt.optim.released import ReleasedParameters
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
-_NO_UNITS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselves, or for their elements
+_NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselves, or for their elements
 
 
-def wait_in_forward(
-    model: Module, released: ReleasedParameters, params: Collection[Tensor]
-) -> Iterator[Callable[[], object]]:
-    """Has forward passes of a model wait for steps, unit by unit.
+class ForwardOverlap:
+    """Has whatever reads a model's parameters wait for their steps, until :meth:`remove`.
 
-    Its state dict is read and loaded only after all of them.
+    Copies of the model are another one: they do not wait.
 
     Args:
-        model: the wrapped model.
+        model: the wrapped model; None for what a pickled one becomes, which does nothing.
         released: takes the steps.
         params: those that it has, of the model's.
-
-    Returns:
-        How to end that.
     """
-    known = set(params)
-    units = {unit: [param for param in found if param in known] for unit, found in units_of(model).items()}
 
-    # Functions, and looking at the module: deep copies of the model have the same hooks.
-    def begin(module: Module, args: Any) -> None:
-        for gathered in _gathered_with(module):
-            released.wait_for(units.get(gathered, []))
+    def __init__(
+        self, model: Module | None = None, released: ReleasedParameters | None = None, params: Iterable[Tensor] = ()
+    ) -> None:
+        self._model = model
+        self._released = released
+        self._params = set(params)
+        self._readers: dict[Module, list[Tensor]] = {}
+        self._undo: list[Callable[[], object]] = []
+        if model is not None:
+            self._hook_into(model)
 
-    def end(module: Module, args: Any, output: Any) -> None:
-        if module is model:
-            released.end_forward()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardOverlap:
+        return self  # it looks at the module
 
-    def wait(*_: Any) -> None:
-        released.wait()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardOverlap, ()
 
-    for unit in units:
-        yield unit.register_forward_pre_hook(begin, prepend=True).remove  # before fully_shard's, which gathers
-    yield model.register_forward_hook(end, always_call=True).remove
-    for module in model.modules():
-        yield module.register_state_dict_pre_hook(wait).remove  # type: ignore[no-untyped-call]
-        yield module.register_load_state_dict_pre_hook(wait).remove  # type: ignore[no-untyped-call]
+    def remove(self) -> None:
+        """Ends it."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _hook_into(self, model: Module) -> None:
+        gathered: set[Tensor] = set()
+        for group in _fsdp_groups(model):
+            group.unshard = partial(self._gather, group, group.unshard)
+            self._undo.append(partial(delattr, group, "unshard"))
+            gathered.update(_sharded(group))
+        self._readers = readers(model, self._params - gathered)
+        for module in self._readers:
+            self._undo.append(module.register_forward_pre_hook(self.begin, prepend=True).remove)
+        self._undo.append(model.register_forward_hook(self.end).remove)
+        for module in model.modules():
+            self._undo.append(module.register_state_dict_pre_hook(self.wait).remove)  # type: ignore[no-untyped-call]
+            self._undo.append(module.register_load_state_dict_pre_hook(self.wait).remove)  # type: ignore[no-untyped-call]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, module: Module, args: Any) -> None:
+        """A forward pre-hook of what reads parameters."""
+        self._wait_for(self._readers.get(module, ()))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self, module: Module, args: Any, output: Any) -> None:
+        """A forward hook of the model."""
+        if module is self._model and self._released is not None:
+            self._released.end_forward()
+
+    def wait(self, *_: Any) -> None:
+        """A pre-hook of reading and loading state dicts."""
+        if self._released is not None:
+            self._released.wait()
+
+    def _gather(self, group: Any, unshard: Callable[..., None], async_op: bool = False) -> None:
+        self._wait_for(_sharded(group))
+        unshard(async_op)
+
+    def _wait_for(self, params: Iterable[Tensor]) -> None:
+        if self._released is not None:
+            self._released.wait_for(param for param in params if param in self._params)
 
 
-def units_of(model: Module) -> dict[Module, list[Tensor]]:
-    """The units of a model, and their parameters; those that are shared may be in several."""
-    units: dict[Module, list[Tensor]] = {}
+def readers(model: Module, params: Collection[Tensor]) -> dict[Module, list[Tensor]]:
+    """The modules that are to wait when they are called, and the parameters for which; one may have several readers."""
+    found: dict[Module, list[Tensor]] = {}
 
-    def walk(module: Module, unit: Module) -> None:
-        units.setdefault(unit, []).extend(module.parameters(recurse=False))
+    def walk(module: Module) -> list[Tensor]:
+        """Returns what is in no layer: modules around it may read it, too."""
+        own: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
         for child in module.children():
-            is_layer = unit is model and isinstance(module, _CONTAINERS) and not isinstance(child, _NO_UNITS)
-            walk(child, child if _is_fsdp(child) or (is_layer and not _is_fsdp(unit)) else unit)
+            if isinstance(module, _CONTAINERS) and not isinstance(child, _NO_LAYERS):
+                found[child] = [param for param in child.parameters() if param in params]
+            else:
+                own += walk(child)
+        found[module] = own
+        return own
 
-    walk(model, model)
-    return units
+    walk(model)
+    return {module: own for module, own in found.items() if own}
 
 
-def _is_fsdp(module: Module) -> bool:
+def _fsdp_groups(model: Module) -> Iterator[Any]:
+    """The groups of parameters that fully_shard gathers together."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is one of fully_shard
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    if fsdp is None:
+        return
+    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)}
+    for state in states:
+        yield from getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
 
 
-def _gathered_with(module: Any) -> list[Module]:
-    """The modules whose parameters may be read as soon as one is called."""
-    if not _is_fsdp(module):
-        return [module]
-    state = module._get_fsdp_state()
-    return [other for found in (state, *state._states_to_forward_prefetch) for other in found._modules]
+def _sharded(group: Any) -> list[Tensor]:
+    """The sharded parameters of such a group."""
+    return [param.sharded_param for param in group.fsdp_params]

@@ -17,7 +17,6 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.integrations.ddp_buckets import bucket_hook, reduced_parameters
-from shardopt.integrations.forward_overlap import wait_in_forward
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.deferred import MOST_WAITING
@@ -69,13 +68,15 @@ def release_gradients(
             schedule.step()
             optimizer.zero_grad()  # finds nothing
 
-    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass, and up to
-    ``waiting_gradients`` gradients wait for it. ``optimizer.step()`` waits for the last steps, or, with
-    ``overlap_forward``, the next forward pass does: each layer (each module of ``fully_shard``; elsewhere each element
-    of the outermost ``ModuleList`` or ``Sequential``) for its own parameters, just before it is called. Then whoever
-    reads or writes parameters between ``optimizer.step()`` and the next forward pass other than by ``state_dict``,
-    ``load_state_dict`` or :mod:`shardopt.checkpoint` (averages of weights, norms, a deep copy) has to call
-    ``optimizer.synchronize()`` first. More waiting gradients hide more of the steps, and each takes its bytes.
+    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass: up to
+    ``waiting_gradients`` at a time, each of which keeps its gradient (with FSDP2, that of its unit).
+    ``optimizer.step()`` waits for the last steps. With ``overlap_forward`` it does not, and what reads parameters waits
+    for their own steps: FSDP2 where it gathers them, the layers of other models (elements of ``ModuleList`` or
+    ``Sequential``) and the modules around them when they are called, ``state_dict``, ``load_state_dict`` and
+    :mod:`shardopt.checkpoint`. Whoever else reads, writes or replaces parameters after ``optimizer.step()`` (averages
+    of weights, norms, ``param.data``, ``model.to()``, a deep copy, a layer's weight used without calling the layer) has
+    to call ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
+    CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
@@ -97,7 +98,8 @@ def release_gradients(
         model: the wrapped model.
         optimizer: one of shardopt's; several may share a model.
         overlap_forward: whether the last steps with ``offload="step"`` may go on during the next forward pass.
-        waiting_gradients: how many gradients may wait for a step on the CPU, beside the one that is on its way.
+        waiting_gradients: with ``offload="step"``, how many steps may be under way, at least 1. More of them hide more
+            of the steps.
 
     Returns:
         The release, to remove. DDP keeps its communication hook, which from then on does what DDP does without one.
@@ -105,7 +107,7 @@ def release_gradients(
     Raises:
         TypeError: the optimizer is none of shardopt's.
         ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``; or
-            ``waiting_gradients`` is negative.
+            ``waiting_gradients`` is less than 1.
         RuntimeError: there are gradients already, or the optimizer's are released already, or the model is wrapped in a
             way that excludes it.
     """
@@ -113,8 +115,8 @@ def release_gradients(
         kind = type(optimizer).__name__
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
-    if waiting_gradients < 0:
-        raise ValueError(f"waiting_gradients: got {waiting_gradients}, expected at least 0")
+    if waiting_gradients < 1:
+        raise ValueError(f"waiting_gradients: got {waiting_gradients}, expected at least 1")
     _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]
@@ -136,7 +138,9 @@ def release_gradients(
     if direct:
         release._undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
     if overlap_forward:
-        release._undo += wait_in_forward(model, released, params)
+        from shardopt.integrations.forward_overlap import ForwardOverlap  # it imports torch's compiler
+
+        release._undo.append(ForwardOverlap(model, released, params).remove)
     return release
 
 

@@ -307,10 +307,12 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def end_release(self) -> None:
         """Ends what :meth:`release` began."""
-        if self._released is not None:
-            self._released.wait()
-            self._skipped_released += self._released.nonfinite(wait=True)
-            self._released = None
+        released, self._released = self._released, None
+        if released is not None:
+            try:
+                released.wait()
+            finally:
+                self._skipped_released += released.nonfinite(wait=True)
 
     def _stepper(self) -> Stepper:
         """What is kept of the last step of these param groups: DeepSpeed shows the optimizer one at a time."""

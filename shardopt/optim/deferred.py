@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from queue import PriorityQueue
+from contextlib import suppress
+from queue import Empty, PriorityQueue
 from threading import Lock
 
 import torch
 
-#: Steps that may be waiting, unless asked for more: each keeps its gradient.
+#: Steps that may be under way, unless asked for more: each keeps its gradient.
 MOST_WAITING = 4
 
 
@@ -19,13 +20,15 @@ class DeferredStep:
     Args:
         order: the least of those that wait goes first.
         work: takes the step.
+        keeps: what is not to be freed before.
         stream: what copies in it; None on the CPU.
     """
 
-    def __init__(self, order: int, work: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, order: int, work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None) -> None:
         self.taken: Future[None] = Future()
         self._order = order
         self._work = work
+        self._keeps = keeps
         self._stream = stream
         self._ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self._back: torch.cuda.Event | None = None
@@ -63,7 +66,7 @@ class DeferredSteps:
     """A thread that carries out steps, one at a time.
 
     Args:
-        most_waiting: how many may wait.
+        most_waiting: how many may be under way, at least 1.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -74,30 +77,31 @@ class DeferredSteps:
         self._unfinished: list[DeferredStep] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def submit(self, device: torch.device, order: int, work: Callable[[], None]) -> DeferredStep:
-        """Has a step taken. Waits if too many steps do.
+    def submit(self, device: torch.device, order: int, work: Callable[[], None], keeps: object) -> DeferredStep:
+        """Has a step taken. Waits, before that, while too many are under way.
 
         Args:
             device: of what is stepped.
             order: the least of those that wait goes first.
             work: takes the step, in the other thread.
+            keeps: what is not to be freed before.
 
         Raises:
-            Exception: what an earlier step raised.
+            Exception: what an earlier step raised. This one is not taken.
         """
         with self._lock:
+            self._let_go()
+            while len(self._unfinished) >= self._most_waiting:
+                wait([step.taken for step in self._unfinished], return_when=FIRST_COMPLETED)
+                self._let_go()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
             if device.type == "cuda" and device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            step = DeferredStep(order, work, self._streams.get(device))
-            self._unfinished.append(step)
+            step = DeferredStep(order, work, keeps, self._streams.get(device))
             self._waiting.put(step)
-            self._thread.submit(self._take_next)
-            self._let_go()
-            while len(self._unfinished) > self._most_waiting:
-                wait([step.taken for step in self._unfinished], return_when=FIRST_COMPLETED)
-                self._let_go()
+            self._unfinished.append(step)
+            self._thread.submit(self._take_all)
             return step
 
     def wait(self) -> None:
@@ -106,13 +110,16 @@ class DeferredSteps:
         Raises:
             Exception: what a step raised.
         """
-        wait([step.taken for step in self._unfinished])
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
-        self._let_go()
+        with self._lock:
+            wait([step.taken for step in self._unfinished])
+            for device, stream in self._streams.items():
+                torch.cuda.current_stream(device).wait_stream(stream)
+            self._let_go()
 
-    def _take_next(self) -> None:
-        self._waiting.get_nowait().take()
+    def _take_all(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._waiting.get_nowait().take()
 
     def _let_go(self) -> None:
         """Forgets steps that are done."""

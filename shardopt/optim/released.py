@@ -118,7 +118,8 @@ class ReleasedParameters:
         if optimizer.places.place(param).offload == "step":
             # The next forward pass needs the first parameters first; otherwise gradients are to go as they come.
             order = parameter.place if self.overlaps_forward else next(self._arrivals)
-            parameter.pending = self._deferred.submit(param.device, order, step)
+            keeps = (param.detach(), list(optimizer.state[param].values()))  # their memory, should they be replaced
+            parameter.pending = self._deferred.submit(param.device, order, step, keeps)
         else:
             step()
         param.grad = None
@@ -138,23 +139,30 @@ class ReleasedParameters:
 
     def wait(self) -> None:
         """Waits for all steps that are taken in another thread."""
-        self._deferred.wait()
-        for parameter in self._parameters.values():
-            parameter.pending = None
+        pending = [param for param, parameter in self._parameters.items() if parameter.pending is not None]
+        try:
+            self._deferred.wait()
+        finally:
+            for param in pending:
+                self._parameters[param].pending = None
+                increment_version(param)
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
         """Waits for the steps of some parameters, which are to be read."""
         for param in params:
             parameter = self._parameters[param]
-            if parameter.pending is not None:
-                parameter.pending.wait()
-                parameter.pending = None
+            parameter.read_early = False
+            pending, parameter.pending = parameter.pending, None
+            if pending is not None:
+                pending.wait()
+                increment_version(param)  # a graph that has saved its value of before the step is to notice
 
     def end_forward(self) -> None:
         """Waits for all steps; notes for which of them nobody has waited until now."""
-        for parameter in self._parameters.values():
-            parameter.read_early |= parameter.pending is not None
+        early = [p for p in self._parameters.values() if p.pending is not None and torch.is_grad_enabled()]
         self.wait()
+        for parameter in early:
+            parameter.read_early = True
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
         """Checks that the optimizer's ``step()`` was not asked for what it cannot do any more.

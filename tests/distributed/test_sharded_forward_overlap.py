@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
-from ranks.offload import offload_from_cpu, slow_steps
+from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from shardopt.integrations import forward_overlap
+from shardopt.integrations.forward_overlap import ForwardOverlap
 
 
 def _fsdp(model: Any, prefetch: int = 0) -> nn.Module:
@@ -66,17 +69,84 @@ def test_recomputed_activations(ranks: Pool) -> None:
     ranks.run(2, _compare, "fsdp", True)
 
 
-def _without_prefetch() -> None:
-    original = forward_overlap._gathered_with
-    forward_overlap._gathered_with = lambda module: [module]
+def _gathered(between: str) -> None:
+    """Reads that are no forward pass of the model: what FSDP2 gathers is of after the step."""
+    found = []
+    for offload in (None, "step"):
+        model = _fsdp(Layers())
+        register_fsdp_forward_method(model, "embedded")
+        with offload_from_cpu(), slow_steps(0.02):
+            optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload)
+            if offload is not None:
+                shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
+            outputs = []
+            for step in range(3):
+                output = model(batch(step))
+                outputs.append(output.detach().clone())
+                output.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    if between == "a method":
+                        outputs.append(model.embedded(batch(9)).clone())
+                    elif between == "a layer":
+                        model.layers[1].unshard()
+                    else:
+                        model.unshard(async_op=True)
+            optimizer.synchronize()
+        found.append({**{f"output {i}": x for i, x in enumerate(outputs)}, **snapshot_of(model, optimizer)})
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("between", ["a method", "a layer", "the model"])
+def test_what_is_gathered_by_hand(ranks: Pool, between: str) -> None:
+    ranks.run(2, _gathered, between)
+
+
+def _evaluated_within() -> None:
+    """The module inside of DDP waits as DDP does."""
+    model = DistributedDataParallel(Layers())
+    go_on = threading.Event()
+    with offload_from_cpu(), before_steps(lambda place: go_on.wait(30)):
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step")
+        shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
+        model(batch(dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        threading.Timer(0.2, go_on.set).start()
+        with torch.no_grad():
+            early = model.module(batch(0))
+            optimizer.synchronize()
+            assert torch.equal(early, model.module(batch(0)))
+
+
+def test_evaluations_of_the_module_within(ranks: Pool) -> None:
+    ranks.run(2, _evaluated_within)
+
+
+def _without_waiting() -> None:
+    original = ForwardOverlap._wait_for
+    ForwardOverlap._wait_for = lambda self, params: None
     try:
-        with pytest.raises(AssertionError):
-            _compare("fsdp that prefetches")
+        with pytest.raises((AssertionError, RuntimeError)):
+            _gathered("the model")
     finally:
-        forward_overlap._gathered_with = original
+        ForwardOverlap._wait_for = original
     dist.barrier()
 
 
-def test_prefetching_without_waiting_has_other_bits(ranks: Pool) -> None:
+def test_gathering_without_waiting_has_other_bits(ranks: Pool) -> None:
     """The tests above can fail."""
-    ranks.run(2, _without_prefetch)
+    ranks.run(2, _without_waiting)
+
+
+def _removed() -> None:
+    model = _fsdp(Layers())
+    optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
+    groups = list(forward_overlap._fsdp_groups(model))
+    with shardopt.release_gradients(model, optimizer, overlap_forward=True):
+        assert all("unshard" in vars(group) for group in groups)
+    assert not any("unshard" in vars(group) for group in groups)
+
+
+def test_removed(ranks: Pool) -> None:
+    ranks.run(1, _removed)

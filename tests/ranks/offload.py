@@ -108,12 +108,12 @@ def before_steps(call: Callable[[int], object]) -> Iterator[None]:
     """Inside, something is called in the other thread before each step there, with the ``order`` of its submission."""
     original = DeferredSteps.submit
 
-    def submit(self: DeferredSteps, device: torch.device, order: int, work: Callable[[], None]) -> Any:
+    def submit(self: DeferredSteps, device: torch.device, order: int, work: Callable[[], None], keeps: object) -> Any:
         def late() -> None:
             call(order)
             work()
 
-        return original(self, device, order, late)
+        return original(self, device, order, late, keeps)
 
     DeferredSteps.submit = submit
     try:
