@@ -53,7 +53,7 @@ def main() -> None:
     for title, kind in (("step", _Run), ("training step", _Training)):
         print(f"\n{title}")
         runs = {name: kind(layers, offload) for name, offload in kind.variants.items()}
-        times = _interleaved(runs, options.rounds)
+        times = _interleaved(runs, max(options.rounds // kind.in_a_row, 1))
         found[title] = report(runs, times, plain)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
