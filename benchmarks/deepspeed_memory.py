@@ -1,10 +1,11 @@
 """Bytes per parameter under DeepSpeed, as allocated while the optimizer steps, for every stage and offload: a table.
 
-All tensors that are alive are walked, each piece of memory is counted once, and what part it plays is looked up in
-DeepSpeed's own attributes. On the CPU accelerator the device's memory is the host's, so the part says on which side a
-piece would stand with a GPU: the optimizer's state, masters, their gradients and the staging buffers in the host's
-memory if ``offload_optimizer`` is on, the parameters' partitions if ``offload_param`` is; all else on the device.
-Buffers whose size the config or the largest parameter fixes (buckets) are counted apart, in MB.
+Each piece of memory is counted once, and what part it plays is looked up in DeepSpeed's own attributes; the kinds are
+those of ``shardopt.memory_report``, with float32 masters as master weights and staging as offload buffers. On the CPU
+accelerator the device's memory is the host's, so the part says on which side a piece would stand with a GPU: the
+optimizer's state, masters, their gradients and the staging buffers in the host's memory if ``offload_optimizer`` is on,
+the parameters' partitions if ``offload_param`` is; all else on the device. Of all other tensors that are alive only the
+sum is told, in MB: buffers whose size the config or the largest parameter fixes (buckets).
 
 ZeRO 0 to 2 hold all weights on each rank: they are per parameter of the model. All else is per parameter that a rank
 owns.
@@ -22,8 +23,8 @@ import logging
 import os
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +35,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
+from shardopt.estimate.table import COLUMNS
+from shardopt.optim import MemoryReport, MemoryUse
+from shardopt.optim.memory import kind_of
 from step_cpu import commit, machine
 
-PARTS = ("weights", "masters", "gradients", "staging", "state")
 NO_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
@@ -89,36 +92,24 @@ def cases() -> list[Case]:
 
 
 @dataclass
-class Bytes:
-    """What :func:`measure` found: bytes by part and side (host or not), and those of buffers of a fixed size."""
+class Found:
+    """What :func:`measure` found.
 
-    parts: dict[tuple[str, bool], int]
-    fixed: int
+    Attributes:
+        report: weights, gradients, masters, staging and state by the side where they would stand with a GPU.
+        rest: bytes of all other tensors that were made.
+        numel: elements of the model.
+        owned: elements that this rank's optimizer steps, with padding.
+    """
+
+    report: MemoryReport
+    rest: int
     numel: int
     owned: int
-    stage: int
 
-    def per_parameter(self, part: str, host: bool) -> float:
-        whole = part == "weights" and self.stage < 3
-        return self.parts.get((part, host), 0) / (self.numel if whole else self.owned)
-
-    def total(self, host: bool) -> float:
-        return sum(self.per_parameter(part, host) for part in PARTS)
-
-
-def roles(engine: Any, case: Case) -> Iterator[tuple[str, bool, Iterable[Any]]]:
-    """Parts, whether they are the host's, and the tensors that play them; a piece of memory plays its first part."""
-    wrapper, optimizer = engine.optimizer, engine.basic_optimizer
-    host = "optimizer" in case.offload
-    params = list(engine.module.parameters())
-    yield "weights", "param" in case.offload, [getattr(param, "ds_tensor", param) for param in params]
-    held = masters(engine)
-    yield "masters", host, held
-    yield "gradients", host, [master.grad for master in held]
-    yield "gradients", host, [getattr(wrapper, "grad_partitions_flat_buffer", None)]
-    yield "gradients", False, [param.grad for param in params]
-    yield "staging", host, getattr(wrapper, "param_buffer_of_bit16_for_cpu_offload_groups", [])
-    yield "state", host, [entry for state in optimizer.state.values() for entry in state.values()]
+    @property
+    def total(self) -> int:
+        return self.report.device.total + self.report.host.total
 
 
 def masters(engine: Any) -> list[Tensor]:
@@ -128,6 +119,24 @@ def masters(engine: Any) -> list[Tensor]:
         if hasattr(wrapper, name):
             return list(getattr(wrapper, name))
     return [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
+
+
+def roles(engine: Any) -> Iterator[tuple[str, bool, Iterable[Any]]]:
+    """Kinds, whether they are the host's, and tensors that are such; memory that is of several is of the first."""
+    wrapper, optimizer = engine.optimizer, engine.basic_optimizer
+    zero = engine.config.get("zero_optimization", {})
+    host, params_on_host = "offload_optimizer" in zero, "offload_param" in zero
+    params = list(engine.module.parameters())
+    yield "parameters", params_on_host, [getattr(param, "ds_tensor", param) for param in params]
+    held = masters(engine)
+    yield "master_weights", host, held
+    yield "gradients", host, [master.grad for master in held]
+    yield "gradients", host, [getattr(wrapper, "grad_partitions_flat_buffer", None)]
+    yield "gradients", False, [param.grad for param in params]
+    yield "offload_buffers", host, getattr(wrapper, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+    for state in optimizer.state.values():
+        for key, entry in state.items():
+            yield kind_of(key), host, [entry]
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
@@ -141,64 +150,98 @@ def storages(tensors: Iterable[Any]) -> dict[int, int]:
     return found
 
 
-def walk(engine: Any, case: Case, before: Iterable[int]) -> Bytes:
-    """Counts what is alive, but for what was before."""
-    counted = set(before)
-    parts: dict[tuple[str, bool], int] = defaultdict(int)
-    for part, host, tensors in roles(engine, case):
-        for address, size in storages(tensors).items():
+@contextmanager
+def nothing_before() -> Iterator[None]:
+    """Inside, ``gc.get_objects`` gives only what was made there; walks and collections are as short as that."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def count(engine: Any) -> Found:
+    """Counts what is alive."""
+    numel = sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
+    report = MemoryReport(numel)
+    counted: set[int] = set()
+    for kind, on_host, tensors in roles(engine):
+        use = report.host if on_host else report.device
+        for address, nbytes in storages(tensors).items():
             if address not in counted:
                 counted.add(address)
-                parts[part, host] += size
+                setattr(use, kind, getattr(use, kind) + nbytes)
+    gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of attributes that are looked at only to see whether a thing is a tensor
         alive = storages(x for x in gc.get_objects() if isinstance(x, Tensor))
-    fixed = sum(size for address, size in alive.items() if address not in counted)
-    numel = sum(getattr(param, "ds_numel", param.numel()) for param in engine.module.parameters())
-    return Bytes(dict(parts), fixed, numel, sum(master.numel() for master in masters(engine)), case.stage)
+    rest = sum(nbytes for address, nbytes in alive.items() if address not in counted)
+    return Found(report, rest, numel, sum(master.numel() for master in masters(engine)))
 
 
-def measure(case: Case, layers: int, width: int, *, peer: bool) -> Bytes:
-    """Takes two steps; looks when all gradients of the second are there, and before they are used."""
+@nothing_before()
+def measure(model: nn.Module, settings: dict[str, Any], loss_of: Callable[[Any], Tensor]) -> Found:
+    """Takes two steps; looks when all gradients of the second are there, before they are used.
+
+    Args:
+        model: what to train.
+        settings: DeepSpeed's config.
+        loss_of: the loss of an engine.
+
+    Returns:
+        What is most, if DeepSpeed steps one piece after another.
+    """
     import deepspeed
 
-    gc.collect()
-    before = set(storages(x for x in gc.get_objects() if isinstance(x, Tensor)))
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=case.settings(peer))[0]
-    dtype = next(model.parameters()).dtype
-    found: list[Bytes] = []
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+    found: list[Found] = []
     inner = engine.basic_optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        found.append(walk(engine, case, before))
+        found.append(count(engine))
         return inner(*args, **kwargs)
 
     for current in range(2):
-        engine.backward(engine(torch.ones(1, width, dtype=dtype)).float().square().mean())
+        engine.backward(loss_of(engine))
         if current == 1:
             engine.basic_optimizer.step = step
         engine.step()
     engine.basic_optimizer.step = inner
     engine.destroy()
-    return found[-1]
+    return max(found, key=lambda each: each.total)
 
 
-def row(case: Case, ours: Bytes, theirs: Bytes | None) -> str:
-    def cell(part: str) -> str:
-        both = [f"{ours.per_parameter(part, False):.4g}", f"*{ours.per_parameter(part, True):.4g}*"]
+def measure_case(case: Case, layers: int, width: int, *, peer: bool) -> Found:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    dtype = getattr(torch, case.dtype)
+    return measure(
+        model, case.settings(peer), lambda engine: engine(torch.ones(1, width, dtype=dtype)).float().square().mean()
+    )
+
+
+def row(case: Case, ours: Found, theirs: Found | None) -> str:
+    def per_parameter(found: Found, kind: str, use: MemoryUse) -> float:
+        whole = kind == "parameters" and case.stage < 3
+        return float(getattr(use, kind)) / (found.numel if whole else found.owned)
+
+    def cell(kind: str) -> str:
+        device, host = (per_parameter(ours, kind, use) for use in (ours.report.device, ours.report.host))
+        both = [f"{device:.4g}", f"*{host:.4g}*"]
         return " + ".join(text for text in both if text not in ("0", "*0*")) or "0"
 
-    def totals(found: Bytes) -> str:
-        return f"{found.total(False):.4g} + *{found.total(True):.4g}*" if case.offload else f"{found.total(False):.4g}"
+    def totals(found: Found) -> str:
+        uses = (found.report.device, found.report.host)
+        device, host = (sum(per_parameter(found, kind, use) for kind in COLUMNS) for use in uses)
+        return f"{device:.4g} + *{host:.4g}*" if case.offload else f"{device:.4g}"
 
     peer = "-" if theirs is None else totals(theirs)
     cells = [
         str(case.stage),
         ", ".join(case.offload) or "no",
         case.model,
-        *map(cell, PARTS),
+        *map(cell, COLUMNS),
         f"**{totals(ours)}**",
         peer,
     ]
@@ -223,16 +266,16 @@ def main() -> None:
     if speaks:
         print(f"{machine()}, DeepSpeed {deepspeed.__version__}, commit {commit()}, {' '.join(sys.argv)}")
         print(f"{args.layers} matrices of {args.width} x {args.width}, {dist.get_world_size()} ranks, rank 0\n")
-        print(f"| ZeRO | offload | model | {' | '.join(PARTS)} | AdamW8bit | torch's / DeepSpeed's AdamW |")
-        print("| --- " * (len(PARTS) + 5) + "|")
+        print(f"| ZeRO | offload | model | {' | '.join(COLUMNS.values())} | AdamW8bit | torch's / DeepSpeed's AdamW |")
+        print("| --- " * (len(COLUMNS) + 5) + "|")
     fixed = 0.0
     for case in cases():
         if case.stage not in args.stages:
             continue
-        ours = measure(case, args.layers, args.width, peer=False)
+        ours = measure_case(case, args.layers, args.width, peer=False)
         peer = not args.no_peers and case.master_bits != 24
-        theirs = measure(case, args.layers, args.width, peer=True) if peer else None
-        fixed = max(fixed, ours.fixed / 1e6)
+        theirs = measure_case(case, args.layers, args.width, peer=True) if peer else None
+        fixed = max(fixed, ours.rest / 1e6)
         if speaks:
             print(row(case, ours, theirs), flush=True)
     if speaks:

@@ -116,7 +116,7 @@ def test_as_a_real_run(weights: str, codec: str, release: bool, offload: str | N
     compare(small_model(), Setup(**{**case, "release_gradients": release, "options": options}))
 
 
-@pytest.mark.parametrize("waiting", [0, 4, 9])
+@pytest.mark.parametrize("waiting", [1, 4, 9])
 def test_gradients_that_wait_for_the_cpu(waiting: int) -> None:
     """The most that wait, if the thread that steps is slow."""
     options = {"offload": "step"}
@@ -259,9 +259,18 @@ def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: s
         (["7B", "--backend", "deepspeed"], "got 'deepspeed', expected one of single, ddp, fsdp2"),
         (["7B", "--world-size", "2"], "got 'single' with 2 ranks, expected one of ddp"),
         (["7B", "--backend", "ddp", "--world-size", "0"], "got 0, expected at least 1"),
-        (["7B", "--waiting-gradients", "-1"], "waiting_gradients: got -1, expected at least 0"),
+        (["7B", "--waiting-gradients", "0"], "waiting_gradients: got 0, expected at least 1"),
         (["7B", "--backend", "fsdp1", "--release-gradients"], "got it with fsdp1"),
         (["7B", "--backend", "fsdp1", "--offload", "step"], "got 'step' with fsdp1"),
+        (["7B", "--backend", "zero2", "--release-gradients"], "got it with zero2"),
+        (
+            ["7B", "--backend", "zero2", "--offload", "state"],
+            "offload: got 'state' with zero2, which",
+        ),
+        (["7B", "--backend", "zero3", "--dtype", "float16"], "dtype: got 'float16' with zero3"),
+        (["7B", "--backend", "zero1", "--zero-offload", "all"], "zero_offload: got 'all' with zero1"),
+        (["7B", "--backend", "fsdp2", "--zero-offload", "optimizer"], "zero_offload: got 'optimizer' with fsdp2"),
+        (["7B", "--zero-offload", "nvme"], "invalid choice: 'nvme'"),
         (["7B", "--block-size", "100"], "block_size: got 100, expected a power of two"),
         (["7B", "--device-state-budget", "2GB"], "device_state_budget: got '2GB', expected bytes"),
         (["7B", "--codec", "nf4"], "invalid choice: 'nf4'"),
@@ -307,6 +316,38 @@ def test_asked_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["gib_per_host"] == pytest.approx(4 * sum(row["host_bytes_per_gpu"].values()) / 2**30)
     assert sum(row["host_bytes_per_gpu"].values()) == (2 + 2 + 0.09375) * 2**32 / 16
     assert any("layers are units" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "offload", "totals"),
+    [
+        ("zero1", "none", [10.09, 12.09, 8.09, 7.09]),
+        ("zero2", "none", [10.09, 12.09, 8.09, 7.09]),
+        ("zero2", "optimizer", [(4, 10.09), (2, 12.09), (2, 8.09), (2, 7.09)]),
+        ("zero3", "none", [14.09, 14.09, 10.09, 9.09]),
+        ("zero3", "optimizer", [(4, 10.09), (2, 12.09), (2, 8.09), (2, 7.09)]),
+        ("zero3", "all", [(0, 10.09), (0, 14.09), (0, 8.09), (0, 7.09)]),
+    ],
+)
+def test_deepspeed(backend: str, offload: str, totals: list[Any]) -> None:
+    """The README's bytes per owned parameter on GPU and host, as measured."""
+    model = Model.of_size("1B")
+    for weights, total in zip(("fp32", "bf16", "bf16+32", "bf16+24"), totals, strict=True):
+        report = estimate(model, Setup(backend=backend, zero_offload=offload, **WEIGHTS[weights]))
+        got = [round(use.total / model.numel, 2) for use in (report.device, report.host)]
+        assert got == list(total if isinstance(total, tuple) else (total, 0)), weights
+
+
+def test_deepspeed_row(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", str(2**32), "--json", "--backend", "zero2", "--world-size", "16", "--gpus-per-node", "4"]
+    assert main([*command, "--zero-offload", "optimizer"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    row = found["rows"][5]
+    assert row["name"] == "adamw log8 bf16+fp32 zero_offload=optimizer zero2 x 16"
+    assert row["gpu_bytes_per_parameter"]["total"] == 2
+    assert sum(row["host_bytes_per_gpu"].values()) == (4 + 4 + 2 + 2 + 0.09375) * 2**32 / 16 + 4
+    assert row["gib_per_host"] == pytest.approx(4 * sum(row["host_bytes_per_gpu"].values()) / 2**30)
+    assert any("Its buckets" in note for note in found["notes"])
 
 
 def test_options_are_not_taken_for_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """What a rank holds of a model under each way to shard it.
 
-No process group is needed: the ways are those of PyTorch, told by their arithmetic.
+No process group is needed: the ways are those of PyTorch and DeepSpeed, told by their arithmetic.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from shardopt.estimate.model import Model, Shape
 from shardopt.layout import FlatShard, Shard, equal_ends
 
 _FSDP1_ALIGNMENT = 16  # bytes, of each parameter in a FlatParameter with use_orig_params
+_ZERO_ALIGNMENT = 2  # elements, of a partition under ZeRO 1 and 2
+_ZERO_SUB_GROUP = 10**9  # elements of a partition, at which ZeRO 3 closes a sub-group
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Held:
         shards: of the parameters that the rank steps, in the optimizer's order.
         buffers: elements of the memory that gradients lie in, with padding; each is freed as a whole.
         buffer_of: in which of them the gradient of each of the model's parameters lies.
+        is_flat: whether the optimizer steps not shards, but buffers that are made of them.
     """
 
     numel: int
@@ -35,6 +38,7 @@ class Held:
     shards: tuple[Shard, ...]
     buffers: tuple[int, ...]
     buffer_of: tuple[int, ...]
+    is_flat: bool = False
 
     @property
     def gradients(self) -> int:
@@ -61,6 +65,7 @@ class Backend:
         first_holds_most: whether no rank holds more than the first.
         releases: whether gradients can be released.
         steps_on_host: whether ``offload="step"`` is possible.
+        zero_stage: of DeepSpeed's ZeRO, if it is that.
     """
 
     holds: Callable[[Model, int, int, int], Held]
@@ -68,6 +73,7 @@ class Backend:
     first_holds_most: bool = False
     releases: bool = False
     steps_on_host: bool = True
+    zero_stage: int = 0
 
     def ranks(self, world_size: int, *, has_budget: bool) -> range:
         """Those to look at for the most that any holds: of smaller shards more may fit into a budget."""
@@ -158,10 +164,40 @@ def _zero_redundancy(model: Model, world_size: int, rank: int, itemsize: int) ->
     return replace(_ddp(model, world_size, rank, itemsize), shards=shards)
 
 
+def _zero_range(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
+    """ZeRO 1 and 2: a partition is a range of all parameters, flattened one after another."""
+    size = -(-model.numel // (_ZERO_ALIGNMENT * world_size)) * _ZERO_ALIGNMENT
+    shards, first = [], -rank * size
+    for shape, _ in model.parameters:
+        numel = math.prod(shape)
+        start, end = (min(max(at, 0), numel) for at in (-first, size - first))
+        shards.append(_range(shape, start, end))
+        first += numel
+    return Held(model.numel, world_size * size, tuple(shards), (size,), (0,) * len(model.parameters), is_flat=True)
+
+
+def _zero_ranges(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
+    """ZeRO 3: a partition has a range of each parameter, all of the same size on all ranks."""
+    shards: list[Shard] = []
+    sub_groups, sub_group_of = [0], []
+    for shape, _ in model.parameters:
+        numel = math.prod(shape)
+        size = -(-numel // world_size)
+        if sub_groups[-1] >= _ZERO_SUB_GROUP:
+            sub_groups.append(0)
+        sub_groups[-1] += size
+        sub_group_of.append(len(sub_groups) - 1)
+        shards.append(_range(shape, min(rank * size, numel), min((rank + 1) * size, numel)))
+    return Held(_numel(shards), sum(sub_groups), tuple(shards), tuple(sub_groups), tuple(sub_group_of), is_flat=True)
+
+
 BACKENDS = {
     "single": Backend(_single, replicated=True, releases=True),
     "ddp": Backend(_ddp, replicated=True, releases=True),
     "fsdp2": Backend(_fsdp2, first_holds_most=True, releases=True),
     "fsdp1": Backend(_fsdp1, steps_on_host=False),
     "zero_redundancy": Backend(_zero_redundancy),
+    "zero1": Backend(_zero_range, steps_on_host=False, zero_stage=1),
+    "zero2": Backend(_zero_range, steps_on_host=False, zero_stage=2),
+    "zero3": Backend(_zero_ranges, steps_on_host=False, zero_stage=3),
 }

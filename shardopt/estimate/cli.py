@@ -12,6 +12,7 @@ from shardopt.estimate.config import SUPPORTED, model_of_config
 from shardopt.estimate.ledger import DTYPES, OPTIMIZERS, Setup
 from shardopt.estimate.model import Model
 from shardopt.estimate.table import Row, ladder, notes, table
+from shardopt.estimate.zero import ZERO_OFFLOADS
 
 _DESCRIPTION = """\
 What weights, gradients and optimizer state of a model take up: bytes per parameter, and GiB per GPU and per host.
@@ -19,7 +20,16 @@ Shows AdamW on one GPU, from float32 throughout to 8-bit state with everything e
 for by options. Needs neither a GPU nor a process group."""
 
 _OPTIONS = ("codec", "block_size", "master_weight_bits", "offload", "device_state_budget")
-_SETUP = ("optimizer", "dtype", "backend", "world_size", "gpus_per_node", "release_gradients", "waiting_gradients")
+_SETUP = (
+    "optimizer",
+    "dtype",
+    "backend",
+    "world_size",
+    "gpus_per_node",
+    "release_gradients",
+    "waiting_gradients",
+    "zero_offload",
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -43,6 +53,12 @@ def add_parser(commands: Any) -> None:
     add("--waiting-gradients", type=int, default=unset, metavar="N", help="with it and --offload step (default: 4)")
     add("--offload", choices=("none", "state", "step"), default=unset, help="to the host's memory (default: none)")
     add("--device-state-budget", default=unset, metavar="BYTES", help="what stays after all, e.g. 2GiB (default: 0)")
+    add(
+        "--zero-offload",
+        choices=ZERO_OFFLOADS,
+        default=unset,
+        help="DeepSpeed's own; all: weights, too (default: none)",
+    )
     parser.add_argument("--chart", metavar="FILE.png", help="draws stacked bars; needs pip install 'shardopt[plot]'")
     parser.add_argument("--json", action="store_true", help="prints JSON instead of the table")
     parser.set_defaults(run=lambda args: _run(parser, args))
@@ -97,7 +113,9 @@ def _name(setup: Setup) -> str:
     options = setup.options
     bits = options.get("master_weight_bits")
     weights = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
+    weights += "+fp32" if setup.stepped_dtype != DTYPES[setup.dtype] else ""
     words = [setup.optimizer, options.get("codec", "log8"), weights]
     words += ["released"] if setup.release_gradients else []
+    words += [f"zero_offload={setup.zero_offload}"] if setup.zero_offload != "none" else []
     words += [f"offload={options['offload']}"] if options.get("offload") else []
     return " ".join([*words, setup.backend, *([f"x {setup.world_size}"] if setup.world_size > 1 else [])])

@@ -7,7 +7,7 @@ they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.estimate.backends import BACKENDS, Backend
+from shardopt.estimate.backends import BACKENDS, Backend, Held
 from shardopt.estimate.model import Model
+from shardopt.estimate.zero import ZERO_OFFLOADS, add_partitions, check
 from shardopt.kernels.streamed import SLOTS
-from shardopt.layout import Shard
 from shardopt.optim import SGD, AdamW, Lion, MemoryReport, MemoryUse, ShardedOptimizer, deferred, placement
 from shardopt.optim.memory import kind_of
 from shardopt.optim.options import bytes_of
@@ -33,6 +33,14 @@ OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_KNOWN: Mapping[str, Collection[str]] = {
+    "optimizer": OPTIMIZERS,
+    "dtype": DTYPES,
+    "backend": BACKENDS,
+    "zero_offload": ZERO_OFFLOADS,
+}
+
+_CPU = torch.device("cpu")
 _ACCELERATOR = torch.device("meta")  # stands for it: any device but the CPU
 
 
@@ -47,8 +55,10 @@ class Setup:
         world_size: ranks, one GPU each.
         gpus_per_node: of those ranks, on one host.
         release_gradients: whether each parameter is stepped as soon as its gradient is there.
-        waiting_gradients: with that and ``offload="step"``, gradients that may wait for a step on the CPU.
-        options: the optimizer's; see :class:`shardopt.optim.options.Options`.
+        waiting_gradients: with that and ``offload="step"``, steps that may be under way on the CPU.
+        zero_offload: what DeepSpeed moves to the host's memory, one of ``ZERO_OFFLOADS``.
+        options: the optimizer's; with DeepSpeed bf16 has ``master_weight_bits`` of 24 or 32 without float32 masters,
+            which it has otherwise; see :class:`shardopt.optim.options.Options`.
 
     Raises:
         ValueError: some of it is not possible, alone or together.
@@ -61,13 +71,14 @@ class Setup:
     gpus_per_node: int = 8
     release_gradients: bool = False
     waiting_gradients: int = deferred.MOST_WAITING
+    zero_offload: str = "none"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, known in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("backend", BACKENDS)):
+        for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(known)}")
-        for name, least in (("world_size", 1), ("gpus_per_node", 1), ("waiting_gradients", 0)):
+        for name, least in (("world_size", 1), ("gpus_per_node", 1), ("waiting_gradients", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if self.backend == "single" and self.world_size > 1:
@@ -80,6 +91,7 @@ class Setup:
                 f"release_gradients: got it with {self.backend}, which steps all parameters together, expected "
                 "single, ddp or fsdp2"
             )
+        check(self.backend, self._backend.zero_stage, self.zero_offload, self.dtype, self.options.get("offload"))
         if self.options.get("offload") == "step" and not self._backend.steps_on_host:
             raise ValueError(
                 f"offload: got 'step' with {self.backend}, whose shards are ranges of parameters, expected 'state', or "
@@ -96,13 +108,24 @@ class Setup:
     def _backend(self) -> Backend:
         return BACKENDS[self.backend]
 
+    @property
+    def stepped_dtype(self) -> torch.dtype:
+        """Of what the optimizer steps: DeepSpeed gives it float32 masters, unless master bits stand in its state."""
+        has_masters = self._backend.zero_stage > 0 and self.options.get("master_weight_bits") is None
+        return torch.float32 if has_masters else DTYPES[self.dtype]
+
+    @property
+    def stepped_on(self) -> torch.device:
+        """Where that is."""
+        return _ACCELERATOR if self.zero_offload == "none" else _CPU
+
     def group(self) -> tuple[ShardedOptimizer, dict[str, Any]]:
         """An optimizer with these options, and its param group.
 
         Raises:
             ValueError: an option is out of range.
         """
-        nothing = torch.empty(0, dtype=DTYPES[self.dtype], device="meta")
+        nothing = torch.empty(0, dtype=self.stepped_dtype, device="meta")
         optimizer = OPTIMIZERS[self.optimizer]([nothing], **self.options)
         return optimizer, optimizer.param_groups[0]
 
@@ -121,32 +144,40 @@ def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryRepor
         found = [estimate(model, setup, rank) for rank in ranks]
         device = max(found, key=lambda report: report.device.total)
         return replace(device, host=max((report.host for report in found), key=lambda use: use.total))
-    dtype = DTYPES[setup.dtype]
-    held = BACKENDS[setup.backend].holds(model, setup.world_size, rank, dtype.itemsize)
+    backend, itemsize = BACKENDS[setup.backend], DTYPES[setup.dtype].itemsize
+    held = backend.holds(model, setup.world_size, rank, itemsize)
     report = MemoryReport(numel=held.numel)
-    report.device.parameters = held.weights * dtype.itemsize
-    live = held.gradients_at_once(setup.gradients_at_once) if setup.release_gradients else held.gradients
-    report.device.gradients = live * dtype.itemsize
-    _add_state(report, held.shards, setup)
+    if backend.zero_stage:
+        stepped = setup.stepped_dtype.itemsize
+        add_partitions(report, held, backend.zero_stage, setup.zero_offload, itemsize, stepped)
+    else:
+        report.device.parameters = held.weights * itemsize
+        live = held.gradients_at_once(setup.gradients_at_once) if setup.release_gradients else held.gradients
+        report.device.gradients = live * itemsize
+    _add_state(report, held, setup)
     return report
 
 
-def _add_state(report: MemoryReport, shards: Sequence[Shard], setup: Setup) -> None:
+def _add_state(report: MemoryReport, held: Held, setup: Setup) -> None:
     """Adds state and offload buffers, placed as :class:`shardopt.optim.placement.StatePlaces` does."""
     optimizer, group = setup.group()
-    dtype, moments = DTYPES[setup.dtype], optimizer.rule(group).moments
-    counts = Counter(shards)
+    dtype, moments = setup.stepped_dtype, optimizer.rule(group).moments
+    counts = Counter(held.shards)
     states = {s: _StateBytes.of(ParameterState.of_shard(s, dtype, group, moments)) for s in counts}
     stays = counts
     if group["offload"] is not None:
         budget = Budget(bytes_of(group["device_state_budget"]))
-        stays = Counter(shard for shard in shards if budget.takes(states[shard].total))
+        stays = Counter(shard for shard in held.shards if budget.takes(states[shard].total))
     for shard, state in states.items():
         for offload, count in ((None, stays[shard]), (group["offload"], counts[shard] - stays[shard])):
-            place = Place.of(offload, _ACCELERATOR)
+            place = Place.of(offload, setup.stepped_on)
             on_host = place.state.type == "cpu"
             state.add_to(report.host if on_host else report.device, count, aligned=offload == "state")
-            (report.host if place.steps.type == "cpu" else report.device).state += count * state.step
+            steps = 0 if held.is_flat else count * state.step
+            (report.host if place.steps.type == "cpu" else report.device).state += steps
+    if held.is_flat:
+        use = report.host if setup.stepped_on == _CPU else report.device
+        use.state += len(held.buffers) * max(state.step for state in states.values())
     if stays != counts:
         use = report.host if group["offload"] == "step" else report.device
         use.offload_buffers = SLOTS * placement.CHUNK_BYTES

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
 from shardopt.optim import MemoryReport, MemoryUse
@@ -112,6 +113,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append(
             "FSDP: layers are units, and so is the rest together (fsdp1: use_orig_params=True). The unsharded weights "
             "and gradients of the units at work come on top."
+        )
+    if any(BACKENDS[name].zero_stage for name in used):
+        found.append(
+            "DeepSpeed: while the optimizer steps, with one param group and no accumulation of gradients. Masters are "
+            "float32, or with master_weight_bits in the state (bf16_master_weights_and_grads). Its buckets "
+            "(reduce_bucket_size: 1 GB by default in bf16), gathered weights and, with zero_offload, two copies of the "
+            "largest gradient come on top."
         )
     return [note for note in found if note]
 

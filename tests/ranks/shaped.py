@@ -78,22 +78,21 @@ def most_gradient_bytes(params: list[nn.Parameter], hold: int = 0) -> Iterator[C
 
     Args:
         params: whose gradients.
-        hold: steps of released gradients wait until so many are there, or no more can come.
+        hold: each step of a released gradient waits until so many are there, its own included, or no more can come.
     """
-    counts, nbytes = [0], [0]
+    nbytes = [0]  # after each gradient that came
     seen: list[tuple[StorageWeakRef, int]] = []
 
     def complete(param: nn.Parameter) -> None:
         storage = shard_of(param).local(param.grad).untyped_storage()
         seen.append((StorageWeakRef(storage), storage.nbytes()))
-        live = {ref.cdata: size for ref, size in seen if not ref.expired()}
-        counts.append(len(live))
-        nbytes.append(sum(live.values()))
+        nbytes.append(sum({ref.cdata: size for ref, size in seen if not ref.expired()}.values()))
 
-    def wait(place: int) -> None:
+    def wait(order: int) -> None:
+        enough = min(order + hold, len(params)) if hold else 0
         end = time.monotonic() + 30
-        while counts[-1] < hold and len(counts) <= len(params):
-            assert time.monotonic() < end, f"{counts[-1]} gradients are there, expected {hold}"
+        while len(nbytes) <= enough:
+            assert time.monotonic() < end, f"{len(nbytes) - 1} gradients came, expected {enough}"
             time.sleep(0.001)
 
     hooks = [param.register_post_accumulate_grad_hook(complete) for param in params]
