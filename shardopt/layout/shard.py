@@ -186,7 +186,6 @@ _resolvers: list[Resolver] = []
 ModelReader = Callable[[Module], None]
 _model_readers: list[ModelReader] = []
 _ASSIGNED = "_shardopt_shard"
-_PLACE = "_shardopt_place"
 
 
 def register(resolver: Resolver) -> None:
@@ -213,16 +212,6 @@ def assign(param: Tensor, shard: Shard) -> None:
 def assigned(param: Tensor) -> Shard | None:
     """What :func:`assign` said."""
     return getattr(param, _ASSIGNED, None)
-
-
-def assign_place(param: Tensor, place: int) -> None:
-    """Says which of all parameters this is, where the optimizer that steps it has only some of them."""
-    setattr(param, _PLACE, place)
-
-
-def assigned_place(param: Tensor) -> int | None:
-    """What :func:`assign_place` said."""
-    return getattr(param, _PLACE, None)
 
 
 def shard_of(param: Tensor) -> Shard:

@@ -51,6 +51,8 @@ class ShardedOptimizer(Optimizer, ABC):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._steppers: dict[tuple[int, ...], Stepper] = {}
         self.places = StatePlaces(self)
+        #: Which of all parameters each is, where this optimizer has only some of them; the rest are numbered in order.
+        self.numbers: dict[Tensor, int] = {}
         super().__init__(params, {**defaults, **with_defaults(options)})
 
     @abstractmethod
@@ -278,6 +280,7 @@ class ShardedOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         self._steppers = getattr(self, "_steppers", {})
         self.places = getattr(self, "places", None) or StatePlaces(self)
+        self.numbers = getattr(self, "numbers", {})
         self._forget_plans()
 
     _paused = False
@@ -317,7 +320,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def _stepper(self) -> Stepper:
         """What is kept of the last step of these param groups: DeepSpeed shows the optimizer one at a time."""
         key = tuple(id(group["params"][0]) if group["params"] else 0 for group in self.param_groups)
-        return self._steppers.setdefault(key, Stepper(self.places))
+        return self._steppers.setdefault(key, Stepper(self.places, self.numbers))
 
     def _forget_plans(self) -> None:
         for stepper in self._steppers.values():

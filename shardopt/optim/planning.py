@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Exchange, UnknownShardError, assigned_place
+from shardopt.layout import Exchange, UnknownShardError
 from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.entries import Group, Noise, PlannedParameter
 from shardopt.optim.flat_state import AnyState, flat_parts, state_of
@@ -70,6 +70,7 @@ def make_plan(
     scaling: LossScaling,
     skipped: SkippedElements,
     places: StatePlaces,
+    numbers: Mapping[Tensor, int],
     first_place: int = 0,
     name: str | None = None,
 ) -> Plan:
@@ -82,6 +83,7 @@ def make_plan(
         scaling: the loss scale.
         skipped: where skipped elements are counted.
         places: where the state of each parameter lives.
+        numbers: which of all parameters each is, where the optimizer has only some of them.
         first_place: the first parameter's place among all that the optimizer has.
         name: how errors name the parameter, if it is a single one that is not the param group's first.
 
@@ -90,7 +92,7 @@ def make_plan(
         ValueError: a parameter's dtype is not one for the weight format that its options ask for. Nothing was changed.
         FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
     """
-    found = _parameters(param_groups, groups, first_place, name)
+    found = _parameters(param_groups, groups, numbers, first_place, name)
     gradients: dict[int, Tensor] = {}
     checks: dict[int, tuple[int, FiniteCheck]] = {}
     idle = {place: p.check_of(_nothing(p)) for place, p in enumerate(found) if p.is_flat}
@@ -127,7 +129,11 @@ def make_plan(
 
 
 def _parameters(
-    param_groups: list[dict[str, Any]], groups: list[Group], first_place: int, name: str | None
+    param_groups: list[dict[str, Any]],
+    groups: list[Group],
+    numbers: Mapping[Tensor, int],
+    first_place: int,
+    name: str | None,
 ) -> list[_Parameter]:
     found: list[_Parameter] = []
     for index, group in enumerate(param_groups):
@@ -140,8 +146,7 @@ def _parameters(
                 if param.grad is not None:
                     raise
                 spec = None
-            place = assigned_place(param)
-            noise = Noise(group["stochastic_rounding_seed"], first_place + len(found) if place is None else place)
+            noise = Noise(group["stochastic_rounding_seed"], numbers.get(param, first_place + len(found)))
             known_as = name or listed_name(group, index, position)
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"

@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.deferred import DeferredStep, DeferredSteps
-from shardopt.optim.placement import StatePlaces
 from shardopt.optim.planning import listed_name
 from shardopt.optim.stepper import Stepper
 
@@ -36,12 +35,12 @@ class _Parameter:
         read_early: whether a forward pass ended without having waited.
     """
 
-    def __init__(self, name: str, group: int, position: int, place: int, places: StatePlaces) -> None:
+    def __init__(self, name: str, group: int, position: int, place: int, stepper: Stepper) -> None:
         self.name = name
         self.group = group
         self.position = position
         self.place = place
-        self.stepper = Stepper(places, place, name)
+        self.stepper = stepper
         self.stepped = False
         self.pending: DeferredStep | None = None
         self.read_early = False
@@ -79,7 +78,8 @@ class ReleasedParameters:
                 if param in wanted:
                     _demand_no_raise(group)
                     name = listed_name(group, index, position)
-                    self._parameters[param] = _Parameter(name, index, position, place, optimizer.places)
+                    stepper = Stepper(optimizer.places, optimizer.numbers, place, name)
+                    self._parameters[param] = _Parameter(name, index, position, place, stepper)
                 place += 1
 
     def nonfinite(self, *, wait: bool) -> int:

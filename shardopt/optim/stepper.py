@@ -23,15 +23,16 @@ class Stepper:
 
     Args:
         places: where the state of each parameter lives.
+        numbers: which of all parameters each is, where the optimizer has only some of them.
         first_place: the first parameter's place among all that the optimizer has.
         name: how errors name the parameter, if it is a single one that is not the param group's first.
     """
 
-    def __init__(self, places: StatePlaces, first_place: int = 0, name: str | None = None) -> None:
+    def __init__(
+        self, places: StatePlaces, numbers: Mapping[Tensor, int], first_place: int = 0, name: str | None = None
+    ) -> None:
         self.skipped = SkippedElements()
-        self._places = places
-        self._first_place = first_place
-        self._name = name
+        self._where = (places, numbers, first_place, name)
         self._plan: Plan | None = None  # of the last step
 
     def prepare(
@@ -61,8 +62,7 @@ class Stepper:
             plan = plan if plan.set_groups([group_of(group) for group in param_groups]) else None
         if plan is None or not plan.refresh(param_groups, state):
             groups = [group_of(group) for group in param_groups]
-            where = (self._places, self._first_place, self._name)
-            plan = make_plan(param_groups, state, groups, scaling, self.skipped, *where)
+            plan = make_plan(param_groups, state, groups, scaling, self.skipped, *self._where)
         elif scaling.found_inf is None:
             demand_finite(plan.gradients_of("raise"))
         plan.prepare(scaling)

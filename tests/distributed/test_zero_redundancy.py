@@ -262,6 +262,24 @@ def test_stochastic_rounding(ranks: Pool) -> None:
     ranks.run(3, _stochastic)
 
 
+def _stochastic_afterwards() -> None:
+    """An optimizer of its own, over parameters that another one had in another order."""
+    found = []
+    for before in (False, True):
+        model = make_net(BF16)
+        params = list(model.parameters())[::-1]
+        if before:
+            _optimizer(params[::-1], "adamw", stochastic_rounding=True)
+        optimizer = RULES["adamw"].make(params, stochastic_rounding=True)
+        step_with(model, optimizer, 0)
+        found.append(snapshot_of(model, optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_stochastic_rounding_of_another_optimizer_afterwards(ranks: Pool) -> None:
+    ranks.run(2, _stochastic_afterwards)
+
+
 def test_the_way_of_the_pool_is_this_one(ranks: Pool) -> None:
     ranks.run(2, _way)
 
