@@ -87,6 +87,7 @@ class Config:
     min_quantized_numel: int | None = opt(None, "smaller parameters keep float32 state")
     master_weight_bits: int | None = opt(None, "extra bits behind bfloat16 parameters: 24 or 32")
     stochastic_rounding: bool | None = opt(None, "round bfloat16 parameters stochastically")
+    stochastic_rounding_seed: int | None = opt(None, "seeds that (default: 0)")
     offload: str | None = opt(None, "what is done on the host: state (it is kept there) or step")
     device_state_budget: str | None = opt(None, "with --offload, state that stays on the device, as 2GiB")
     pin_memory: bool | None = opt(None, "with --offload, whether the host's memory is page-locked (default: yes)")

@@ -36,6 +36,7 @@ SHARED_OPTIONS = (
     "min_quantized_numel",
     "master_weight_bits",
     "stochastic_rounding",
+    "stochastic_rounding_seed",
     "offload",
     "device_state_budget",
     "pin_memory",
