@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 _Kept = Callable[[str, nn.Module], bool]
 
@@ -31,7 +32,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep: _Kep
     are: running statistics and tables such as rotary frequencies need their precision.
 
     Call it before the model is wrapped or sharded. FSDP2 takes one dtype per unit: give kept modules units of their
-    own (``fully_shard(norm)``).
+    own (``fully_shard(norm)``). The model inside a DistributedDataParallel must not be cast either, which cannot be
+    noticed from here if it is given by itself: its gradients would no longer be reduced.
 
     Args:
         model: changed in place.
@@ -45,10 +47,15 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep: _Kep
     Raises:
         ValueError: ``dtype`` is another, or a parameter is shared by a kept module and one that is not. Nothing was
             changed.
-        RuntimeError: the model is sharded already. Nothing was changed.
+        RuntimeError: the model is wrapped or sharded already. Nothing was changed.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype: got {dtype}, expected torch.bfloat16 or torch.float16; use model.to() for others")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise RuntimeError(
+            "got a model in DistributedDataParallel, which would no longer reduce the gradients, expected one that is "
+            "not wrapped; cast the model before wrapping it"
+        )
     kept_modules: list[nn.Module] = []
     kept: dict[Tensor, str] = {}
     cast: dict[Tensor, str] = {}

@@ -66,10 +66,10 @@ def test_the_warning_says_what_helps() -> None:
     assert not check_quietly(shardopt.SGD8bit(params, lr=1e-9))  # its updates are not known
 
 
-def check_quietly(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def check_quietly(optimizer: torch.optim.Optimizer, lr: float | None = None) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return shardopt.check_numerics(optimizer)
+        return shardopt.check_numerics(optimizer, lr)
 
 
 def test_names_and_rates_of_param_groups() -> None:
@@ -77,6 +77,34 @@ def test_names_and_rates_of_param_groups() -> None:
     groups = [{"params": [("slow", rows[0])], "lr": torch.tensor(1e-5)}, {"params": [("fast", rows[1])], "lr": 1e-2}]
     with pytest.warns(RuntimeWarning, match="slow: 100.0%"):
         assert shardopt.check_numerics(shardopt.Lion8bit(groups)) == {"slow": 1.0}
+
+
+@pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
+def test_rates_that_say_nothing(lr: float) -> None:
+    param = Parameter(torch.ones(2, 64, dtype=BF16))
+    optimizer = shardopt.AdamW8bit([param])
+    with pytest.raises(ValueError, match=rf"lr: got {lr}, expected a finite number above 0; give check_numerics\(lr="):
+        shardopt.check_numerics(optimizer, lr=lr)
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match=rf"lr: got {lr}, expected a finite number"):
+        shardopt.check_numerics(optimizer)
+    assert not check_quietly(shardopt.AdamW8bit([param]), lr=1e308)
+
+
+def test_weights_that_are_not_looked_at() -> None:
+    """Frozen ones, and those that are not finite, which no update moves."""
+    frozen = Parameter(torch.ones(2, 64, dtype=BF16), requires_grad=False)
+    broken = Parameter(torch.tensor([math.inf, -math.inf, math.nan, 1.0, 1e-9], dtype=BF16))
+    group = {"params": [frozen], "lr": 0.0}
+    assert not check_quietly(shardopt.AdamW8bit([group, {"params": [broken], "lr": 1.0}]))
+    with pytest.warns(RuntimeWarning, match="too small to move 1 of 2 weights in 1 parameters"):
+        found = shardopt.check_numerics(shardopt.AdamW8bit([frozen, broken], lr=1e-5))
+    assert found == {"parameter 1 of param group 0": 0.5}
+
+
+def test_other_optimizers_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"got AdamW, expected an optimizer of shardopt such as shardopt\.AdamW8bit"):
+        shardopt.check_numerics(torch.optim.AdamW([Parameter(torch.ones(3))]))
 
 
 def test_nothing_to_look_at() -> None:

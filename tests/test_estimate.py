@@ -241,6 +241,7 @@ def test_bad_sizes(capsys: pytest.CaptureFixture[str], size: str) -> None:
             for left_out in SMALL
             if left_out not in ("model_type", "num_key_value_heads")
         ),
+        (json.dumps({**SMALL, "num_attention_heads": 1000}), "got num_attention_heads=1000 for hidden_size="),
         ('{"n_embd": 64, "vocab_size": 5}', "got no n_positions or max_position_embeddings"),
     ],
 )
@@ -273,6 +274,12 @@ def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: s
         (["7B", "--zero-offload", "nvme"], "invalid choice: 'nvme'"),
         (["7B", "--block-size", "100"], "block_size: got 100, expected a power of two"),
         (["7B", "--device-state-budget", "2GB"], "device_state_budget: got '2GB', expected bytes"),
+        (["7B", "--device-state-budget", "2GiB"], "device_state_budget: got '2GiB' without offload"),
+        (
+            ["7B", "--waiting-gradients", "8", "--release-gradients"],
+            "waiting_gradients: got 8 without release_gradients",
+        ),
+        (["7B", "--waiting-gradients", "8", "--offload", "step"], "waiting_gradients: got 8 without release_gradients"),
         (["7B", "--codec", "nf4"], "invalid choice: 'nf4'"),
         (["7B", "--colour"], "unrecognized arguments"),
         (["7B", "--chart", "/nowhere/chart.png"], "No such file"),
@@ -357,6 +364,14 @@ def test_options_are_not_taken_for_defaults(capsys: pytest.CaptureFixture[str]) 
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert rows[5]["name"] == "adamw log8 bf16 single"
         assert round(rows[5]["gpu_bytes_per_parameter"]["total"], 2) == 6.09
+
+
+def test_master_weights_of_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ignored, as the optimizer does: it has all bits anyway."""
+    main(["estimate", "7B", "--json", "--dtype", "float32", "--master-weight-bits", "24"])
+    row = json.loads(capsys.readouterr().out)["rows"][5]
+    assert row["name"] == "adamw log8 fp32 single"
+    assert row["gpu_bytes_per_parameter"]["master_weights"] == 0
 
 
 def test_chart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

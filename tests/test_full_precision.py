@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import shardopt
 from helpers import CODEC_NAMES, everything
 from ranks.layouts import values
 from ranks.snapshot import assert_same
@@ -144,6 +145,56 @@ def test_wrong_weights_change_nothing(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer.load_full_precision_parameters(change(optimizer.full_precision_parameters()))
     assert_same(everything(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: list(weights.values()),
+            "got weights as list, expected a dict by parameter; change what",
+        ),
+        (lambda weights: dict.fromkeys(weights, 1.0), "parameter 0: got float, expected a tensor"),
+    ],
+)
+def test_other_things_than_weights(change: Callable[[dict[Tensor, Tensor]], object], message: str) -> None:
+    optimizer = trained("bf16 24")
+    before = everything(optimizer)
+    with pytest.raises(TypeError, match=message):
+        optimizer.load_full_precision_parameters(change(optimizer.full_precision_parameters()))
+    assert_same(everything(optimizer), before)
+
+
+def test_frozen_parameters_get_no_state() -> None:
+    """They are rounded; one that was stepped before it was frozen keeps its low bits."""
+    params = [Parameter(values((4, 64), place, BF16)) for place in range(2)]
+    optimizer = shardopt.AdamW8bit(params, master_weight_bits=24, min_quantized_numel=64)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    for param in params:
+        param.requires_grad_(False)
+    new = {param: values((4, 64), 50 + place) for place, param in enumerate(params)}
+    optimizer.load_full_precision_parameters(new)
+    assert not optimizer.state.get(params[1])
+    found = optimizer.full_precision_parameters()
+    assert_same(
+        {"stepped": found[params[0]], "frozen": found[params[1]]},
+        {
+            "stepped": join_weight(*split_weight(new[params[0]], 8, BF16), 8),
+            "frozen": new[params[1]].bfloat16().float(),
+        },
+    )
+
+
+def test_low_bits_are_not_dropped_in_float32() -> None:
+    optimizer = trained("bf16 24")
+    params, other = make("adamw", "log8", start(FP32), master_weight_bits=24)
+    before = everything(other)
+    with pytest.raises(ValueError, match=r"expected no master_low_bits for .* torch.float32.*load\(convert=True\)"):
+        other.load_state_dict(optimizer.state_dict())
+    assert_same(everything(other), before)
+    other.load_state_dict(optimizer.state_dict(dequantize=True))
+    assert all("master_low_bits" not in other.state[param] for param in params.values())
 
 
 def test_state_without_low_bits_is_told() -> None:

@@ -374,6 +374,13 @@ def test_pending_gradients_are_refused() -> None:
     shardopt.release_gradients(model, optimizer)
 
 
+@pytest.mark.parametrize("waiting", [0, 1.5, "4", True, None])
+def test_waiting_gradients_are_a_number(waiting: object) -> None:
+    model = make_net()
+    with pytest.raises(ValueError, match=f"waiting_gradients: got {waiting!r}, expected at least 1, a whole number"):
+        shardopt.release_gradients(model, optimizer_of(model), waiting_gradients=waiting)
+
+
 def test_other_optimizers_are_refused() -> None:
     model = make_net()
     with pytest.raises(TypeError, match="got AdamW, expected an optimizer of shardopt"):

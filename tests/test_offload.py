@@ -24,7 +24,6 @@ from shardopt.kernels.streamed import EXTENT, STATE_MOVES, StreamedCall, Streame
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer, placement
 from shardopt.optim.options import bytes_of
-from shardopt.optim.state import ParameterState
 
 BF16 = torch.bfloat16
 CHUNK = 16384
@@ -170,47 +169,6 @@ def test_budget(offload: str) -> None:
             stays = size <= room
             room -= size if stays else 0
             assert got[1].places.place(param).offload == (None if stays else offload), (budget, size)
-
-
-def test_budget_is_for_what_would_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Column shards, whose state always stays, take nothing of it, also from parameters that are added later."""
-    monkeypatch.setattr(ParameterState, "exchanges_columns", property(lambda spec: spec.shard.global_shape == (8, 8)))
-    columns, first, later = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (9, 9), (9, 9)))
-    size = 2 * 4 * first.numel()
-    optimizer = shardopt.AdamW8bit([columns, first], codec="fp32", offload="state", device_state_budget=2 * size)
-    places = [optimizer.places.place(param).offload for param in (columns, first)]
-    optimizer.add_param_group({"params": [later]})
-    assert [*places, optimizer.places.place(later).offload] == [None, None, None]
-    last = nn.Parameter(torch.zeros(1))
-    optimizer.add_param_group({"params": [last]})
-    assert optimizer.places.place(last).offload == "state"
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "other"), [("device_state_budget", "1MiB", 0), ("pin_memory", True, False)]
-)
-def test_param_groups_share_the_memory(option: str, value: Any, other: Any) -> None:
-    """So all that offload say the same about it: when they are made, and if one is changed by hand."""
-    params = [nn.Parameter(torch.ones(100, 64)) for _ in range(3)]
-    optimizer = shardopt.AdamW8bit(params[:1], offload="state", **{option: value})
-    match = f"{option}: got {value!r}, {other!r} in the param groups that offload, expected the same in all"
-    with pytest.raises(ValueError, match=match):
-        optimizer.add_param_group({"params": params[1:2], option: other})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": params[1:2], option: other, "offload": None})
-    same = 1 << 20 if value == "1MiB" else value
-    optimizer.add_param_group({"params": params[2:], option: same, "offload": "step"})
-    optimizer.param_groups[2][option] = other
-    for param in params:
-        param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match=match):
-        shardopt.AdamW8bit(optimizer.param_groups)
-    with pytest.raises(ValueError, match=match):
-        optimizer.step()
-    assert all(bool((param == 1).all()) for param in params)
-    assert not any(optimizer.state.values())
-    optimizer.param_groups[2][option] = same
-    optimizer.step()
 
 
 def test_loading_keeps_the_shared_options() -> None:
@@ -443,34 +401,9 @@ def test_memory_report() -> None:
     assert 0 <= aligning < 64 * sum(len(state) for state in optimizer.state.values())
 
 
-def test_too_little_host_memory_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_available_host_bytes", lambda: 1 << 20)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    params = [nn.Parameter(torch.zeros(1024, 512))]
-    with pytest.raises(
-        MemoryError, match=r"got 0\.00 GiB of available host memory, expected 0\.00 GiB, 0\.00 for each of 2"
-    ):
-        shardopt.AdamW8bit(params, offload="state")
-    shardopt.AdamW8bit(params, offload="state", device_state_budget="2MiB")
-    shardopt.AdamW8bit(params)
-
-
 def test_on_the_cpu_there_is_nothing_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "FROM_CPU", False)
     model, optimizer = make("state")
     run(model, optimizer, steps=1)
     assert all(optimizer.places.place(param).offload is None for param in model.parameters())
     assert optimizer.places.buffer_bytes == {}
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(0, 0), (7, 7), ("12", 12), ("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("64KiB", 1 << 16)]
-)
-def test_sizes(size: int | str, expected: int) -> None:
-    assert bytes_of(size) == expected
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, True, "2GB", "GiB", "-1GiB", "1e3", ""])
-def test_wrong_sizes(size: Any) -> None:
-    with pytest.raises(ValueError, match="expected bytes"):
-        bytes_of(size)

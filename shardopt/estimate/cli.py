@@ -103,15 +103,13 @@ def _asked(args: argparse.Namespace) -> Setup | None:
         return None
     if options.get("offload") == "none":
         options["offload"] = None
-    if str(options.get("device_state_budget", "")).isdigit():
-        options["device_state_budget"] = int(options["device_state_budget"])
     return Setup(**setup, options=options)
 
 
 def _name(setup: Setup) -> str:
     """How the table calls it."""
     options = setup.options
-    bits = options.get("master_weight_bits")
+    bits = None if setup.dtype == "float32" else options.get("master_weight_bits")  # it has them all anyway
     weights = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
     weights += "+fp32" if setup.stepped_dtype != DTYPES[setup.dtype] else ""
     words = [setup.optimizer, options.get("codec", "log8"), weights]

@@ -82,6 +82,11 @@ def _llama(
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     inner, vocabulary = config.number("intermediate_size"), config.number("vocab_size")
     width = config.number("head_dim", default=head_dim or hidden // heads)
+    if width < 1:
+        raise ValueError(
+            f"{config.where}: got num_attention_heads={heads} for hidden_size={hidden}, expected no more heads than "
+            "that, or head_dim; correct the file"
+        )
     queries, keys = heads * width, config.number("num_key_value_heads", default=heads) * width
     all_biased = config.flag("attention_bias", False)
     biased = all_biased or qkv_bias

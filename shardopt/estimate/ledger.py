@@ -98,6 +98,17 @@ class Setup:
                 "fsdp2"
             )
         self.group()
+        offload = self.options.get("offload")
+        if bytes_of(self.options.get("device_state_budget", 0)) and offload is None:
+            raise ValueError(
+                f"device_state_budget: got {self.options['device_state_budget']!r} without offload, expected it with "
+                "one, of which it is the rest; add offload='state' or 'step', or leave it out"
+            )
+        if self.waiting_gradients != deferred.MOST_WAITING and not (self.release_gradients and offload == "step"):
+            raise ValueError(
+                f"waiting_gradients: got {self.waiting_gradients} without release_gradients and offload='step', "
+                "expected both, where alone gradients wait; add them, or leave it out"
+            )
 
     @property
     def gradients_at_once(self) -> int:

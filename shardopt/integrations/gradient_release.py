@@ -107,7 +107,7 @@ def release_gradients(
     Raises:
         TypeError: the optimizer is none of shardopt's.
         ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``; or
-            ``waiting_gradients`` is less than 1.
+            ``waiting_gradients`` is no whole number or less than 1.
         RuntimeError: there are gradients already, or the optimizer's are released already, or the model is wrapped in a
             way that excludes it.
     """
@@ -115,8 +115,8 @@ def release_gradients(
         kind = type(optimizer).__name__
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
-    if waiting_gradients < 1:
-        raise ValueError(f"waiting_gradients: got {waiting_gradients}, expected at least 1")
+    if not isinstance(waiting_gradients, int) or isinstance(waiting_gradients, bool) or waiting_gradients < 1:
+        raise ValueError(f"waiting_gradients: got {waiting_gradients!r}, expected at least 1, a whole number")
     _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]

@@ -20,7 +20,7 @@ from shardopt.layout import UnknownShardError, assigned, read_model
 from shardopt.optim.entries import Group
 from shardopt.optim.flat_state import HELD, AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
 from shardopt.optim.full_precision import check_weights, joined, split_into
-from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_hyper, check_options, with_defaults
+from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
@@ -97,11 +97,12 @@ class ShardedOptimizer(Optimizer, ABC):
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
+        warn_of_misspelt(param_group, {*self.defaults, "params", "param_names"})
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
-            self.places.check()
+            self.places.check(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()
             raise
@@ -126,10 +127,13 @@ class ShardedOptimizer(Optimizer, ABC):
             model: the wrapped model.
 
         Raises:
-            RuntimeError: the model is sharded in a way that shardopt does not know.
+            RuntimeError: the model is sharded in a way that shardopt does not know, or that the option ``offload`` does
+                not allow.
+            MemoryError: the host has no memory for what is to be offloaded.
         """
         read_model(model)
         self._forget_plans()
+        self.places.check()
 
     def synchronize(self) -> None:
         """Waits until all steps are taken, and what was offloaded is complete in the host's memory.
@@ -247,21 +251,20 @@ class ShardedOptimizer(Optimizer, ABC):
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
         """Loads what :meth:`full_precision_parameters` gave, or other weights: into parameters and low bits.
 
+        Frozen parameters without state are rounded. Of a ZeroRedundancyOptimizer ``z`` both are methods of ``z.optim``,
+        which has this rank's parameters only: the other ranks' copies of what was loaded are stale until the next step,
+        unless each is broadcast by its owner (``torch.distributed.broadcast``).
+
         Args:
             weights: float32, by the optimizer's parameter, sharded as it is; of all of them.
 
         Raises:
+            TypeError: they are no mapping of tensors.
             ValueError: some are missing, unknown or of another shape, dtype or sharding. Nothing was changed.
         """
         self.synchronize()
         params = {param: group for group, param in self._all_params()}
-        if params.keys() != weights.keys():
-            raise ValueError(
-                f"got weights of {len(weights)} parameters, {len(params.keys() & weights.keys())} of them the "
-                f"optimizer's, expected all {len(params)} of these; take the keys from full_precision_parameters()"
-            )
-        for place, param in enumerate(params):
-            check_weights(f"parameter {place}", weights[param], param)
+        check_weights(weights, params)
         for param, group in params.items():
             spec, old = self.state_spec(param, group), self.state.get(param, {})
             state = split_into(spec, param, old, weights[param], self.places.place(param).state)

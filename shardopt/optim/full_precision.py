@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,12 +33,37 @@ def joined(spec: AnyState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     return spec.shard.like_parameter(weights)
 
 
-def check_weights(name: str, weights: Tensor, param: Tensor) -> None:
-    """Checks that weights can be loaded into a parameter.
+def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
+    """Checks that weights can be loaded into parameters.
+
+    Args:
+        weights: by parameter.
+        params: all that the optimizer has.
 
     Raises:
-        ValueError: they are of another shape, dtype or sharding.
+        TypeError: they are no mapping of tensors.
+        ValueError: some are missing, unknown or of another shape, dtype or sharding.
     """
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"got weights as {type(weights).__name__}, expected a dict by parameter; change what "
+            "full_precision_parameters() gives"
+        )
+    if weights.keys() != set(params):
+        raise ValueError(
+            f"got weights of {len(weights)} parameters, {len(weights.keys() & set(params))} of them the optimizer's, "
+            f"expected all {len(params)} of these; take the keys from full_precision_parameters()"
+        )
+    for place, param in enumerate(params):
+        _check(f"parameter {place}", weights[param], param)
+
+
+def _check(name: str, weights: Tensor, param: Tensor) -> None:
+    if not isinstance(weights, Tensor):
+        raise TypeError(
+            f"{name}: got {type(weights).__name__}, expected a tensor, sharded as the parameter is; change what "
+            "full_precision_parameters() gives"
+        )
     got, expected = (_described(x, dtype) for x, dtype in ((weights, weights.dtype), (param, torch.float32)))
     if got != expected:
         raise ValueError(f"{name}: got weights {got}, expected {expected}; shard and cast them as the parameter's are")
@@ -55,10 +80,11 @@ def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor,
         device: where a new state is made.
 
     Returns:
-        The same state, or a new one where it was empty and low bits have to go there.
+        The same state, or a new one where it was empty and low bits have to go there: not that of a frozen parameter,
+        which is rounded.
     """
     local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
-    if not spec.weights.low_bits or local.numel() == 0:
+    if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):
         local.copy_(wide)
         return state
     state = state or spec.new(device)

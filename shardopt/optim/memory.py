@@ -77,8 +77,7 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
         use = report.host if tensor.device.type == "cpu" else report.device
         setattr(use, kind, getattr(use, kind) + nbytes)
 
-    inner = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer has its state in another optimizer
-    owner = inner if isinstance(inner, Optimizer) else optimizer
+    owner = owner_of(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             local = _local(param)
@@ -94,6 +93,12 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
         for device, nbytes in owner.places.buffer_bytes.items():
             (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
     return report
+
+
+def owner_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state: that inside a ZeroRedundancyOptimizer, else the optimizer itself."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -6,42 +6,60 @@ import math
 import warnings
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from shardopt.kernels.weights import WeightFormat
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.memory import owner_of
 from shardopt.optim.planning import listed_name
 
 
 @torch.no_grad()
-def check_numerics(optimizer: ShardedOptimizer, lr: float | None = None) -> dict[str, float]:
+def check_numerics(optimizer: Optimizer, lr: float | None = None) -> dict[str, float]:
     """Warns of weights that updates as large as the learning rate do not move: they are rounded away.
 
     An update of AdamW, Adam or Lion is about ``lr``. Where that is less than half of a weight's last place, the weight
     stays what it is, in every step. SGD's updates depend on the gradients: its parameters are not looked at, nor are
-    those that are rounded at random.
+    those that are rounded at random or frozen, or weights that are not finite.
 
-    Reads this rank's weights once, needs a byte per element of the largest parameter, and waits for the result. It is
-    meant to be called once, before training.
+    Reads this rank's weights once, needs a copy of the largest parameter, and waits for the result. It is meant to be
+    called once, before training.
 
     Args:
-        optimizer: one of this package's.
+        optimizer: one of this package's, or a ZeroRedundancyOptimizer around it, of which this rank's part is read.
         lr: the learning rate to judge by, such as a schedule's largest. Default: each param group's own.
 
     Returns:
         By parameter, the share of such weights (0 to 1), where there are any.
+
+    Raises:
+        TypeError: the optimizer is none of this package's.
+        ValueError: a learning rate is not above 0, or not finite.
     """
-    counts: list[tuple[str, int, torch.Tensor]] = []
+    owner = owner_of(optimizer)
+    if not isinstance(owner, ShardedOptimizer):
+        raise TypeError(
+            f"got {type(owner).__name__}, expected an optimizer of shardopt such as shardopt.AdamW8bit, before "
+            "frameworks wrap it"
+        )
+    if lr is not None:
+        _check_lr(lr)
+    owned = {param for group in owner.param_groups for param in group["params"]}
+    counts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for index, group in enumerate(optimizer.param_groups):
-        update = float(group["lr"]) if lr is None else lr
         for position, param in enumerate(group["params"]):
-            spec = optimizer.state_spec(param, group)
-            local = spec.shard.local(param.detach())
-            if optimizer.updates_by_lr and not spec.weights.stochastic and update > 0:
-                unmoved = (local.abs() > largest_moved(spec.weights, update)).sum()
-                counts.append((listed_name(group, index, position), local.numel(), unmoved))
-    found = {name: int(unmoved) / numel for name, numel, unmoved in counts if int(unmoved)}
+            if param not in owned or not param.requires_grad or not owner.updates_by_lr:
+                continue
+            spec = owner.state_spec(param, group)
+            if not spec.weights.stochastic:
+                update = _check_lr(group["lr"]) if lr is None else float(lr)
+                local = spec.shard.local(param.detach())
+                finite, infinite = local.isfinite().sum(), local.isinf().sum()
+                unmoved = (local.abs() > largest_moved(spec.weights, update)).sum() - infinite
+                counts.append((listed_name(group, index, position), finite, unmoved))
+    found = {name: int(unmoved) / int(finite) for name, finite, unmoved in counts if int(unmoved)}
     if found:
-        number, total = sum(int(unmoved) for *_, unmoved in counts), sum(numel for _, numel, _ in counts)
+        number, total = sum(int(unmoved) for *_, unmoved in counts), sum(int(finite) for _, finite, _ in counts)
         worst = max(found, key=lambda name: found[name])
         warnings.warn(
             f"got a learning rate too small to move {number:,} of {total:,} weights in {len(found)} parameters "
@@ -53,6 +71,15 @@ def check_numerics(optimizer: ShardedOptimizer, lr: float | None = None) -> dict
     return found
 
 
+def _check_lr(lr: float | torch.Tensor) -> float:
+    if not isinstance(lr, (int, float, torch.Tensor)) or not 0 < float(lr) < math.inf:
+        raise ValueError(
+            f"lr: got {lr!r}, expected a finite number above 0; give check_numerics(lr=...), such as a schedule's "
+            "largest learning rate"
+        )
+    return float(lr)
+
+
 def largest_moved(weights: WeightFormat, update: float) -> float:
     """The largest magnitude that such an update moves, at least downwards; -1 if there is none.
 
@@ -61,5 +88,6 @@ def largest_moved(weights: WeightFormat, update: float) -> float:
     info = torch.finfo(weights.dtype)
     if update < info.smallest_normal * info.eps * 2.0 ** -(weights.low_bits + 1):
         return -1.0
+    exponent = math.floor(math.log2(min(update, info.max)))
     significant = min(1 - round(math.log2(info.eps)) + weights.low_bits, 24)  # the step itself is in float32
-    return min(2.0 ** (math.floor(math.log2(update)) + significant + 1), info.max)
+    return min(2.0 ** (exponent + significant + 1), info.max)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import warnings
+from collections.abc import Collection, Mapping
+from decimal import Decimal
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, Literal, TypeGuard
 
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from shardopt import _C
-from shardopt.codec import get_codec
+from shardopt.codec import CODECS, get_codec
 
 NonFinite = Literal["skip", "raise", "propagate"]
 
@@ -122,26 +126,27 @@ def check_options(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a value is not allowed, or not in this version.
     """
+    if not isinstance(group["codec"], str):
+        raise ValueError(f"codec: got {group['codec']!r}, expected one of {', '.join(map(repr, CODECS))}")
     get_codec(group["codec"])
     size = group["block_size"]
     if not isinstance(size, int) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
         raise ValueError(f"block_size: got {size!r}, expected a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}")
     least = group["min_quantized_numel"]
-    if not isinstance(least, int) or least < 0:
+    if not _is_whole(least) or least < 0:
         raise ValueError(f"min_quantized_numel: got {least!r}, expected a whole number >= 0")
     if group["nonfinite"] not in ("skip", "raise", "propagate"):
         raise ValueError(f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'")
     _check_weight_options(group)
-    if not isinstance(group["exact_cut_blocks"], bool):
-        raise ValueError(f"exact_cut_blocks: got {group['exact_cut_blocks']!r}, expected True or False")
+    for name in ("maximize", "exact_cut_blocks", "pin_memory"):
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{name}: got {group[name]!r}, expected True or False")
     if group["offload"] not in (None, "state", "step"):
         raise ValueError(f"offload: got {group['offload']!r}, expected None, 'state' or 'step'")
     try:
         bytes_of(group["device_state_budget"])
     except ValueError as error:
         raise ValueError(f"device_state_budget: {error}") from None
-    if not isinstance(group["pin_memory"], bool):
-        raise ValueError(f"pin_memory: got {group['pin_memory']!r}, expected True or False")
     for name in ("differentiable", "amsgrad"):
         if group.get(name):
             raise ValueError(f"{name}: got True, which shardopt does not support; leave the option out")
@@ -153,21 +158,38 @@ def bytes_of(size: int | str) -> int:
     Raises:
         ValueError: it is neither.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+    if _is_whole(size) and size >= 0:
         return size
     if isinstance(size, str):
         for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
             number = size.removesuffix(unit).strip()
             if size.endswith(unit) and number.isascii() and number.replace(".", "", 1).isdigit():
-                return int(float(number) * factor)
+                return int(Decimal(number) * factor)
     raise ValueError(f"got {size!r}, expected bytes: a whole number >= 0, or a text such as '2GiB' or '512MiB'")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:
+    """Warns of keys of a param group that are nearly options: torch lets others pass, which users may have there."""
+    for key in keys:
+        near = get_close_matches(key, known, n=1, cutoff=0.8)
+        if key not in known and near and not set(near[0].split("_")) <= set(key.split("_")):  # as no_weight_decay
+            warnings.warn(
+                f"got {key!r} in a param group, which is no option and is ignored, expected {near[0]!r}; rename it if "
+                "that is meant",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _check_weight_options(group: Mapping[str, Any]) -> None:
     bits, stochastic, seed = (
         group[name] for name in ("master_weight_bits", "stochastic_rounding", "stochastic_rounding_seed")
     )
-    if bits not in (None, 24, 32):
+    if bits is not None and not (_is_whole(bits) and bits in (24, 32)):
         raise ValueError(f"master_weight_bits: got {bits!r}, expected None, 24 or 32")
     if not isinstance(stochastic, bool):
         raise ValueError(f"stochastic_rounding: got {stochastic!r}, expected True or False")
@@ -176,7 +198,7 @@ def _check_weight_options(group: Mapping[str, Any]) -> None:
             f"stochastic_rounding: got True and master_weight_bits={bits}, expected one of them; master weights are "
             "rounded to nearest, so leave stochastic_rounding out"
         )
-    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+    if not _is_whole(seed) or not 0 <= seed < 2**64:
         raise ValueError(f"stochastic_rounding_seed: got {seed!r}, expected a whole number from 0 to 2**64 - 1")
 
 
@@ -186,7 +208,10 @@ def check_hyper(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: one is out of range.
     """
-    for index, beta in enumerate(group.get("betas", ())):
+    betas = group.get("betas", (0.0, 0.0))
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas: got {betas!r}, expected two numbers")
+    for index, beta in enumerate(betas):
         _check_range(f"betas[{index}]", beta, 0.0, 1.0)
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
@@ -200,6 +225,6 @@ def _check_range(name: str, value: float | Tensor, low: float, high: float | Non
         if value.device.type != "cpu":  # reading it would wait for the device
             return
         value = float(value)
-    if not (low <= value and (high is None or value < high)):
+    if not (isinstance(value, Real) and low <= value and (high is None or value < high)):
         bounds = f">= {low}" if high is None else f"in [{low}, {high})"
         raise ValueError(f"{name}: got {value!r}, expected a number {bounds}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +19,8 @@ from shardopt.kernels.streamed import (
 )
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
+from shardopt.optim.host_memory import ALIGNMENT as ALIGNMENT
+from shardopt.optim.host_memory import Entry, demand_memory, make_homes
 from shardopt.optim.options import bytes_of
 from shardopt.optim.state import ParameterState, StateDict
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardopt.optim.flat_state import AnyState
 
 Offload = Literal["state", "step"] | None
+_T = TypeVar("_T")
 
 MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 
@@ -39,9 +40,6 @@ CHUNK_BYTES = 32 << 20
 FROM_CPU = False
 
 _CPU = torch.device("cpu")
-_PAGE = 4096  # bytes
-#: How entries of the state are aligned in the host's memory, in bytes.
-ALIGNMENT = 64
 
 
 class Place(NamedTuple):
@@ -93,24 +91,45 @@ class Budget:
         return fits
 
 
-class _Entry(NamedTuple):
-    """A state entry's place in the host's memory."""
+class _Choice(NamedTuple):
+    """What was chosen for a parameter.
 
-    memory: Tensor
-    offset: int
-    like: Tensor
+    Attributes:
+        param: it.
+        offload: what is offloaded.
+        entries: of its state but the step count, what they are like; none where the param group does not offload.
+        in_budget: the part of the budget that it takes.
+    """
 
-    def view(self) -> Tensor:
-        """Its elements, with a storage of their own: what shares one cannot be saved by torch.save."""
-        part = self.memory.numpy()[self.offset : self.offset + self.like.nbytes]
-        return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
+    param: Tensor
+    offload: Offload
+    entries: dict[str, Tensor]
+    in_budget: int
+
+
+class _Decision(NamedTuple):
+    """Where a parameter's state lives.
+
+    Attributes:
+        device: that of the parameter, for which it was decided.
+        place: where.
+        in_budget: the part of the budget that it takes.
+        home: its entries' places in the optimizer's part of the host's memory.
+    """
+
+    device: torch.device
+    place: Place
+    in_budget: int
+    home: dict[str, Entry]
 
 
 class StatePlaces:
     """Decides, once per parameter, where its state lives, and keeps the memory of what is offloaded.
 
     Parameters are taken in the optimizer's order. As long as their state fits into ``device_state_budget`` it stays
-    beside them; so does that of column shards which cut blocks, whose scales other ranks have to see.
+    beside them; so does that of column shards which cut blocks, whose scales other ranks have to see. Frozen parameters
+    get a place when they are stepped or have state. One that was replaced in the param groups, and whose state is gone,
+    loses its place, memory and part of the budget as soon as the next is decided.
 
     Args:
         optimizer: whose parameters these are.
@@ -118,18 +137,18 @@ class StatePlaces:
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
-        self._places: dict[Tensor, tuple[torch.device, Place]] = {}  # with the device for which it was decided
-        self._homes: dict[Tensor, dict[str, _Entry]] = {}
+        self._decisions: dict[Tensor, _Decision] = {}
         self._taken = 0  # of the budget
-        self._padding = 0
+        # Of parameters that were checked but have no place yet: bytes to offload, and the budget after them.
+        self._foreseen, self._taken_then = 0, 0
         self._pins = False
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
 
     def place(self, param: Tensor) -> Place:
         """Where a parameter's state lives."""
-        if not self._is_decided(param) and _can_offload(param.device):
+        if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
             self._decide()
-        return self._places[param][1] if self._is_decided(param) else Place.of(None, param.device)
+        return self._decisions[param].place if self._is_decided(param) else Place.of(None, param.device)
 
     def put(self, param: Tensor, spec: AnyState, state: StateDict) -> None:
         """Moves a parameter's state to where it lives, in place."""
@@ -141,7 +160,8 @@ class StatePlaces:
             for key, value in state.items():
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
                     state[key] = spec.like(key, spec.shard.local(value).cpu())
-        for key, entry in self._homes.get(param, {}).items():
+        home_of = self._decisions[param].home if self._is_decided(param) else {}
+        for key, entry in home_of.items():
             if key in state:
                 local = spec.shard.local(state[key])
                 home = entry.view()
@@ -165,7 +185,8 @@ class StatePlaces:
     @property
     def padding_bytes(self) -> int:
         """What aligning the entries takes of the host's memory."""
-        return self._padding
+        homes = (decision.home for decision in self._decisions.values())
+        return sum(-entry.like.nbytes % ALIGNMENT for home in homes for entry in home.values())
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
@@ -181,107 +202,111 @@ class StatePlaces:
         for transfers in self._transfers.values():
             transfers.synchronize()
 
-    def check(self) -> None:
-        """Checks the options of all param groups together, and that the host has memory for what is to be offloaded.
+    def check(self, added: dict[str, Any] | None = None) -> None:
+        """Checks that param groups agree on what they share, and that the host has memory for what is to be offloaded.
+
+        Args:
+            added: the last param group, if the others are checked already; None: all.
 
         Raises:
             ValueError: param groups that offload differ in an option that is to be the same.
-            MemoryError: there is not enough.
+            MemoryError: there is not enough for all ranks on this host, none of which has any of it yet.
+            RuntimeError: what ``offload`` says is not possible for a parameter.
         """
-        self._agreed("pin_memory")
-        undecided = self._undecided(self._budget())
-        _demand_memory(sum(nbytes for *_, nbytes, offload in undecided if offload is not None))
-
-    def _agreed(self, option: str) -> Any:
-        """What all param groups that offload say.
-
-        Raises:
-            ValueError: they differ.
-        """
-        given = [group[option] for group in self._optimizer.param_groups if group["offload"] is not None]
-        values = {bytes_of(value) if option == "device_state_budget" else value for value in given}
-        if len(values) > 1:
-            raise ValueError(
-                f"{option}: got {', '.join(map(repr, given))} in the param groups that offload, expected the same in "
-                "all, which share the memory; give it to the optimizer, not to param groups"
-            )
-        return next(iter(values), None)
-
-    def _budget(self) -> Budget:
-        """The budget, less what is taken by parameters that have their places."""
-        return Budget(self._agreed("device_state_budget") or 0, self._taken)
+        groups, before, taken = self._optimizer.param_groups, 0, self._taken
+        if added is not None:  # it alone is looked at, so that making an optimizer of many groups stays linear
+            first = next((group for group in groups if group["offload"] is not None), added)
+            groups, before, taken = [first, added], self._foreseen, self._taken_then
+        _shared("pin_memory", groups, bool)
+        budget = Budget(_shared("device_state_budget", groups, bytes_of) or 0, taken)
+        choices = self._choose(groups if added is None else [added], budget)
+        new = sum(_bytes(choice.entries) for choice in choices if choice.offload is not None)
+        if new:
+            demand_memory(before + new, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._foreseen, self._taken_then = before + new, budget.taken
 
     def _is_decided(self, param: Tensor) -> bool:
-        return param in self._places and self._places[param][0] == param.device
+        return param in self._decisions and self._decisions[param].device == param.device
 
-    def _undecided(self, budget: Budget) -> list[tuple[Tensor, AnyState, int, Offload]]:
-        """The parameters without a place: what their state looks like, its bytes, and what is offloaded."""
-        found: list[tuple[Tensor, AnyState, int, Offload]] = []
-        for group in self._optimizer.param_groups:
+    def _has_use(self, param: Tensor) -> bool:
+        """Whether a parameter has state or is about to get some, which frozen ones are not."""
+        return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
+
+    def _choose(self, groups: Iterable[Mapping[str, Any]], budget: Budget) -> list[_Choice]:
+        """Chooses for all parameters without a place, which take their parts of the budget.
+
+        Raises:
+            RuntimeError: what ``offload`` says is not possible for one.
+        """
+        found: list[_Choice] = []
+        for group in groups:
             offload = group["offload"]
-            if offload is None:
-                continue
             for param in group["params"]:
-                if self._is_decided(param) or not _can_offload(param.device):
+                if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
+                    continue
+                if offload is None:
+                    found.append(_Choice(param, None, {}, 0))
                     continue
                 try:
                     spec = self._optimizer.state_spec(param, group)
                 except UnknownShardError:
                     continue
-                nbytes = _state_bytes(spec)
                 if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
                     raise RuntimeError(
                         "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters or "
                         "DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
                     )
-                stays = (isinstance(spec, ParameterState) and spec.exchanges_columns) or budget.takes(nbytes)
-                found.append((param, spec, nbytes, None if stays else offload))
+                entries, before = _local_entries(spec), budget.taken
+                stays = (isinstance(spec, ParameterState) and spec.exchanges_columns) or budget.takes(_bytes(entries))
+                found.append(_Choice(param, None if stays else offload, entries, budget.taken - before))
         return found
 
     def _decide(self) -> None:
-        homes: list[tuple[Tensor, dict[str, tuple[int, Tensor]]]] = []
-        end, on_cuda = 0, False
-        budget, self._pins = self._budget(), self._agreed("pin_memory")
-        for param, spec, _, offload in self._undecided(budget):
-            self._places[param] = (param.device, Place.of(offload, param.device))
-            if offload != "state":
-                continue
-            entries = {}
-            for key, like in _local_entries(spec).items():
-                if like.nbytes:
-                    entries[key] = (end, like)
-                    end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
-                    self._padding += -like.nbytes % ALIGNMENT
-            homes.append((param, entries))
-            on_cuda |= param.device.type == "cuda"
-        self._taken = budget.taken
-        if not homes:
-            return
-        _demand_memory(end)
-        memory = self._host_memory(end, pin=on_cuda and self._pins)
-        for param, placed in homes:
-            self._homes[param] = {key: _Entry(memory, offset, like) for key, (offset, like) in placed.items()}
+        """Decides for all parameters without a place, and lets go of those that are no longer the optimizer's."""
+        groups = self._optimizer.param_groups
+        pins = bool(_shared("pin_memory", groups, bool))
+        listed = {param for group in groups for param in group["params"]}
+        decisions = {
+            param: decision
+            for param, decision in self._decisions.items()
+            # Param groups may show a part of the parameters at a time, as DeepSpeed does.
+            if self._is_decided(param) and (param in listed or self._optimizer.state.get(param))
+        }
+        if len(decisions) < len(self._decisions):
+            self.synchronize()  # copies to the memory of those that go may be under way
+        taken = sum(decision.in_budget for decision in decisions.values())
+        budget = Budget(_shared("device_state_budget", groups, bytes_of) or 0, taken)
+        choices = self._choose(groups, budget)
+        moved = {choice.param: choice.entries for choice in choices if choice.offload == "state"}
+        on_cuda = any(param.device.type == "cuda" for param in moved)
+        homes = make_homes(list(moved.values()), pin=pins and on_cuda) if moved else []
+        home_of = dict(zip(moved, homes, strict=True))
+        for param, offload, _, in_budget in choices:
+            place = Place.of(offload, param.device)
+            decisions[param] = _Decision(param.device, place, in_budget, home_of.get(param, {}))
+        self._decisions, self._pins, self._taken = decisions, pins, budget.taken
+        self._foreseen, self._taken_then = 0, budget.taken
 
-    def _host_memory(self, nbytes: int, *, pin: bool) -> Tensor:
-        """Memory of the CPU, for as long as the optimizer lives.
 
-        Raises:
-            MemoryError: there is not enough.
-        """
-        try:
-            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise MemoryError(
-                f"offload: got no {nbytes / 2**30:.2f} GiB of host memory, expected it for the state; use more ranks, "
-                "or keep a part on the device with device_state_budget"
-            ) from error
-        first = -pages.data_ptr() % _PAGE
-        memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages: they are locked by nobody else
-        if pin:
-            from shardopt.kernels.transfers_cuda import pin_memory
+def _shared(option: str, groups: Iterable[Mapping[str, Any]], meaning: Callable[[Any], _T]) -> _T | None:
+    """What all param groups that offload say, if there are any.
 
-            pin_memory(memory, self)
-        return memory
+    Args:
+        option: its name.
+        groups: the param groups.
+        meaning: of a value: two that mean the same may be written differently.
+
+    Raises:
+        ValueError: they differ.
+    """
+    given = [group[option] for group in groups if group["offload"] is not None]
+    values = {meaning(value) for value in given}
+    if len(values) > 1:
+        raise ValueError(
+            f"{option}: got {', '.join(map(repr, given))} in the param groups that offload, expected the same in "
+            "all, which share the memory; give it to the optimizer, not to param groups"
+        )
+    return next(iter(values), None)
 
 
 def _can_offload(device: torch.device) -> bool:
@@ -294,30 +319,5 @@ def _local_entries(spec: AnyState) -> dict[str, Tensor]:
     return {key: spec.shard.local(value) for key, value in state.items() if key != "step"}
 
 
-def _state_bytes(spec: AnyState) -> int:
-    return sum(value.nbytes for value in _local_entries(spec).values())
-
-
-def _demand_memory(nbytes: int) -> None:
-    """Raises MemoryError where the host has not so much for each of its ranks."""
-    available = _available_host_bytes()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if available is not None and nbytes * ranks > available:
-        gib = 2**30
-        raise MemoryError(
-            f"offload: got {available / gib:.2f} GiB of available host memory, expected {nbytes * ranks / gib:.2f} "
-            f"GiB, {nbytes / gib:.2f} for each of {ranks} ranks here; use more hosts, or keep a part on the device "
-            "with device_state_budget"
-        )
-
-
-def _available_host_bytes() -> int | None:
-    """What the system and the container say they could still give; None where they do not say."""
-    found = []
-    with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with suppress(OSError, ValueError):  # "max" where there is no limit
-        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
-        found.append(max(limit - used, 0))
-    return min(found, default=None)
+def _bytes(entries: Mapping[str, Tensor]) -> int:
+    return sum(entry.nbytes for entry in entries.values())

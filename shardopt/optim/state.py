@@ -231,6 +231,12 @@ class ParameterState:
                 f"{name}: got state with {', '.join(loaded)}, expected {LOW_BITS} too; was it saved with other "
                 "master_weight_bits?"
             )
+        if low_bits is None and LOW_BITS in loaded:
+            raise ValueError(
+                f"{name}: got state with {', '.join(loaded)}, expected no {LOW_BITS} for a parameter of "
+                f"{self.weights.dtype}, which would lose them; load a checkpoint with "
+                "shardopt.checkpoint.load(convert=True), or the weights that full_precision_parameters() gave"
+            )
         floats = {m.name: loaded[m.name] for m in self.moments if m.name in loaded}
         if self.codec.blockwise and self.moments and len(floats) == len(self.moments):
             for moment in self.moments:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +13,14 @@ from torch import Tensor
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.optim.entries import Group
+from shardopt.optim.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.plan import Plan
 from shardopt.optim.planning import demand_finite, make_plan
 
 ParamGroups = list[dict[str, Any]]
+
+_options_of = itemgetter(*DEFAULTS)
 
 
 class Stepper:
@@ -34,6 +39,7 @@ class Stepper:
         self.skipped = SkippedElements()
         self._where = (places, numbers, first_place, name)
         self._plan: Plan | None = None  # of the last step
+        self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
     def prepare(
         self,
@@ -56,9 +62,12 @@ class Stepper:
 
         Raises:
             RuntimeError, ValueError, FloatingPointError: as :func:`make_plan`. Nothing was changed.
+            ValueError: an option was changed by hand, to what is not allowed or not while training.
         """
         plan, self._plan = self._plan, None  # put back only after a step that went well
-        if plan is not None and plan.options_changed(param_groups):
+        changed = plan is not None and plan.options_changed(param_groups)
+        checked = self._check(param_groups, state) if plan is None or changed else self._checked
+        if plan is not None and changed:
             plan = plan if plan.set_groups([group_of(group) for group in param_groups]) else None
         if plan is None or not plan.refresh(param_groups, state):
             groups = [group_of(group) for group in param_groups]
@@ -66,12 +75,40 @@ class Stepper:
         elif scaling.found_inf is None:
             demand_finite(plan.gradients_of("raise"))
         plan.prepare(scaling)
+        self._checked = checked
         return partial(self._run, plan)
 
     def _run(self, plan: Plan) -> None:
         plan.run()
         self._plan = plan
 
+    def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
+        """Checks the options that are not those of the last step: where only the learning rate is new, none.
+
+        Returns:
+            The options of each param group.
+        """
+        found = [_options_of(group) for group in param_groups]
+        for group, options, last in zip_longest(param_groups, found, self._checked[: len(found)]):
+            if options == last:
+                continue
+            check_options(group)
+            for name, now, before in zip(DEFAULTS, options, last or options, strict=True):
+                if name in PLACEMENT and now != before:
+                    raise _changed_place(name, now, before)
+            for param in group["params"]:
+                decided = self._where[0].place(param).offload if state.get(param) else None
+                if decided not in (None, group["offload"]):
+                    raise _changed_place("offload", group["offload"], decided)
+        return found
+
     def forget(self) -> None:
         """Has everything looked up anew by the next step."""
         self._plan = None
+
+
+def _changed_place(option: str, got: object, expected: object) -> ValueError:
+    return ValueError(
+        f"{option}: got {got!r} in a param group that was stepped with {expected!r}, expected the same; give it when "
+        "the optimizer is made: make another one, and load this one's state dict"
+    )

@@ -105,7 +105,7 @@ def _cases(backend: str, world_size: int) -> list[tuple[str, Setup]]:
     offloads = [None, "state", "step"] if BACKENDS[backend].steps_on_host else [None, "state"]
     for offload in offloads:
         for release in (False, True) if BACKENDS[backend].releases else (False,):
-            for budget in (0, "100KiB"):
+            for budget in (0, "100KiB") if offload is not None else (0,):
                 options = {"offload": offload, "device_state_budget": budget, "master_weight_bits": 24}
                 cases.append(("odd", make(release_gradients=release, options=options)))
     return cases

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import shardopt
@@ -134,6 +134,19 @@ def test_cast_models_train(ranks: Pool) -> None:
         assert losses[-1] < losses[0]
 
 
+def _refused_if_wrapped() -> None:
+    model = WAYS["ddp"](make_net())
+    for outer in (model, nn.Sequential(model)):
+        with pytest.raises(RuntimeError, match=r"in DistributedDataParallel, .*cast the model before wrapping it"):
+            shardopt.cast_model(outer)
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_models_in_ddp_are_not_cast(ranks: Pool) -> None:
+    ranks.run(1, _refused_if_wrapped)
+
+
 def _unmoved(way: str) -> dict[str, int]:
     """How many weights of this rank, by parameter, such a learning rate does not move."""
     model = WAYS[way](make_net(torch.bfloat16))
@@ -144,11 +157,24 @@ def _unmoved(way: str) -> dict[str, int]:
     return {name: round(share * numel[name]) for name, share in shares.items()}
 
 
+def _learning_rates_of_zero() -> None:
+    """It is the outer optimizer's that a schedule changes."""
+    optimizer = make_optimizer("zero", WAYS["zero"](make_net(torch.bfloat16)), lr=1.0)
+    assert not shardopt.check_numerics(optimizer)
+    optimizer.param_groups[0]["lr"] = 1e-4
+    with pytest.warns(RuntimeWarning, match="too small to move"):
+        shardopt.check_numerics(optimizer)
+
+
+def test_the_check_reads_the_rates_of_a_zero_redundancy_optimizer(ranks: Pool) -> None:
+    ranks.run(2, _learning_rates_of_zero)
+
+
 def _local(optimizer: Any) -> list[Tensor]:
     return [shard_of(p).local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp1"])
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp1", "zero"])
 def test_the_check_looks_at_shards(ranks: Pool, way: str) -> None:
     (whole,) = ranks.run(1, _unmoved, "single")
     found: dict[str, int] = {}

@@ -19,7 +19,7 @@ from ranks.offload import late_transfers, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, snapshot
-from shardopt.optim import ShardedOptimizer
+from shardopt.optim import ShardedOptimizer, host_memory
 
 STEPS = 3
 OFFLOADS = ("state", "step")
@@ -84,16 +84,22 @@ def test_cut_columns_stay(ranks: Pool, offload: str) -> None:
     ranks.run(2, _columns_stay, offload)
 
 
-def _flat_step_is_refused() -> None:
+def _attach_tells_what_cannot_be() -> None:
+    model = WAYS["fsdp1"](make_net())
     with offload_from_cpu():
-        model = WAYS["fsdp1"](make_net())
-        optimizer = make_optimizer("fsdp1", model, offload="step")
+        optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
         with pytest.raises(RuntimeError, match="offload='step': got parameters of flat shards"):
-            step_with(model, optimizer, 0)
+            optimizer.attach(model)
+        optimizer = shardopt.AdamW8bit(model.parameters(), offload="state")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_memory, "_available_host_bytes", lambda: 1000)
+            with pytest.raises(MemoryError, match="got 1000 bytes of available host memory"):
+                optimizer.attach(model)
 
 
-def test_flat_shards_with_steps_on_the_host(ranks: Pool) -> None:
-    ranks.run(2, _flat_step_is_refused)
+def test_flat_shards_that_cannot_be_offloaded(ranks: Pool) -> None:
+    """Under FSDP1 nothing is known before the call of attach()."""
+    ranks.run(2, _attach_tells_what_cannot_be)
 
 
 def _released(offload: str) -> None:

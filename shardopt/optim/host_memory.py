@@ -1,0 +1,108 @@
+"""Memory of the CPU for the state of parameters, which is offloaded there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PAGE = 4096  # bytes
+#: How entries of the state are aligned, in bytes.
+ALIGNMENT = 64
+
+
+class _HostMemory:
+    """Memory of the CPU in whole pages, locked (``pin``) for as long as this object lives.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        try:
+            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"offload: got no {_text_of(nbytes)} of host memory, expected it for the state; use more ranks, or "
+                "keep a part on the device with device_state_budget"
+            ) from error
+        first = -pages.data_ptr() % _PAGE
+        self.memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages: they are locked by nobody else
+        if pin:
+            from shardopt.kernels.transfers_cuda import pin_memory
+
+            pin_memory(self.memory, self)
+
+
+class Entry(NamedTuple):
+    """A state entry's place in the host's memory."""
+
+    host: _HostMemory
+    offset: int
+    like: Tensor
+
+    def view(self) -> Tensor:
+        """Its elements, with a storage of their own: what shares one cannot be saved by torch.save."""
+        part = self.host.memory.numpy()[self.offset : self.offset + self.like.nbytes]
+        return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
+
+
+def make_homes(states: Sequence[dict[str, Tensor]], *, pin: bool) -> list[dict[str, Entry]]:
+    """Places for the entries of several parameters' state, in one piece of memory.
+
+    Args:
+        states: what the entries are like.
+        pin: lock the memory.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    offsets: list[dict[str, int]] = []
+    end = 0
+    for state in states:
+        offsets.append({})
+        for key, like in state.items():
+            if like.nbytes:
+                offsets[-1][key] = end
+                end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+    demand_memory(end, ranks=1)  # the others may have theirs already
+    host = _HostMemory(end, pin=pin)
+    return [
+        {key: Entry(host, offset, state[key]) for key, offset in placed.items()}
+        for state, placed in zip(states, offsets, strict=True)
+    ]
+
+
+def demand_memory(nbytes: int, ranks: int) -> None:
+    """Raises MemoryError where the host does not have so much for each of some of its ranks."""
+    available = _available_host_bytes()
+    if available is not None and nbytes * ranks > available:
+        parts = f", {_text_of(nbytes)} for each of {ranks} ranks here" if ranks > 1 else ""
+        raise MemoryError(
+            f"offload: got {_text_of(available)} of available host memory, expected {_text_of(nbytes * ranks)}{parts}; "
+            "use more hosts, or keep a part on the device with device_state_budget"
+        )
+
+
+def _text_of(nbytes: int) -> str:
+    """A size in the largest unit of which there is at least one."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _available_host_bytes() -> int | None:
+    """What the system and the container say they could still give; None where they do not say."""
+    found = []
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(limit - used, 0))
+    return min(found, default=None)

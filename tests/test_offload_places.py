@@ -1,0 +1,279 @@
+"""Where state lives: the budget on the device, memory of the host, and parameters that come and go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from ranks.offload import offload_from_cpu
+from shardopt.kernels.transfers import HostTransfers
+from shardopt.optim import ShardedOptimizer, host_memory
+from shardopt.optim.options import bytes_of
+from shardopt.optim.placement import StatePlaces
+from shardopt.optim.state import ParameterState
+
+SIZE = 1 << 20  # bytes of float32 Adam state of a parameter()
+FROZEN = {"requires_grad": False}
+
+
+@pytest.fixture(autouse=True)
+def from_cpu() -> Iterator[None]:
+    with offload_from_cpu():
+        yield
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the host says it has, to be changed."""
+    found = [100 * SIZE]
+    monkeypatch.setattr(host_memory, "_available_host_bytes", lambda: found[0])
+    return found
+
+
+def parameter(**options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(256, 512), **options)
+
+
+def make(*params: nn.Parameter, **options: Any) -> ShardedOptimizer:
+    return shardopt.AdamW8bit(params, **{"codec": "fp32", "offload": "state", **options})
+
+
+def step(optimizer: ShardedOptimizer, *params: nn.Parameter) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+
+
+def offloads(optimizer: ShardedOptimizer, *params: nn.Parameter) -> list[str | None]:
+    return [optimizer.places.place(param).offload for param in params]
+
+
+def test_budget_is_for_what_would_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column shards, whose state always stays, take nothing of it, also from parameters that are added later."""
+    monkeypatch.setattr(ParameterState, "exchanges_columns", property(lambda spec: spec.shard.global_shape == (8, 8)))
+    columns, first, later = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (9, 9), (9, 9)))
+    size = 2 * 4 * first.numel()
+    optimizer = shardopt.AdamW8bit([columns, first], codec="fp32", offload="state", device_state_budget=2 * size)
+    places = [optimizer.places.place(param).offload for param in (columns, first)]
+    optimizer.add_param_group({"params": [later]})
+    assert [*places, optimizer.places.place(later).offload] == [None, None, None]
+    last = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [last]})
+    assert optimizer.places.place(last).offload == "state"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "other"), [("device_state_budget", "1MiB", 0), ("pin_memory", True, False)]
+)
+def test_param_groups_share_the_memory(option: str, value: Any, other: Any) -> None:
+    """So all that offload say the same about it: when they are made, and if one is changed by hand."""
+    params = [nn.Parameter(torch.ones(100, 64)) for _ in range(3)]
+    optimizer = shardopt.AdamW8bit(params[:1], offload="state", **{option: value})
+    match = f"{option}: got {value!r}, {other!r} in the param groups that offload, expected the same in all"
+    with pytest.raises(ValueError, match=match):
+        optimizer.add_param_group({"params": params[1:2], option: other})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": params[1:2], option: other, "offload": None})
+    same = 1 << 20 if value == "1MiB" else value
+    optimizer.add_param_group({"params": params[2:], option: same, "offload": "step"})
+    optimizer.param_groups[2][option] = other
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=match):
+        shardopt.AdamW8bit(optimizer.param_groups)
+    with pytest.raises(ValueError, match=match):
+        optimizer.step()
+    assert all(bool((param == 1).all()) for param in params)
+    assert not any(optimizer.state.values())
+    optimizer.param_groups[2][option] = same
+    optimizer.step()
+
+
+def test_too_little_host_memory_is_told_at_once(available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    available[0] = 1 << 20
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    params = [parameter()]
+    with pytest.raises(
+        MemoryError,
+        match=r"got 1\.00 MiB of available host memory, expected 2\.00 MiB, 1\.00 MiB for each of 2 ranks here",
+    ):
+        shardopt.AdamW8bit(params, offload="state", codec="fp32")
+    shardopt.AdamW8bit(params, offload="state", codec="fp32", device_state_budget="1MiB")
+    shardopt.AdamW8bit(params, codec="fp32")
+
+
+def test_other_ranks_may_have_theirs_already(available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step there has to be memory for this rank's state only."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    available[0] = 4 * SIZE
+    param = parameter()
+    optimizer = make(param)
+    available[0] = SIZE
+    step(optimizer, param)
+    assert offloads(optimizer, param) == ["state"]
+
+
+@pytest.mark.parametrize("failing", ["too little", "allocation"])
+def test_a_second_try_needs_the_memory_too(failing: str, available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    param = parameter()
+    optimizer = make(param)
+    with monkeypatch.context() as patch:
+        if failing == "too little":
+            patch.setattr(host_memory, "_available_host_bytes", lambda: SIZE - 1)
+        else:
+            patch.setattr(host_memory, "_PAGE", 1 << 60)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match=r"expected (1\.00 MiB|it for the state)"):
+                step(optimizer, param)
+            assert bool((param == 1).all())
+            assert not optimizer.state[param]
+    step(optimizer, param)
+    assert offloads(optimizer, param) == ["state"]
+
+
+def test_frozen_parameters_take_nothing(available: list[int]) -> None:
+    """Neither host memory nor budget, until they are stepped or have state."""
+    available[0] = 2 * SIZE
+    frozen, first, second = parameter(**FROZEN), parameter(), parameter()
+    optimizer = make(frozen, first, second, device_state_budget=SIZE)
+    available[0] = SIZE
+    step(optimizer, first, second)
+    assert offloads(optimizer, frozen, first, second) == [None, None, "state"]
+    assert not optimizer.state.get(frozen)
+    frozen.requires_grad_(True)
+    step(optimizer, frozen, first, second)
+    assert offloads(optimizer, frozen, first, second) == ["state", None, "state"]
+
+
+def test_frozen_parameters_with_state_are_offloaded() -> None:
+    param, frozen = parameter(), parameter(**FROZEN)
+    trained, optimizer = make(param), make(frozen)
+    step(trained, param)
+    assert offloads(optimizer, frozen) == [None]
+    optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+    assert offloads(optimizer, frozen) == ["state"]
+
+
+def test_work_grows_with_the_number_of_parameters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each param group is looked at once when the optimizer is made, and all of them once in the first step."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(40)]
+    calls: Counter[str] = Counter()
+
+    def count(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any) -> Any:
+            calls[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(shardopt.AdamW8bit, "state_spec")
+    count(StatePlaces, "_decide")
+    groups = [{"params": [p], "offload": "state" if i % 2 else None} for i, p in enumerate(params)]
+    for param in params[::3]:
+        param.requires_grad_(False)
+    optimizer = shardopt.AdamW8bit(groups)
+    trained = [param for param in params if param.requires_grad]
+    assert calls["state_spec"] <= len(params)
+    step(optimizer, *trained)
+    assert set(offloads(optimizer, *params)) == {"state", None}
+    assert calls["_decide"] == 1
+
+
+def test_budget_over_param_groups_is_checked_as_it_is_spent(available: list[int]) -> None:
+    available[0] = 2 * SIZE
+    params = [parameter() for _ in range(4)]
+    optimizer = make(params[0], device_state_budget=SIZE)
+    for param in params[1:3]:
+        optimizer.add_param_group({"params": [param]})
+    with pytest.raises(MemoryError, match=r"got 2\.00 MiB of available host memory, expected 3\.00 MiB;"):
+        optimizer.add_param_group({"params": params[3:]})
+    step(optimizer, *params[:3])
+    assert offloads(optimizer, *params[:3]) == [None, "state", "state"]
+    optimizer.add_param_group({"params": params[3:]})  # the others have theirs now
+
+
+def test_replaced_parameters_let_their_memory_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[host_memory._HostMemory] = weakref.WeakSet()
+    original = host_memory._HostMemory.__init__
+
+    def noted(self: host_memory._HostMemory, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        alive.add(self)
+
+    monkeypatch.setattr(host_memory._HostMemory, "__init__", noted)
+    param = parameter()
+    optimizer = make(param)
+    for _ in range(3):
+        optimizer.state.clear()
+        param = optimizer.param_groups[0]["params"][0] = parameter()
+        step(optimizer, param)
+        gc.collect()
+        assert offloads(optimizer, param) == ["state"]
+        assert len(alive) == 1
+
+
+def test_copies_are_waited_for_before_memory_goes() -> None:
+    class Noting(HostTransfers):
+        waits = 0
+
+        def synchronize(self) -> None:
+            Noting.waits += 1
+
+    with offload_from_cpu(1 << 20, Noting):
+        param, other = parameter(), parameter()
+        optimizer = make(param)
+        step(optimizer, param)
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"][0] = other
+        before = Noting.waits
+        assert offloads(optimizer, other) == ["state"]
+        assert Noting.waits == before + 1
+
+
+def test_replaced_parameters_let_their_budget_go() -> None:
+    """But as long as their state is there, it counts."""
+    params = [parameter() for _ in range(3)]
+    optimizer = make(params[0], device_state_budget=SIZE)
+    step(optimizer, params[0])
+    optimizer.param_groups[0]["params"][0] = params[1]
+    step(optimizer, params[1])
+    assert offloads(optimizer, *params[:2]) == [None, "state"]
+    optimizer.state.clear()
+    optimizer.param_groups[0]["params"][0] = params[2]
+    step(optimizer, params[2])
+    assert offloads(optimizer, params[2]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (3 << 29, "1.50 GiB")]
+)
+def test_sizes_are_told_in_a_fitting_unit(nbytes: int, text: str, available: list[int]) -> None:
+    available[0] = nbytes
+    with pytest.raises(MemoryError, match=f"got {text} of available host memory, expected 2.00 GiB;"):
+        host_memory.demand_memory(2 << 30, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, 0), (7, 7), ("12", 12), ("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("64KiB", 1 << 16)]
+)
+def test_sizes(size: int | str, expected: int) -> None:
+    assert bytes_of(size) == expected
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, True, "2GB", "GiB", "-1GiB", "1e3", ""])
+def test_wrong_sizes(size: Any) -> None:
+    with pytest.raises(ValueError, match="expected bytes"):
+        bytes_of(size)

@@ -1,0 +1,189 @@
+"""Options: what is refused, when they are given, misspelt, or changed by hand between steps."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import shardopt
+from helpers import everything
+from ranks.offload import offload_from_cpu
+from ranks.snapshot import assert_same
+from shardopt.optim.options import bytes_of
+from test_optimizers import advance, give_gradients, make
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"codec": ["log8"]}, "codec: got ['log8'], expected one of 'log8'"),
+    ({"codec": "log9"}, "codec: got 'log9', expected one of 'log8'"),
+    ({"block_size": 100}, "block_size: got 100, expected a power of two from 16 to 4096"),
+    ({"block_size": 8}, "block_size: got 8"),
+    ({"block_size": 8192}, "block_size: got 8192"),
+    ({"block_size": 128.0}, "block_size: got 128.0"),
+    ({"min_quantized_numel": -1}, "min_quantized_numel: got -1"),
+    ({"min_quantized_numel": True}, "min_quantized_numel: got True"),
+    ({"maximize": "no"}, "maximize: got 'no', expected True or False"),
+    ({"nonfinite": "ignore"}, "nonfinite: got 'ignore', expected 'skip', 'raise' or 'propagate'"),
+    ({"master_weight_bits": 16}, "master_weight_bits: got 16, expected None, 24 or 32"),
+    ({"master_weight_bits": 24.0}, "master_weight_bits: got 24.0, expected None, 24 or 32"),
+    ({"master_weight_bits": "24"}, "master_weight_bits: got '24', expected None, 24 or 32"),
+    ({"stochastic_rounding": 1}, "stochastic_rounding: got 1, expected True or False"),
+    ({"stochastic_rounding": True, "master_weight_bits": 24}, "got True and master_weight_bits=24, expected one of"),
+    ({"stochastic_rounding_seed": -1}, "stochastic_rounding_seed: got -1, expected a whole number"),
+    ({"stochastic_rounding_seed": True}, "stochastic_rounding_seed: got True, expected a whole number"),
+    ({"offload": "disk"}, "offload: got 'disk', expected None, 'state' or 'step'"),
+    ({"device_state_budget": "2GB"}, "device_state_budget: got '2GB', expected bytes"),
+    ({"device_state_budget": -1}, "device_state_budget: got -1, expected bytes"),
+    ({"pin_memory": 1}, "pin_memory: got 1, expected True or False"),
+    ({"differentiable": True}, "differentiable: got True"),
+    ({"amsgrad": True}, "amsgrad: got True"),
+    ({"lr": -1.0}, "lr: got -1.0, expected a number >= 0"),
+    ({"lr": float("nan")}, "lr: got nan"),
+    ({"lr": torch.tensor([1.0, 2.0])}, "lr: got a tensor of 2 elements"),
+    ({"lr": "1e-3"}, "lr: got '1e-3', expected a number >= 0"),
+    ({"betas": 0.9}, "betas: got 0.9, expected two numbers"),
+    ({"betas": (0.9,)}, "betas: got (0.9,), expected two numbers"),
+    ({"betas": (1.0, 0.9)}, r"betas[0]: got 1.0, expected a number in [0.0, 1.0)"),
+    ({"betas": (0.9, -0.1)}, r"betas[1]: got -0.1"),
+    ({"eps": -1e-8}, "eps: got -1e-08"),
+    ({"weight_decay": -0.1}, "weight_decay: got -0.1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    """In the constructor, and in a group added later."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options)
+    optimizer = make()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(3))], **options})
+    assert len(optimizer.param_groups) == 1
+    advance(optimizer, range(1))
+
+
+def test_unknown_options() -> None:
+    with pytest.raises(TypeError, match="got unknown option 'blocksize', expected some of maximize, codec"):
+        make(blocksize=64)
+
+
+@pytest.mark.parametrize(
+    "hyper", [{"nesterov": True}, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, {"momentum": -0.1}], ids=str
+)
+def test_wrong_momentum(hyper: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"(nesterov|momentum): got"):
+        shardopt.SGD([Parameter(torch.zeros(3))], **hyper)
+
+
+CHANGED: list[tuple[dict[str, Any], str]] = [
+    ({"codec": ["log8"]}, "codec: got"),
+    ({"maximize": "no"}, "maximize: got"),
+    ({"nonfinite": "ignore"}, "nonfinite: got"),
+    ({"master_weight_bits": "24"}, "master_weight_bits: got"),
+    ({"stochastic_rounding": "yes"}, "stochastic_rounding: got"),
+    ({"stochastic_rounding": True, "stochastic_rounding_seed": -5}, "stochastic_rounding_seed: got -5"),
+    ({"offload": "disk"}, "offload: got 'disk', expected None"),
+    ({"offload": "state"}, "offload: got 'state' in a param group that was stepped with None, expected the same"),
+    ({"device_state_budget": 1}, "device_state_budget: got 1 in a param group that was stepped with 0"),
+    ({"pin_memory": False}, "pin_memory: got False in a param group that was stepped with True"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CHANGED, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_wrong_options_by_hand(options: dict[str, Any], message: str) -> None:
+    """Refused by the next step, and by the one after it; nothing is changed, and what was there before steps on."""
+    optimizer, expected = make(), make()
+    advance(optimizer, range(2))
+    advance(expected, range(3))
+    before, old = everything(optimizer), {name: optimizer.param_groups[0][name] for name in options}
+    optimizer.param_groups[0].update(options)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            advance(optimizer, range(2, 3))
+        assert_same(everything(optimizer), before)
+    optimizer.param_groups[0].update(old)
+    advance(optimizer, range(2, 3))
+    assert_same(everything(optimizer), everything(expected))
+
+
+def test_options_may_be_changed_before_the_first_step() -> None:
+    optimizer = make()
+    optimizer.param_groups[0]["offload"] = "state"
+    with offload_from_cpu():
+        advance(optimizer, range(1))
+    assert optimizer.places.place(optimizer.param_groups[0]["params"][0]).offload == "state"
+
+
+@pytest.mark.parametrize("now", [None, "step"])
+def test_offload_changed_before_a_release(now: str | None) -> None:
+    """Each released parameter has tables of its own, which have not seen the old value."""
+    model = torch.nn.Linear(130, 64)
+    with offload_from_cpu():
+        optimizer = shardopt.AdamW8bit(model.parameters(), offload="state")
+        model(torch.ones(1, 130)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["offload"] = now
+        with (
+            shardopt.release_gradients(model, optimizer),
+            pytest.raises(ValueError, match=f"offload: got {now!r} in a param group that was stepped with 'state'"),
+        ):
+            model(torch.ones(1, 130)).sum().backward()
+
+
+def test_only_changed_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = make()
+    checked: list[object] = []
+    monkeypatch.setattr("shardopt.optim.stepper.check_options", checked.append)
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 0.1 * step
+        give_gradients(optimizer, step)
+        optimizer.step()
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("master_weights_bits", "master_weight_bits"),
+        ("ofload", "offload"),
+        ("blocksize", "block_size"),
+        ("weight_decays", "weight_decay"),
+        ("beta", "betas"),
+    ],
+)
+def test_misspelt_options_in_param_groups(key: str, meant: str) -> None:
+    with pytest.warns(UserWarning, match=f"got '{key}' in a param group, which is no option .*expected '{meant}'"):
+        shardopt.AdamW8bit([{"params": [Parameter(torch.zeros(3))], key: 1}])
+
+
+def test_other_keys_in_param_groups_are_let_pass() -> None:
+    """Of schedulers, of torch and of users, also those with an option's name in theirs."""
+    foreign = (
+        "name",
+        "initial_lr",
+        "max_lr",
+        "lr_scale",
+        "lr_mult",
+        "max_momentum",
+        "no_weight_decay",
+        "rank",
+        "swa_lr",
+    )
+    group = {"params": [Parameter(torch.zeros(3))], "lr": 0.1, "offload": None, **dict.fromkeys(foreign, 1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = shardopt.AdamW8bit([group])
+        shardopt.SGD8bit([{**group, "nesterov": True, "momentum": 0.9}])
+        shardopt.AdamW8bit([("weight", Parameter(torch.zeros(3)))])
+    assert optimizer.param_groups[0].keys() >= set(foreign)
+
+
+def test_sizes_in_bytes() -> None:
+    for text, nbytes in {"0": 0, "1024": 1024, "2GiB": 2 << 30, "1.5 MiB": 3 << 19, ".5KiB": 512}.items():
+        assert bytes_of(text) == nbytes
+    assert bytes_of("9" * 400) > 1 << 1024, "beyond the largest float"
