@@ -92,6 +92,7 @@ def _setups(world_size: int, places: Sequence[tuple[str, str]] = PLACES, **chang
     return found
 
 
+@pytest.mark.slow
 def test_all_combinations(deepspeed_ranks: Pool) -> None:
     deepspeed_ranks.run(2, _all, [("odd", setup) for setup in _setups(2)])
 
