@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import shardopt
 from lm.errors import UserError
 from shardopt.layout.names import parameter_names
+from shardopt.optim.memory import owner_of
 
 if TYPE_CHECKING:
     from lm.config import Config
@@ -123,7 +124,7 @@ def describe(config: Config, param_groups: Groups) -> dict[str, Any]:
 
 def state_memory(optimizer: Optimizer) -> dict[str, int]:
     """Bytes of weights and optimizer state allocated on this rank, host and device together, and elements."""
-    report = shardopt.memory_report(getattr(optimizer, "optim", optimizer))  # what a ZeroRedundancyOptimizer has here
+    report = shardopt.memory_report(owner_of(optimizer))  # what a ZeroRedundancyOptimizer has here
     kinds = ("parameters", "state", "scales", "master_weights")
     memory = {kind: getattr(report.host, kind) + getattr(report.device, kind) for kind in kinds}
     return {"numel": report.numel, **memory}

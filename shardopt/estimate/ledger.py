@@ -55,7 +55,8 @@ class Setup:
         world_size: ranks, one GPU each.
         gpus_per_node: of those ranks, on one host.
         release_gradients: whether each parameter is stepped as soon as its gradient is there.
-        waiting_gradients: with that and ``offload="step"``, steps that may be under way on the CPU.
+        waiting_gradients: with that and ``offload="step"``, steps that may be under way on the CPU. They are taken
+            to be of successive parameters; with ``overlap_forward`` larger ones may wait.
         zero_offload: what DeepSpeed moves to the host's memory, one of ``ZERO_OFFLOADS``.
         options: the optimizer's; with DeepSpeed bf16 has ``master_weight_bits`` of 24 or 32 without float32 masters,
             which it has otherwise; see :class:`shardopt.optim.options.Options`.

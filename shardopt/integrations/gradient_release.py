@@ -20,6 +20,7 @@ from shardopt.integrations.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.deferred import MOST_WAITING
+from shardopt.optim.options import is_whole
 
 
 class GradientRelease:
@@ -115,7 +116,7 @@ def release_gradients(
         kind = type(optimizer).__name__
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
-    if not isinstance(waiting_gradients, int) or isinstance(waiting_gradients, bool) or waiting_gradients < 1:
+    if not is_whole(waiting_gradients) or waiting_gradients < 1:
         raise ValueError(f"waiting_gradients: got {waiting_gradients!r}, expected at least 1, a whole number")
     _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}

@@ -92,7 +92,10 @@ class ShardedOptimizer(Optimizer, ABC):
         """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ValueError: an option or hyper-parameter is out of range, or not for a parameter's dtype.
+            ValueError: an option or hyper-parameter is out of range, not for a parameter's dtype, or other than that of
+                the other param groups where all must agree.
+            MemoryError: the host has no memory for what is to be offloaded.
+            RuntimeError: what ``offload`` says is not possible for a parameter.
         """
         completed = {**self.defaults, **param_group}
         check_options(completed)
@@ -103,7 +106,7 @@ class ShardedOptimizer(Optimizer, ABC):
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
             self.places.check(self.param_groups[-1])
-        except Exception:
+        except Exception:  # whatever it is, the optimizer stays as it was
             self.param_groups.pop()
             raise
 

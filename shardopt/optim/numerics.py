@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from numbers import Real
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -72,7 +73,7 @@ def check_numerics(optimizer: Optimizer, lr: float | None = None) -> dict[str, f
 
 
 def _check_lr(lr: float | torch.Tensor) -> float:
-    if not isinstance(lr, (int, float, torch.Tensor)) or not 0 < float(lr) < math.inf:
+    if not isinstance(lr, Real | torch.Tensor) or not 0 < float(lr) < math.inf:
         raise ValueError(
             f"lr: got {lr!r}, expected a finite number above 0; give check_numerics(lr=...), such as a schedule's "
             "largest learning rate"

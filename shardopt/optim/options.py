@@ -133,7 +133,7 @@ def check_options(group: Mapping[str, Any]) -> None:
     if not isinstance(size, int) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
         raise ValueError(f"block_size: got {size!r}, expected a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}")
     least = group["min_quantized_numel"]
-    if not _is_whole(least) or least < 0:
+    if not is_whole(least) or least < 0:
         raise ValueError(f"min_quantized_numel: got {least!r}, expected a whole number >= 0")
     if group["nonfinite"] not in ("skip", "raise", "propagate"):
         raise ValueError(f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'")
@@ -158,7 +158,7 @@ def bytes_of(size: int | str) -> int:
     Raises:
         ValueError: it is neither.
     """
-    if _is_whole(size) and size >= 0:
+    if is_whole(size) and size >= 0:
         return size
     if isinstance(size, str):
         for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
@@ -168,7 +168,8 @@ def bytes_of(size: int | str) -> int:
     raise ValueError(f"got {size!r}, expected bytes: a whole number >= 0, or a text such as '2GiB' or '512MiB'")
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number, which True and False are not meant to be."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -189,7 +190,7 @@ def _check_weight_options(group: Mapping[str, Any]) -> None:
     bits, stochastic, seed = (
         group[name] for name in ("master_weight_bits", "stochastic_rounding", "stochastic_rounding_seed")
     )
-    if bits is not None and not (_is_whole(bits) and bits in (24, 32)):
+    if bits is not None and not (is_whole(bits) and bits in (24, 32)):
         raise ValueError(f"master_weight_bits: got {bits!r}, expected None, 24 or 32")
     if not isinstance(stochastic, bool):
         raise ValueError(f"stochastic_rounding: got {stochastic!r}, expected True or False")
@@ -198,7 +199,7 @@ def _check_weight_options(group: Mapping[str, Any]) -> None:
             f"stochastic_rounding: got True and master_weight_bits={bits}, expected one of them; master weights are "
             "rounded to nearest, so leave stochastic_rounding out"
         )
-    if not _is_whole(seed) or not 0 <= seed < 2**64:
+    if not is_whole(seed) or not 0 <= seed < 2**64:
         raise ValueError(f"stochastic_rounding_seed: got {seed!r}, expected a whole number from 0 to 2**64 - 1")
 
 

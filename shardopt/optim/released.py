@@ -55,7 +55,7 @@ class ReleasedParameters:
     Args:
         optimizer: has them.
         params: those to step.
-        waiting_gradients: how many may wait for a step in another thread.
+        waiting_gradients: how many steps may be under way in another thread.
         overlaps_forward: whether :meth:`wait_for` and :meth:`end_forward` are called by forward passes, so that the
             optimizer's ``step()`` need not wait.
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,22 +42,29 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+def _run(model: nn.Module, offload: str | None, rank: int, between: Callable[[], Any] = bool) -> dict[str, Any]:
+    """All that a run ends with, and its outputs; ``between`` is called after each step and may have some, too."""
+    with offload_from_cpu(), slow_steps(0.02):
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload)
+        if offload is not None:
+            shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
+        outputs = []
+        for step in range(3):
+            outputs.append(model(batch(10 * step + rank)))
+            outputs[-1].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                found = between()
+            outputs += [found] if isinstance(found, Tensor) else []
+        optimizer.synchronize()
+    return {**{f"output {i}": x.detach().clone() for i, x in enumerate(outputs)}, **snapshot_of(model, optimizer)}
+
+
 def _compare(way: str, recompute: bool = False) -> None:
-    found = []
-    for offload in (None, "step"):
-        model = WAYS[way](Layers(recompute))
-        with offload_from_cpu(), slow_steps(0.01):
-            optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload)
-            if offload is not None:
-                shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
-            for step in range(3):
-                rank = 0 if way == "fsdp of layers" else dist.get_rank()  # where others are to agree by themselves
-                model(batch(10 * step + rank)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.synchronize()
-        found.append(snapshot_of(model, optimizer))
-    assert_same(found[1], found[0])
+    rank = 0 if way == "fsdp of layers" else dist.get_rank()  # there the ranks are to agree by themselves
+    expected, found = (_run(WAYS[way](Layers(recompute)), offload, rank) for offload in (None, "step"))
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -71,31 +78,17 @@ def test_recomputed_activations(ranks: Pool) -> None:
 
 def _gathered(between: str) -> None:
     """Reads that are no forward pass of the model: what FSDP2 gathers is of after the step."""
-    found = []
+    runs = []
     for offload in (None, "step"):
-        model = _fsdp(Layers())
+        model: Any = _fsdp(Layers())
         register_fsdp_forward_method(model, "embedded")
-        with offload_from_cpu(), slow_steps(0.02):
-            optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload)
-            if offload is not None:
-                shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
-            outputs = []
-            for step in range(3):
-                output = model(batch(step))
-                outputs.append(output.detach().clone())
-                output.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    if between == "a method":
-                        outputs.append(model.embedded(batch(9)).clone())
-                    elif between == "a layer":
-                        model.layers[1].unshard()
-                    else:
-                        model.unshard(async_op=True)
-            optimizer.synchronize()
-        found.append({**{f"output {i}": x for i, x in enumerate(outputs)}, **snapshot_of(model, optimizer)})
-    assert_same(found[1], found[0])
+        reads = {
+            "a method": lambda model=model: model.embedded(batch(9)).clone(),
+            "a layer": model.layers[1].unshard,
+            "the model": lambda model=model: model.unshard(async_op=True),
+        }
+        runs.append(_run(model, offload, 0, reads[between]))
+    assert_same(runs[1], runs[0])
 
 
 @pytest.mark.parametrize("between", ["a method", "a layer", "the model"])
