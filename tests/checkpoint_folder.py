@@ -13,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, load_index
+from shardopt.checkpoint.replicas import ReplicaPlanner
 from shardopt.checkpoint.storage import PortableReader, PortableWriter, plain_errors, read_header
 
 #: Places to cut the dimensions of a tensor at.
@@ -47,7 +49,7 @@ def cut(tensor: Tensor, cuts: Cuts) -> Chunks:
 def save(path: Path, tensors: dict[str, Any], header: dict[str, Any] | None = None) -> None:
     writer = PortableWriter(path, {} if header is None else header)
     with plain_errors(writer.discard):
-        dcp.save(tensors, storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+        dcp.save(tensors, storage_writer=writer, planner=ReplicaPlanner(), no_dist=True)
 
 
 def load(path: Path, tensors: dict[str, Any]) -> None:
@@ -75,7 +77,7 @@ def assert_holds(path: Path, seed: int = 0) -> None:
 def assert_only(path: Path, seed: int = 0) -> None:
     """It can, and nothing else is in the folder."""
     assert_holds(path, seed)
-    assert sorted(os.listdir(path)) == sorted([*load_index(path).files, INDEX_NAME])
+    assert sorted(os.listdir(path)) == sorted([*load_index(path).files, INDEX_NAME, LOCK_NAME])
 
 
 def the_data_file(path: Path) -> Path:

@@ -188,7 +188,10 @@ def test_bytes_stay_until_the_next_are_asked_for(tmp_path: Path, monkeypatch: py
     tensors = saved(tmp_path)
     chunks = read_index(tmp_path)["first"].chunks
     assert len(chunks) == 8
-    with data_file.read_chunks(the_data_file(tmp_path), reversed(chunks)) as found:
+    with (
+        data_file.opened([the_data_file(tmp_path)]) as files,
+        data_file.read_chunks(next(files), reversed(chunks)) as found,
+    ):
         for (chunk, data), row in zip(found, tensors["first"], strict=True):
             time.sleep(0.002)  # time for those that read ahead
             assert (chunk.shape, bits(data)) == ((1, 16), bits(row))

@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.index import StoredChunk
+from shardopt.checkpoint.interrupts import interruption_point
 from shardopt.checkpoint.pipeline import computed_ahead
 
 _MAX_BYTES = 1 << 23  # of a piece, which is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
+_MOST_OPEN = 256  # files
 
 _Piece = tuple[Callable[[], Tensor], tuple[slice, ...], StoredChunk]
 
@@ -70,16 +73,55 @@ class DataFileWriter:
         """
         with removed_on_failure(self._path, self._end), self._path.open("xb", buffering=0) as file:
             # Written by one thread: several would wait for each other at the file.
-            jobs = (partial(_with_checksum, chunk, _bytes_of(data()[part])) for data, part, chunk in self._pieces)
-            with computed_ahead(jobs) as checked:
+            with computed_ahead(self._jobs()) as checked:
                 stored = [_write_chunk(file.fileno(), chunk, data) for chunk, data in checked]
             os.fsync(file.fileno())
             sync_folder(self._path.parent)
         return stored
 
+    def _jobs(self) -> Iterator[Callable[[], tuple[StoredChunk, memoryview]]]:
+        for data, part, chunk in self._pieces:
+            interruption_point()
+            yield partial(_with_checksum, chunk, _bytes_of(data()[part]))
+
+
+class OpenFile(NamedTuple):
+    """A data file to be read from."""
+
+    path: Path
+    descriptor: int
+
 
 @contextmanager
-def read_chunks(path: Path, chunks: Iterable[StoredChunk]) -> Iterator[Iterator[tuple[StoredChunk, Tensor]]]:
+def opened(paths: Sequence[Path]) -> Iterator[Iterator[OpenFile]]:
+    """Data files, open for reading, in order.
+
+    Up to 256 are opened at once: another save that removes them cannot take them away then. The others are opened one
+    by one.
+
+    Raises:
+        CheckpointError: the system refused.
+    """
+    descriptors: dict[Path, int] = {}
+
+    def in_turn() -> Iterator[OpenFile]:
+        for path in paths:
+            if path not in descriptors:
+                descriptors[path] = _open(path)
+            yield OpenFile(path, descriptors[path])
+            os.close(descriptors.pop(path))
+
+    try:
+        for path in paths[:_MOST_OPEN]:
+            descriptors[path] = _open(path)
+        yield in_turn()
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+@contextmanager
+def read_chunks(file: OpenFile, chunks: Iterable[StoredChunk]) -> Iterator[Iterator[tuple[StoredChunk, Tensor]]]:
     """Chunks of a data file with their bytes (uint8), verified, in the order of the file.
 
     The bytes stay there until the next chunk is asked for.
@@ -91,17 +133,18 @@ def read_chunks(path: Path, chunks: Iterable[StoredChunk]) -> Iterator[Iterator[
     longest = max((chunk.bytes for chunk in in_order), default=0)
     free: list[Tensor] = []
 
-    def jobs(file: int) -> Iterator[Callable[[], Tensor]]:
+    def jobs() -> Iterator[Callable[[], Tensor]]:
         for chunk in in_order:
+            interruption_point()
             buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8)
-            yield partial(_read_chunk, file, path, chunk, buffer)
+            yield partial(_read_chunk, file, chunk, buffer)
 
     def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[StoredChunk, Tensor]]:
         for chunk, buffer in zip(in_order, buffers, strict=True):
             yield chunk, buffer[: chunk.bytes]
             free.append(buffer)
 
-    with path.open("rb", buffering=0) as opened, computed_ahead(jobs(opened.fileno())) as buffers:
+    with computed_ahead(jobs()) as buffers:
         yield verified(buffers)
 
 
@@ -133,6 +176,21 @@ def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
 def rectangle(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     """The index of a rectangle in a tensor."""
     return tuple(slice(offset, offset + extent) for offset, extent in zip(offsets, shape, strict=True))
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those around it, such that they outlast a crash.
+
+    Raises:
+        CheckpointError: the system refused.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot make this folder: {error}; choose another path") from error
+    for path in missing:
+        sync_folder(path.parent)
 
 
 @contextmanager
@@ -204,13 +262,21 @@ def _write_chunk(file: int, chunk: StoredChunk, data: memoryview) -> StoredChunk
     return chunk
 
 
-def _read_chunk(file: int, path: Path, chunk: StoredChunk, buffer: Tensor) -> Tensor:
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error}; load another checkpoint") from error
+
+
+def _read_chunk(file: OpenFile, chunk: StoredChunk, buffer: Tensor) -> Tensor:
     """Reads a chunk into the buffer and verifies it."""
+    path = file.path
     data = buffer.numpy().data[: chunk.bytes]
     filled = 0
     while filled < chunk.bytes:
         try:
-            count = os.preadv(file, [data[filled:]], chunk.position + filled)
+            count = os.preadv(file.descriptor, [data[filled:]], chunk.position + filled)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
         if count == 0:

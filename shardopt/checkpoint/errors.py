@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 
@@ -12,29 +13,43 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded."""
 
 
+class ReplacedError(CheckpointError):
+    """Another process saved into the folder while a checkpoint was loaded from it; loading again may go well."""
+
+
 @contextmanager
 def plain_errors(on_failure: Callable[[], None] | None = None) -> Iterator[None]:
-    """Turns what torch.distributed.checkpoint raises on every rank, when some fail, into a CheckpointError.
+    """Turns what torch.distributed.checkpoint raises on every rank, when some fail, into one error of this package.
 
-    It says what each failed rank said; the original, with the ranks' tracebacks, is its cause.
+    The error says what each failed rank said; the original, with the ranks' tracebacks, is its cause. On a rank that
+    was interrupted, the interruption (such as KeyboardInterrupt) is raised instead.
 
     Args:
-        on_failure: called first, such as :meth:`PortableWriter.discard`.
+        on_failure: called first after any error, such as :meth:`PortableWriter.discard`.
 
     Raises:
-        CheckpointError: some ranks failed.
+        ReplacedError: all ranks that failed raised it.
+        CheckpointError: some ranks failed otherwise.
     """
     try:
         yield
-    except CheckpointException as error:
+    except BaseException as error:
         if on_failure is not None:
             on_failure()
-        failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-        if not all(isinstance(failure, Exception) for failure in failures.values()):
-            raise  # somebody wants to stop
-        ranks: dict[str, list[int]] = {}
-        for rank, failure in failures.items():
-            kind = "" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: "
-            ranks.setdefault(f"{kind}{failure}", []).append(rank)
-        lines = [f"rank {', '.join(map(str, of))}: {message}" for message, of in ranks.items()]
-        raise CheckpointError("\n".join(lines)) from error
+        if isinstance(error, CheckpointException):
+            raise _plain(error) from error
+        raise
+
+
+def _plain(error: CheckpointException) -> BaseException:
+    failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+    here = failures.get(dist.get_rank() if dist.is_initialized() else 0)
+    if here is not None and not isinstance(here, Exception):
+        return here
+    ranks: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        kind = "" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: "
+        ranks.setdefault(f"{kind}{failure}", []).append(rank)
+    lines = [f"rank {', '.join(map(str, of))}: {message}" for message, of in ranks.items()]
+    replaced = all(isinstance(failure, ReplacedError) for failure in failures.values())
+    return (ReplacedError if replaced else CheckpointError)("\n".join(lines))

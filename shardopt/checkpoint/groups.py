@@ -27,6 +27,40 @@ def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
     return {"parameters": list(names), "options": {k: v for k, v in options.items() if v is not _UNKNOWN}}
 
 
+def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
+    """The param groups of ranks that may have different parameters, as pipeline stages do.
+
+    Groups with the same options become one; a parameter's options must be the same on all ranks.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    found: list[dict[str, Any]] = []
+    for rank, groups in enumerate(of_ranks):
+        for index, group in enumerate(groups):
+            candidates = [*found[index : index + 1], *found] if rank else []
+            same = next((known for known in candidates if _learned(known) == _learned(group)), None)
+            names = dict.fromkeys(group["parameters"])
+            if same is None:
+                found.append({**group, "parameters": names})
+            else:
+                same["parameters"] |= names
+    seen: set[str] = set()
+    for group in found:
+        twice = seen & group["parameters"].keys()
+        if twice:
+            raise CheckpointError(
+                f"got {min(twice)} with different options on different ranks, expected the same hyper-parameters for a "
+                "parameter everywhere; set them alike on all ranks"
+            )
+        seen |= group["parameters"].keys()
+    return [{**group, "parameters": list(group["parameters"])} for group in found]
+
+
+def _learned(group: SavedGroup) -> dict[str, Any]:
+    return {key: value for key, value in group["options"].items() if key not in _OF_THE_RUN}
+
+
 def saved_options(saved: Sequence[SavedGroup], names: Sequence[str], index: int) -> dict[str, Any]:
     """The options that the parameters of a param group were saved with.
 

@@ -11,28 +11,41 @@ It is JSON, for anything to read::
     "crc32": "0123abcd"}
 
 ``files`` has the length of each data file in bytes. The last line is the CRC-32 of all that stands before it. The bytes
-of a chunk are its elements in row-major order, little-endian.
+of a chunk are its elements in row-major order, little-endian. The chunks of a tensor cover each of its elements once;
+no two chunks share bytes. ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name)
+and ``param_groups``, a list of ``{"parameters": [names], "options": {...}}``.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import stat
 import zlib
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.errors import CheckpointError, ReplacedError
+from shardopt.checkpoint.rectangles import fill
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
 FORMAT_VERSION = 1
+
+_MAX_DIMS = 64  # of a torch.Tensor
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and not name.startswith("q")  # quantized tensors have more than their elements
+}
 
 _DATA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]+\.bin")
 _UNFINISHED_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.[0-9a-f]{16}")
@@ -59,11 +72,16 @@ class StoredTensor(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The content of ``checkpoint.json``."""
+    """The content of ``checkpoint.json``.
+
+    ``crc32`` is its last line's; 0 where it was not read from a file. Another checkpoint in the folder has another one:
+    names of data files are random.
+    """
 
     header: dict[str, Any]
     files: dict[str, int]
     tensors: dict[str, StoredTensor]
+    crc32: int = 0
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -92,22 +110,46 @@ def load_index(folder: Path) -> Index:
     """
     path = folder / INDEX_NAME
     try:
-        text = path.read_bytes()
+        text = _read_file(path)
     except OSError as error:
         raise CheckpointError(_why_unreadable(path, error)) from error
-    content = _verified(path, text)
+    content, crc32 = _verified(path, text)
     version = content.get("format_version")
-    if version != FORMAT_VERSION:
+    if version != FORMAT_VERSION or type(version) is not int:
         raise CheckpointError(
-            f"{path}: got format version {version}, expected {FORMAT_VERSION}; install the version of shardopt that "
-            "saved this checkpoint, or a newer one"
+            f"{path}: got format version {str(version)[:20]}, expected {FORMAT_VERSION}; install the version of "
+            "shardopt that saved this checkpoint, or a newer one"
         )
     try:
-        files = dict(content["files"])
-        tensors = {name: _tensor(stored, files) for name, stored in content["tensors"].items()}
-        return Index(content["header"], files, tensors)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: got content that no version of shardopt writes: {error!r}") from error
+        files = {name: _size(length, name) for name, length in _mapping(content, "files").items()}
+        for name in files:
+            _demand(_DATA_FILE.fullmatch(name), f"data file {name[:40]!r}")
+        tensors = {name: _tensor(name, stored) for name, stored in _mapping(content, "tensors").items()}
+        _check_bytes(tensors, files)
+        return Index(_checked_header(content), files, tensors, crc32)
+    except _InvalidError as error:
+        raise _unknown_content(path, str(error)) from None
+
+
+@contextmanager
+def noticing_replacement(folder: Path, index: Index) -> Iterator[None]:
+    """Finds out whether data cannot be read because another save removed them.
+
+    Raises:
+        ReplacedError: so it is.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        try:
+            replaced = load_index(folder).crc32 != index.crc32
+        except CheckpointError:
+            replaced = False
+        if replaced:
+            raise ReplacedError(
+                f"{folder}: another checkpoint was saved there while this one was loaded; load again"
+            ) from error
+        raise
 
 
 def dump_index(index: Index) -> bytes:
@@ -134,19 +176,29 @@ def remove_strays(folder: Path, keep: Collection[str]) -> None:
                 path.unlink()
 
 
-def _verified(path: Path, text: bytes) -> dict[str, Any]:
-    """The JSON of an index of ours that has not changed since it was written."""
+def _verified(path: Path, text: bytes) -> tuple[dict[str, Any], int]:
+    """The JSON of an index of ours that has not changed since it was written, and its checksum."""
     last_line = _LAST_LINE.search(text)
     if last_line is not None and zlib.crc32(text[: last_line.start()]) == int(last_line[1], 16):
-        content = json.loads(text)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _unknown_content(path, type(error).__name__) from None
         if isinstance(content, dict) and content.get("format") == FORMAT:
-            return content
+            return content, int(last_line[1], 16)
     elif last_line is not None or FORMAT.encode() in text[:32]:
         raise CheckpointError(
             f"{path}: its content does not have the checksum in it, so it was damaged after it was saved; load another "
             "checkpoint"
         )
     raise CheckpointError(f"{path}: got a file of another kind, expected the index of a checkpoint of shardopt")
+
+
+def _read_file(path: Path) -> bytes:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file.read()
 
 
 def _why_unreadable(path: Path, error: OSError) -> str:
@@ -165,18 +217,83 @@ def _plain(tensor: StoredTensor) -> dict[str, Any]:
     return {"dtype": dtype, "shape": tensor.shape, "chunks": [chunk._asdict() for chunk in tensor.chunks]}
 
 
-def _tensor(stored: Mapping[str, Any], files: Mapping[str, int]) -> StoredTensor:
-    dtype = getattr(torch, stored["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {dtype}")
-    shape = tuple(stored["shape"])
-    chunks = []
-    for fields in stored["chunks"]:
-        chunk = StoredChunk(**fields)._replace(offsets=tuple(fields["offsets"]), shape=tuple(fields["shape"]))
-        inside = chunk.position + chunk.bytes <= files[chunk.file] and _DATA_FILE.fullmatch(chunk.file)
-        if not inside or chunk.bytes != math.prod(chunk.shape) * dtype.itemsize:
-            raise ValueError(f"chunk {chunk}")
-        chunks.append(chunk)
-    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"chunks that do not fill {shape}")
+def _unknown_content(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: got content that no version of shardopt writes: {what}; load another checkpoint")
+
+
+class _InvalidError(Exception):
+    """The index says something that cannot be."""
+
+
+def _demand(holds: object, what: str) -> None:
+    if not holds:
+        raise _InvalidError(what)
+
+
+def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = parent.get(key)
+    _demand(isinstance(value, dict), f"{key} that is no object")
+    return value  # type: ignore[return-value]
+
+
+def _size(value: object, of: str) -> int:
+    """A whole number that a tensor or a file can have as a size."""
+    is_size = type(value) is int and 0 <= value < 2**63
+    _demand(is_size, f"a size of {of[:80]} that is no whole number from 0 to 2**63 - 1")
+    return value  # type: ignore[return-value]
+
+
+def _sizes(value: object, of: str) -> tuple[int, ...]:
+    _demand(isinstance(value, list) and len(value) <= _MAX_DIMS, f"sizes of {of[:80]} that are no short list")
+    return tuple(_size(each, of) for each in value)  # type: ignore[attr-defined]
+
+
+def _tensor(name: str, stored: Any) -> StoredTensor:
+    _demand(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"tensor {name[:80]}")
+    dtype = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
+    _demand(dtype is not None, f"a dtype of {name[:80]}")
+    assert dtype is not None
+    shape = _sizes(stored["shape"], name)
+    _demand(math.prod(max(extent, 1) for extent in shape) < 2**63, f"a shape of {name[:80]}")
+    _demand(isinstance(stored["chunks"], list), f"chunks of {name[:80]}")
+    chunks = [_chunk(name, fields, dtype.itemsize) for fields in stored["chunks"]]
+    _demand(fill(shape, [(c.offsets, c.shape) for c in chunks]), f"chunks that do not fill {name[:80]} {shape}")
     return StoredTensor(dtype, shape, chunks)
+
+
+def _chunk(name: str, fields: Any, itemsize: int) -> StoredChunk:
+    _demand(isinstance(fields, dict) and fields.keys() == set(StoredChunk._fields), f"a chunk of {name[:80]}")
+    _demand(isinstance(fields["file"], str), f"a chunk of {name[:80]}")
+    offsets, shape = _sizes(fields["offsets"], name), _sizes(fields["shape"], name)
+    numbers = [_size(fields[key], name) for key in ("position", "bytes", "crc32")]
+    _demand(numbers[1] == math.prod(shape) * itemsize, f"a chunk of {name[:80]} of {numbers[1]} bytes")
+    return StoredChunk(offsets, shape, fields["file"], *numbers)
+
+
+def _check_bytes(tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> None:
+    """Checks that chunks lie within their files and share no bytes."""
+    of_file: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
+    for name, stored in tensors.items():
+        for chunk in stored.chunks:
+            _demand(chunk.file in files, f"a chunk of {name[:80]} in a file that is not listed")
+            if chunk.bytes:
+                of_file[chunk.file].append((chunk.position, chunk.position + chunk.bytes))
+    for file, ranges in of_file.items():
+        ranges.sort()
+        _demand(not ranges or ranges[-1][1] <= files[file], f"chunks beyond the end of {file}")
+        _demand(all(end <= begin for (_, end), (begin, _) in pairwise(ranges)), f"chunks of {file} that overlap")
+
+
+def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
+    header = _mapping(content, "header")
+    _demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
+    if "param_groups" in header:
+        _demand(isinstance(header.get("optimizer"), str), "a header whose optimizer is no text")
+        _demand(isinstance(header["param_groups"], list), "param_groups that are no list")
+        for group in header["param_groups"]:
+            _demand(isinstance(group, dict), "a param group that is no object")
+            _mapping(group, "options")
+            names: Sequence[Any] = group.get("parameters", ())
+            is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+            _demand(is_list, "a param group whose parameters are no names")
+    return header

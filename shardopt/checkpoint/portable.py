@@ -11,21 +11,27 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
-from shardopt.checkpoint.contents import Content, Owner, contents_of, model_chunks, optimizer_chunks
-from shardopt.checkpoint.errors import plain_errors
+from shardopt.checkpoint.contents import Content, Owner, contents_of, model_chunks, model_key, optimizer_chunks
+from shardopt.checkpoint.errors import ReplacedError, plain_errors
 from shardopt.checkpoint.groups import describe
-from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.checkpoint.index import load_index
+from shardopt.checkpoint.interrupts import deferred_interrupts, interruption_point
+from shardopt.checkpoint.pieces import buffers_of
+from shardopt.checkpoint.ranks import gathered, on_every_rank
+from shardopt.checkpoint.replicas import ReplicaPlanner
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
 from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
@@ -59,11 +65,11 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         CheckpointError: it could not be saved. Nothing was changed, on any rank.
         TypeError: ``extra`` has something else in it, or the optimizer is not shardopt's.
     """
-    tensors, writer = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
-    with plain_errors(writer.discard), _no_warning_of_one_process():
-        state_dict_saver.save(
-            tensors, storage_writer=writer, planner=_save_planner(), no_dist=not dist.is_initialized()
-        )
+    with deferred_interrupts():
+        tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
+        interruption_point()
+        with plain_errors(writer.discard), _no_warning_of_one_process():
+            state_dict_saver.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
 
 
 def async_save(
@@ -83,27 +89,28 @@ def async_save(
     Returns:
         Done when the checkpoint is complete. Its ``result()`` raises what :func:`save` would.
     """
-    tensors, writer = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
-    saving = state_dict_saver.async_save(
-        tensors,
-        storage_writer=writer,
-        planner=_save_planner(),
-        process_group=_group_of_saves(),
-        no_dist=not dist.is_initialized(),
-    )
-    done: Future[None] = Future()
-
-    def finish(saved: Future[Any]) -> None:
-        try:
-            with plain_errors(writer.discard):
-                saved.result()
-        except BaseException as error:  # it is the waiting thread's to handle
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    saving.add_done_callback(finish)  # type: ignore[union-attr]
+    with deferred_interrupts():
+        tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
+        saving = state_dict_saver.async_save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=_group_of_saves(),
+            no_dist=not dist.is_initialized(),
+        )
+        done: Future[None] = Future()
+        saving.add_done_callback(partial(_finish, writer, done))  # type: ignore[union-attr]
     return done
+
+
+def _finish(writer: PortableWriter, done: Future[None], saved: Future[Any]) -> None:
+    try:
+        with plain_errors(writer.discard):
+            saved.result()
+    except BaseException as error:  # it is the waiting thread's to handle
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def load(
@@ -129,20 +136,42 @@ def load(
             Nothing was changed, on any rank.
         TypeError: the optimizer is not shardopt's.
     """
-    with _opened(model, optimizer) as (bare, own):
-        restoration = on_every_rank(lambda: Restoration(path, bare, own, convert=convert))
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with plain_errors(), _no_warning_of_one_process():
-            state_dict_loader.load(
-                restoration.tensors,
-                storage_reader=PortableReader(path),
-                planner=planner,
-                no_dist=not dist.is_initialized(),
-            )
-        on_every_rank(restoration.convert)
-        restoration.commit()
+    with deferred_interrupts():
+        loaded = _load_unreplaced(path, model, optimizer, convert)
     if is_engine(model):
         refresh(model)
+    return loaded
+
+
+def _load_unreplaced(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
+    """Loads, and begins again where another process replaces the checkpoint meanwhile."""
+    for _ in range(_TRIES - 1):
+        with suppress(ReplacedError), _opened(model, optimizer) as (bare, own):
+            return _load(path, bare, own, convert)
+    with _opened(model, optimizer) as (bare, own):
+        return _load(path, bare, own, convert)
+
+
+def _load(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
+    index = on_every_rank(lambda: load_index(Path(path)))
+    if len(set(gathered(index.crc32))) > 1:
+        raise ReplacedError(
+            f"{path}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
+            "and does nobody save into it?"
+        )
+    restoration = on_every_rank(lambda: Restoration(path, index, model, optimizer))
+    claimed = gathered(restoration.claimed)
+    on_every_rank(lambda: restoration.plan(claimed, convert=convert))
+    interruption_point()
+    with plain_errors(), _no_warning_of_one_process():
+        state_dict_loader.load(
+            restoration.tensors,
+            storage_reader=PortableReader(path, index),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=not dist.is_initialized(),
+        )
+    on_every_rank(restoration.convert)
+    restoration.commit()
     return Loaded(restoration.extra, restoration.converted)
 
 
@@ -157,6 +186,9 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
     with opened(model) as (bare, own):
         yield bare, own
 
+
+#: So often is a load begun that other saves overtake.
+_TRIES = 10
 
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
@@ -181,21 +213,17 @@ def _no_warning_of_one_process() -> Iterator[None]:
         yield
 
 
-def _save_planner() -> DefaultSavePlanner:
-    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-
 def _to_save(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
-) -> tuple[dict[str, Any], PortableWriter]:
-    """The tensors to be saved, and where to."""
+) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
+    """The tensors to be saved, where to, and by what plan."""
     with _opened(model, optimizer) as (bare, own):
         return _described(path, bare, own, extra)
 
 
 def _described(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
-) -> tuple[dict[str, Any], PortableWriter]:
+) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
     owner = None if optimizer is None else Owner.of(optimizer)
     contents = contents_of(model, owner)
     tensors: dict[str, Any] = model_chunks(model, contents)
@@ -210,7 +238,8 @@ def _described(
         if isinstance(value, Tensor):
             whole = value.detach()
             tensors[f"extra.{key}"] = Chunks(whole.shape, whole.dtype, [Chunk((0,) * whole.dim(), whole)])
-    return tensors, PortableWriter(path, header)
+    buffers = {model_key(piece.name) for piece in buffers_of(model)}
+    return tensors, PortableWriter(path, header), ReplicaPlanner(buffers)
 
 
 def _names_in(contents: Sequence[Content], group: int) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 
 T = TypeVar("T")
 
@@ -16,6 +16,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
     """Calls a function on every rank, and raises on all of them if it raised on any.
 
     Raises:
+        ReplacedError: all ranks on which it raised raised this.
         CheckpointError: it raised on another rank. On this one, what it raised is raised.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -25,12 +26,22 @@ def on_every_rank(work: Callable[[], T]) -> T:
         result = work()
     except Exception as raised:  # whatever it is, the other ranks must not wait for this one
         error = raised
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    messages = gathered(None if error is None else f"{type(error).__name__}: {error}")
+    replaced = gathered(isinstance(error, ReplacedError)) if any(messages) else []
+    kind = ReplacedError if messages.count(None) + replaced.count(True) == len(messages) else CheckpointError
     if error is not None:
-        raise error
-    failed = {rank: message for rank, message in enumerate(errors) if message is not None}
+        raise kind(str(error)) if isinstance(error, ReplacedError) else error
+    failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
         rank, message = next(iter(failed.items()))
-        raise CheckpointError(f"got an error on rank {rank} and {len(failed) - 1} others, nothing was done: {message}")
+        raise kind(f"got an error on rank {rank} and {len(failed) - 1} others, nothing was done: {message}")
     return result
+
+
+def gathered(value: T) -> list[T]:
+    """The value of each rank. All ranks must call this."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

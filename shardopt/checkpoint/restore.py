@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -14,9 +15,10 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.contents import Content, Owner, contents_of, fresh_state, model_key, state_key
+from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import SavedGroup, apply, merged, saved_options
-from shardopt.checkpoint.index import load_index
+from shardopt.checkpoint.index import Index, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
@@ -69,29 +71,48 @@ class _Target(NamedTuple):
 class Restoration:
     """A checkpoint on its way into a model and an optimizer.
 
-    To be read are :attr:`tensors`; then :meth:`convert` is called. Nothing is changed before :meth:`commit`.
+    First comes :meth:`plan`. To be read are then :attr:`tensors`; then :meth:`convert` is called. Nothing is changed
+    before :meth:`commit`.
 
     Args:
         path: the checkpoint.
+        index: of the checkpoint.
         model: the model.
         optimizer: its optimizer, if it is to be loaded.
-        convert: whether the state may be converted.
 
     Raises:
-        CheckpointError: the checkpoint is not one of this model and optimizer.
+        CheckpointError: data files are not there, or the optimizer is not the model's.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, *, convert: bool
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], index: Index, model: Module, optimizer: Optimizer | None) -> None:
         self._path = Path(path)
-        self._index = load_index(self._path)
+        self._index = index
+        if "extra" not in index.header:
+            raise CheckpointError(f"{path}: got a checkpoint that shardopt.checkpoint.save did not write, expected one")
         self._owner = None if optimizer is None else Owner.of(optimizer)
-        contents = contents_of(model, self._owner)
+        self._contents = contents_of(model, self._owner)
         self._buffers = [
             (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype)) for piece in buffers_of(model)
         ]
-        self._check_model([content.piece for content in contents] + [piece for piece, _ in self._buffers])
+
+    @property
+    def claimed(self) -> bytes:
+        """A bit for each tensor of a model in the checkpoint: whether the model has it on this rank."""
+        own = {model_key(piece.name) for piece in self._pieces}
+        return np.packbits([name in own for name in self._saved_names]).tobytes()
+
+    def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
+        """Decides what is read, and what becomes of it.
+
+        Args:
+            claimed: what :attr:`claimed` is on each rank.
+            convert: whether the state may be converted.
+
+        Raises:
+            CheckpointError: the checkpoint is not one of this model and optimizer.
+        """
+        self._check_model(claimed)
+        contents = self._contents
         self._options, saved_groups = self._merged_options(contents)
         self._owned = [p for g in self._owner.sharded.param_groups for p in g["params"]] if self._owner else []
         self._owned_ids = {id(param) for param in self._owned}
@@ -108,10 +129,12 @@ class Restoration:
                 f"{self._path}: got {what} for {name} and {len(self.converted) - 1} other parameters, expected the "
                 "optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
+        extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
+        files = {chunk.file: self._index.files[chunk.file] for stored in extra.values() for chunk in stored.chunks}
+        with noticing_replacement(self._path, self._index):
+            check_lengths(self._path, files)  # no memory for tensors whose bytes are not there
         self._extra_tensors = {
-            name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype)
-            for name, stored in self._index.tensors.items()
-            if name.startswith("extra.")
+            name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype) for name, stored in extra.items()
         }
 
     @property
@@ -169,11 +192,22 @@ class Restoration:
                 apply(group, options)
         self._put_states(self._owner)
 
-    def _check_model(self, pieces: Sequence[Piece]) -> None:
-        """Checks that the checkpoint has the tensors of the model and no others."""
-        own = {model_key(piece.name): piece.shard.global_shape for piece in pieces}
-        saved = {name: stored.shape for name, stored in self._index.tensors.items() if name.startswith("model.")}
-        missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    @property
+    def _pieces(self) -> list[Piece]:
+        return [*(content.piece for content in self._contents), *(piece for piece, _ in self._buffers)]
+
+    @property
+    def _saved_names(self) -> list[str]:
+        return [name for name in self._index.tensors if name.startswith("model.")]
+
+    def _check_model(self, claimed: Sequence[bytes]) -> None:
+        """Checks that the checkpoint has the tensors of the model, and no others than the model has on some rank."""
+        own = {model_key(piece.name): piece.shard.global_shape for piece in self._pieces}
+        saved = {name: self._index.tensors[name].shape for name in self._saved_names}
+        bits = np.bitwise_or.reduce([np.frombuffer(of_rank, dtype=np.uint8) for of_rank in claimed])
+        wanted = np.unpackbits(bits, count=len(saved))
+        missing = sorted(own.keys() - saved.keys())
+        unexpected = sorted(name for name, is_wanted in zip(saved, wanted, strict=True) if not is_wanted)
         other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
         if missing or unexpected or other:
             raise CheckpointError(

@@ -3,24 +3,25 @@
 DCP's own unpickles its metadata, notices no damage, and destroys the previous checkpoint of a folder before the new one
 is complete. Here a checkpoint is a folder of data files and ``checkpoint.json`` (:mod:`shardopt.checkpoint.index`),
 which is put in place by one rename once all data are on the disk. What was there until then stays loadable, whatever
-happens. Everything that is read was verified by its checksum. The folder must be one that all ranks see.
+happens. Everything that is read was verified by its checksum. The folder must be one that all ranks see. One save at a
+time goes on in it: the coordinating rank holds ``checkpoint.lock`` (:mod:`shardopt.checkpoint.folder_lock`).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import secrets
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -48,12 +49,16 @@ from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.data_file import (
     DataFileWriter,
     check_lengths,
+    make_folder,
+    opened,
     read_chunks,
     rectangle,
     removed_on_failure,
     sync_folder,
 )
 from shardopt.checkpoint.errors import CheckpointError, plain_errors
+from shardopt.checkpoint.folder_lock import FolderLock
+from shardopt.checkpoint.groups import union
 from shardopt.checkpoint.index import (
     INDEX_NAME,
     Index,
@@ -61,10 +66,13 @@ from shardopt.checkpoint.index import (
     StoredTensor,
     dump_index,
     load_index,
+    noticing_replacement,
     read_header,
     read_index,
     remove_strays,
 )
+from shardopt.checkpoint.rectangles import Rectangle, fill
+from shardopt.checkpoint.replicas import Digests, ReplicaPlanner, check_digests
 
 __all__ = [
     "CheckpointError",
@@ -83,7 +91,7 @@ class PortableWriter(StorageWriter, AsyncStager):
 
     Args:
         path: the folder; made if there is none. A checkpoint in it is replaced.
-        header: what JSON can hold, given on every rank; that of the first one is saved.
+        header: what JSON can hold, given on every rank. The first rank's is saved, with the ``param_groups`` of all.
 
     Raises:
         TypeError: JSON cannot hold the header.
@@ -95,10 +103,12 @@ class PortableWriter(StorageWriter, AsyncStager):
         self._header: dict[str, Any] = json.loads(json.dumps(header))
         self._token = ""
         self._data_file: Path | None = None
+        self._lock = FolderLock(self._folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
+            self._lock = FolderLock(self._folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._data_file = None
@@ -112,14 +122,16 @@ class PortableWriter(StorageWriter, AsyncStager):
                     f"got {item.index.fqn}, which is no tensor, expected tensors only; put what JSON can hold into the "
                     "header"
                 )
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{self._folder}: cannot make this folder: {error}; choose another path") from error
-        return plan
+        make_folder(self._folder)
+        groups = json.dumps(self._header.get("param_groups", [])).encode()
+        return replace(plan, storage_data=zlib.compress(groups))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         _check_filled(itertools.chain.from_iterable(plan.items for plan in plans))
+        if "param_groups" in self._header:
+            of_ranks = dict.fromkeys(plan.storage_data for plan in plans)  # mostly one for all
+            self._header["param_groups"] = union([json.loads(zlib.decompress(groups)) for groups in of_ranks])
+        self._lock.acquire()
         in_use = self._files_in_use()
         if in_use is not None:
             remove_strays(self._folder, in_use)  # a save that died for want of space left it occupied
@@ -127,14 +139,18 @@ class PortableWriter(StorageWriter, AsyncStager):
         return [replace(plan, storage_data=f"{self._token}-{rank}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        digests = planner.digests() if isinstance(planner, ReplicaPlanner) else {}
+        results: list[Any] = self._write(plan, planner) if plan.items else []
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan, planner) if plan.items else [])
+        done.set_result([_Results(results, digests)])  # type: ignore[list-item]  # DCP hands it to finish() as it is
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        of_ranks = cast("list[_Results]", list(itertools.chain.from_iterable(results)))
+        check_digests([rank.digests for rank in of_ranks])
         chunks: dict[str, list[StoredChunk]] = defaultdict(list)
         files: dict[str, int] = defaultdict(int)
-        for result in itertools.chain.from_iterable(results):
+        for result in itertools.chain.from_iterable(rank.written for rank in of_ranks):
             for chunk in result.storage_data:
                 chunks[result.index.fqn].append(chunk)
                 files[chunk.file] = max(files[chunk.file], chunk.position + chunk.bytes)
@@ -146,6 +162,7 @@ class PortableWriter(StorageWriter, AsyncStager):
         }
         self._commit(dump_index(Index(self._header, files, tensors)))
         remove_strays(self._folder, files)
+        self._lock.release()
 
     def discard(self) -> None:
         """Removes what this rank wrote for a save that failed on another rank. The next save would, too."""
@@ -154,6 +171,7 @@ class PortableWriter(StorageWriter, AsyncStager):
             if in_use is not None and self._data_file.name not in in_use:
                 with suppress(OSError):
                     self._data_file.unlink()
+        self._lock.release()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -209,6 +227,13 @@ class PortableWriter(StorageWriter, AsyncStager):
         sync_folder(self._folder)
 
 
+class _Results(NamedTuple):
+    """What one rank did for a save."""
+
+    written: list[WriteResult]
+    digests: Digests
+
+
 class PortableReader(StorageReader):
     """Loads what :class:`PortableWriter` saved. For ``dcp.load``.
 
@@ -217,12 +242,13 @@ class PortableReader(StorageReader):
 
     Args:
         path: the folder.
+        index: what stands in its ``checkpoint.json``, if that was read already.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], index: Index | None = None) -> None:
         _require_little_endian()
         self._folder = Path(path)
-        self._index: Index | None = None
+        self._given = self._index = index
         self._error: CheckpointError | None = None
 
     @property
@@ -231,7 +257,7 @@ class PortableReader(StorageReader):
         return self._loaded().header
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._index = self._error = None
+        self._index, self._error = self._given, None
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
 
@@ -239,7 +265,7 @@ class PortableReader(StorageReader):
         """The tensors of the checkpoint. What is wrong with it is raised by what comes next: DCP drops it here."""
         self._error = None
         try:
-            self._index = load_index(self._folder)
+            self._index = self._given or load_index(self._folder)
         except CheckpointError as error:
             self._error = error
             return Metadata({})
@@ -268,14 +294,17 @@ class PortableReader(StorageReader):
             assert item.storage_index.index is not None
             chunk = stored.chunks[item.storage_index.index]
             reads[chunk.file][chunk].append((item, target))
-        check_lengths(self._folder, {file: index.files[file] for file in reads})
-        for file, wanted in sorted(reads.items()):
-            with read_chunks(self._folder / file, wanted) as chunks:
-                for chunk, data in chunks:
-                    for item, target in wanted[chunk]:
-                        values = data.view(target.dtype).view(chunk.shape)
-                        target.copy_(values[rectangle(item.storage_offsets, item.lengths)])
-                        planner.commit_tensor(item, target)
+        with noticing_replacement(self._folder, index):
+            check_lengths(self._folder, {file: index.files[file] for file in reads})
+            with opened([self._folder / file for file in sorted(reads)]) as files:
+                for file in files:
+                    wanted = reads[file.path.name]
+                    with read_chunks(file, wanted) as chunks:
+                        for chunk, data in chunks:
+                            for item, target in wanted[chunk]:
+                                values = data.view(target.dtype).view(chunk.shape)
+                                target.copy_(values[rectangle(item.storage_offsets, item.lengths)])
+                                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -304,22 +333,17 @@ def _staged(name: str, value: Any) -> Tensor:
 def _check_filled(items: Iterable[WriteItem]) -> None:
     """Checks that what is to be written fills every tensor, which DCP does not for a single rank."""
     first: dict[str, TensorWriteData] = {}
-    filled: dict[str, int] = defaultdict(int)
+    rectangles: dict[str, list[Rectangle]] = defaultdict(list)
     for item in items:
         data = item.tensor_data
         assert data is not None
-        known = first.setdefault(item.index.fqn, data)
-        if (data.size, data.properties.dtype) != (known.size, known.properties.dtype):
-            raise CheckpointError(
-                f"got {item.index.fqn} of {data.properties.dtype} and shape {tuple(data.size)} on one rank, expected "
-                f"{known.properties.dtype} and {tuple(known.size)} as on another"
-            )
-        filled[item.index.fqn] += math.prod(data.chunk.sizes)
+        first.setdefault(item.index.fqn, data)
+        rectangles[item.index.fqn].append((data.chunk.offsets, data.chunk.sizes))
     for name, data in first.items():
-        if filled[name] != data.size.numel():
+        if not fill(data.size, rectangles[name]):
             raise CheckpointError(
-                f"got {filled[name]} elements of {name} to save, expected {data.size.numel()}: the ranks' chunks do "
-                f"not fill its shape {tuple(data.size)}"
+                f"got chunks of {name} to save that do not fill its shape {tuple(data.size)} or overlap, expected each "
+                "element once; save on all ranks that have a part of it"
             )
 
 

@@ -1,0 +1,101 @@
+"""Keeps two savers from writing into one folder at once."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+import warnings
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from shardopt.checkpoint.errors import CheckpointError
+
+LOCK_NAME = "checkpoint.lock"
+
+_PATIENCE = 10.0  # seconds: a killed process may need some to end
+_INTERVAL = 0.05  # seconds
+_NO_LOCKS = frozenset([errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
+
+
+class FolderLock:
+    """An exclusive ``flock`` on a file of the folder. The system ends it with the process that has it.
+
+    The file stays in the folder: removing it would let two processes lock two files of one name.
+
+    Args:
+        folder: must exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_NAME
+        self._close: weakref.finalize[..., FolderLock] | None = None
+
+    def acquire(self) -> None:
+        """Waits up to 10 seconds for another saver to end.
+
+        Raises:
+            CheckpointError: another saver is at work, or the system refused.
+        """
+        if self._close is not None:
+            return
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be opened: {error}; choose another path") from error
+        try:
+            _lock(descriptor, self._path)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._close = weakref.finalize(self, os.close, descriptor)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Lets others save. Does nothing if the lock is not held."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                raise CheckpointError(
+                    f"{path.parent}: got another save into this folder, by {holder}, expected one at a time; wait for "
+                    "it, or end that process if it belongs to a run that failed"
+                ) from None
+            time.sleep(_INTERVAL)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise CheckpointError(f"{path}: cannot be locked: {error}; choose another path") from error
+            warnings.warn(
+                f"{path.parent}: this file system has no locks ({error.strerror}); make sure that only one run saves "
+                "into this folder",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """Closes what a forked child shares: its parent's lock would live as long as the child."""
+    for lock in list(_held):
+        with suppress(OSError):
+            lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

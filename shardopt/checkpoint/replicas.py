@@ -1,0 +1,150 @@
+"""Tensors that several ranks hold: one of them writes, and all compare what they call by one name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from shardopt.checkpoint.errors import CheckpointError
+
+#: 64-bit digests of chunks that other ranks hold, too.
+Digests = Mapping[MetadataIndex, int]
+
+_REMEDY = (
+    "expected one tensor by one name; name modules that differ between ranks differently (pipeline stages and experts "
+    "keep their names in the whole model), or make copies alike with torch.distributed.broadcast"
+)
+_WORDS = 1 << 20  # of 8 bytes, at a time
+
+
+class ReplicaPlanner(DefaultSavePlanner):
+    """DCP's planner for saving, which has ranks that hold the same chunk compare it.
+
+    Args:
+        unequal: names of tensors that may differ between ranks, such as buffers: the first rank's are saved.
+    """
+
+    def __init__(self, unequal: Collection[str] = ()) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._unequal = frozenset(unequal)
+        self._shared: Sequence[MetadataIndex] = ()
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank can write, with the names that may differ."""
+        plan = super().create_local_plan()
+        return replace(plan, planner_data=self._unequal & {item.index.fqn for item in plan.items})
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """What each rank is to write, and in ``planner_data`` the chunks that it is to compare.
+
+        Raises:
+            CheckpointError: ranks hold different tensors by one name.
+        """
+        _check_alike(all_plans)
+        unequal: set[str] = set().union(*(plan.planner_data for plan in all_plans))
+        shared = list(_shared(all_plans, unequal))
+        plans, metadata = super().create_global_plan(_first_only(all_plans, unequal))
+        return [replace(plan, planner_data=of) for plan, of in zip(plans, shared, strict=True)], metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Takes what :meth:`create_global_plan` gave this rank."""
+        self._shared = new_plan.planner_data or ()
+        return super().finish_plan(new_plan)
+
+    def digests(self) -> Digests:
+        """Digests of this rank's chunks that others hold, too."""
+        return {index: digest(self.lookup_object(index)) for index in self._shared}
+
+
+def check_digests(of_ranks: Sequence[Digests]) -> None:
+    """Checks that chunks which several ranks hold are the same.
+
+    Raises:
+        CheckpointError: some are not.
+    """
+    found: dict[MetadataIndex, set[int]] = defaultdict(set)
+    for digests in of_ranks:
+        for index, value in digests.items():
+            found[index].add(value)
+    _refuse({index.fqn for index, values in found.items() if len(values) > 1}, "values")
+
+
+def digest(tensor: Tensor) -> int:
+    """64 bits that tell apart tensors of the same size by their bytes; computed where the tensor is."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    weights = _weights(data.device)
+    whole = data.numel() // 8 * 8
+    sums = []
+    if whole:
+        # Behind a slice of an odd size, words do not lie at multiples of 8 bytes.
+        aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
+        sums = [(words * weights[: len(words)]).sum() for words in torch.split(aligned.view(torch.int64), _WORDS)]
+    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    rest[: data.numel() - whole] = data[whole:]
+    found = data.numel()
+    for value in torch.stack([*sums, rest.view(torch.int64)[0]]).tolist():
+        found = (found * 0x9E3779B97F4A7C15 + value) % 2**64
+    return found
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd random numbers, the same everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (_WORDS,), dtype=torch.int64, generator=generator)
+    return (numbers | 1).to(device)
+
+
+def _check_alike(plans: Sequence[SavePlan]) -> None:
+    """Checks shapes and dtypes of what ranks call by one name, and shapes of what they hold at one place."""
+    tensors: dict[str, object] = {}
+    chunks: dict[MetadataIndex, object] = {}
+    other: set[str] = set()
+    for plan in plans:
+        for item in plan.items:
+            data = item.tensor_data
+            if data is None:
+                continue
+            described = (data.size, data.properties.dtype)
+            if tensors.setdefault(item.index.fqn, described) != described:
+                other.add(item.index.fqn)
+            if chunks.setdefault(item.index, data.chunk.sizes) != data.chunk.sizes:
+                other.add(item.index.fqn)
+    _refuse(other, "shapes, dtypes or shards")
+
+
+def _shared(plans: Sequence[SavePlan], unequal: Collection[str]) -> Iterator[list[MetadataIndex]]:
+    """The chunks of each rank that are in other ranks' plans, too."""
+    count: dict[MetadataIndex, int] = defaultdict(int)
+    for plan in plans:
+        for item in plan.items:
+            count[item.index] += 1
+    for plan in plans:
+        indices = (item.index for item in plan.items)
+        yield [index for index in indices if count[index] > 1 and index.fqn not in unequal]
+
+
+def _first_only(plans: Sequence[SavePlan], names: Collection[str]) -> list[SavePlan]:
+    """The plans, with tensors of these names in those of the first ranks only that have them."""
+    seen: set[MetadataIndex] = set()
+    found = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index.fqn not in names or item.index not in seen]
+        seen.update(item.index for item in plan.items)
+        found.append(replace(plan, items=items))
+    return found
+
+
+def _refuse(names: Collection[str], what: str) -> None:
+    if names:
+        first = ", ".join(sorted(names)[:4])
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise CheckpointError(f"got different {what} of {first}{more} on different ranks, {_REMEDY}")
