@@ -30,7 +30,7 @@ class Small(nn.Module):
         self.frozen = nn.Parameter(values((4, 4), seed + 4), requires_grad=False)
         self.register_buffer("mean", values((5,), seed + 5))
         self.register_buffer("empty", torch.zeros(0, 3))
-        self.register_buffer("scratch", values((5,), seed + 6), persistent=False)
+        self.register_buffer("scratch", values((5,), 6), persistent=False)  # not saved
 
 
 class Content(NamedTuple):
@@ -74,6 +74,33 @@ def content(seed: int, steps: int = 2) -> Content:
         optimizer.step()
         optimizer.zero_grad()
     return Content(model, optimizer)
+
+
+class Known:
+    """The contents of the first seeds, of which a folder holds one, and something else to load into."""
+
+    def __init__(self, count: int) -> None:
+        self.contents = [content(k) for k in range(count)]
+        self.prints = [content.fingerprint() for content in self.contents]
+        self.target = content(99)
+
+    def save(self, folder: Path, k: int, *, asynchronously: bool = False, **extra: Any) -> None:
+        self.contents[k].save(folder, {"k": k, **extra}, asynchronously=asynchronously)
+
+    def load(self, folder: Path) -> tuple[int | None, dict[str, Any]]:
+        """Which content was loaded into the target, and what else; None for one that is not one of them whole."""
+        extra = self.target.load(folder).extra
+        k = self.loaded()
+        return (k if k == extra["k"] else None), extra
+
+    def loaded(self) -> int | None:
+        """Which content the target has."""
+        found = self.target.fingerprint()
+        return self.prints.index(found) if found in self.prints else None
+
+    def changed(self) -> bool:
+        """Whether the contents are other than they were."""
+        return [content.fingerprint() for content in self.contents] != self.prints
 
 
 def fingerprint(value: Any) -> Hashable:

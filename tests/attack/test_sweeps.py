@@ -16,7 +16,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attacks for
 PATHS = [str(Path(__file__).parent.parent), str(Path(shardopt.__file__).parent.parent)]
 
 #: Attacks by default, and in full.
-COUNTS = {"hostile": (150, 1500)}
+COUNTS = {
+    "hostile": (150, 1500),
+    "race": (100, 2000),
+    "pairs": (20, 116),
+    "interrupts": (20, 160),
+    "damage": (100, 1500),
+    "kills": (16, 400),
+}
 
 
 def sweep(name: str, count: int, seconds: float) -> None:
