@@ -173,7 +173,6 @@ def _replace(rng: Random, path: Path) -> str:
     elif how == "socket":
         os.mknod(path, 0o140666)
     else:
-        links = {"loop": path.name, "copy": str(aside), "none": "/nowhere/at all"}
         path.symlink_to(links.get(how, how))
     return how
 
