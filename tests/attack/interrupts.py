@@ -1,0 +1,103 @@
+"""SIGINT at a random moment of a save (even numbers) or a load (odd numbers)."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from attack.contents import Known
+from attack.forked import HUNG, Child, Outcome, Tell, fault, ok, shown
+from attack.index_file import strays
+
+_known: list[Known] = []
+#: Seconds that a save and a load take.
+_seconds: list[float] = []
+
+#: Seconds within which threads have to end after the exception.
+GRACE = 2.0
+
+
+def prepare(base: Path) -> None:
+    """Makes two contents, and a checkpoint of each."""
+    known = Known(2)
+    _known.append(known)
+    for k in range(2):
+        known.save(base / f"{k}", k)
+    started = time.monotonic()
+    known.save(base / "timed", 0)
+    saved = time.monotonic()
+    known.load(base / "timed")
+    _seconds[:] = [saved - started, time.monotonic() - saved]
+
+
+def attack(seed: int, number: int, base: Path) -> Outcome:
+    """Interrupts a child that saves or loads again and again."""
+    rng = Random(f"interrupts {seed} {number}")
+    what = "load" if number % 2 else "save"
+    folder = base / "checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(base / "0", folder)
+    delay = rng.uniform(0, 3 * _seconds[number % 2])
+    child = Child(lambda tell: tell(_interrupted(_known[-1], what, folder, base, tell)))
+    if child.wait_for(1):
+        time.sleep(delay)
+        child.signal(signal.SIGINT)
+    status, _ = child.end()
+    outcome = Outcome(*child.told[1]) if len(child.told) == 2 else fault(f"{what} hung or died", f"status {status}")
+    return outcome._replace(attack=f"{what}, interrupted after {delay:.4f} s")
+
+
+def _interrupted(known: Known, what: str, folder: Path, base: Path, tell: Tell) -> Outcome:
+    ignored: list[Any] = []
+    before = known.target.fingerprint()
+    sys.unraisablehook = lambda unraisable: ignored.append(unraisable.exc_value)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end, turn = time.monotonic() + HUNG / 2, 0
+    try:
+        tell("ready")
+        while not ignored and time.monotonic() < end:
+            turn += 1
+            if what == "save":
+                known.save(folder, turn % 2)
+            else:
+                known.load(base / f"{turn % 2}")
+        if ignored:
+            return fault(f"{what}: KeyboardInterrupt in a destructor, where Python ignores it", shown(ignored))
+        return fault(f"{what}: nothing surfaced")
+    except KeyboardInterrupt:
+        pass
+    except BaseException as error:
+        return fault(f"{what}: {type(error).__name__} surfaced", shown(str(error)))
+    return _check(known, what, folder, before)
+
+
+def _check(known: Known, what: str, folder: Path, before: Hashable) -> Outcome:
+    """Whether all is as it should be after an interrupted save or load."""
+    if known.changed():
+        return fault(f"{what}: the saved model or optimizer changed")
+    if known.loaded() is None and known.target.difference(before):
+        return fault(f"{what}: model and optimizer are half new")
+    end = time.monotonic() + GRACE
+    while len(threads := threading.enumerate()) > 1:
+        if time.monotonic() > end:
+            return fault(f"{what}: threads are alive", shown([thread.name for thread in threads]))
+        time.sleep(0.01)
+    try:
+        k, extra = known.load(folder)
+        if k is None:
+            return fault(f"{what}: the folder holds no whole content", shown(extra))
+        known.save(folder, 1 - k)
+        after, extra = known.load(folder)
+    except Exception as error:
+        return fault(f"{what}: afterwards {type(error).__name__}", shown(str(error)))
+    if after != 1 - k:
+        return fault(f"{what}: the next save was another", shown(extra))
+    left = strays(folder)
+    return fault(f"{what}: strays", shown(left)) if left else ok(f"{what} interrupted")

@@ -1,0 +1,157 @@
+"""SIGKILL at a random moment of saves into one folder: by the clock, or at a call of the operating system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from attack.contents import Known
+from attack.forked import Child, Outcome, Tell, call, fault, ok, shown
+from attack.index_file import strays
+from shardopt.checkpoint import CheckpointError
+
+_known: list[Known] = []
+#: Seconds that a save takes, and an asynchronous one.
+_seconds: list[float] = []
+
+#: What a save may call that changes something on the disk, before or after which it is killed.
+CALLS = (
+    *("open", "close", "write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "sync", "sendfile", "truncate"),
+    *("rename", "replace", "link", "symlink", "unlink", "remove", "rmdir", "mkdir", "ftruncate", "posix_fallocate"),
+)
+
+
+def prepare(base: Path) -> None:
+    """Makes two contents, and takes times."""
+    _known.append(Known(2))
+    for asynchronously in (False, True):
+        durations = []
+        for _ in range(3):
+            status = _timed(base, asynchronously)
+            durations.append(status)
+        _seconds.append(min(durations))
+
+
+def _timed(base: Path, asynchronously: bool) -> float:
+    def save(tell: Tell) -> None:
+        started = time.monotonic()
+        _known[-1].save(base / "timed", 0, asynchronously=asynchronously)
+        tell(time.monotonic() - started)
+
+    child = Child(save)
+    child.end()
+    return float(child.told[0])
+
+
+def attack(seed: int, number: int, base: Path) -> Outcome:
+    """Kills a child that saves again and again; even numbers by ``save``, odd ones by ``async_save``."""
+    rng = Random(f"kills {seed} {number}")
+    known, folder, asynchronously = _known[-1], base / "checkpoint", number % 2 == 1
+    if rng.random() < 0.15:
+        shutil.rmtree(folder, ignore_errors=True)
+    newest = _newest(known, folder)
+    if isinstance(newest, Outcome):  # what an earlier attack of this sweep left
+        shutil.rmtree(folder)
+        newest = 0
+    calls = rng.randrange(1, 120) if rng.random() < 0.5 else 0
+    before = rng.random() < 0.5
+    delay = rng.uniform(0, 3 * _seconds[asynchronously])
+    attack = f"{'async_save' if asynchronously else 'save'}, into {'a checkpoint' if newest else 'nothing'}, killed "
+    attack += f"{'before' if before else 'after'} call {calls}" if calls else f"after {delay:.4f} s"
+
+    def save(tell: Tell) -> None:
+        if calls:
+            _die_at(calls, before)
+        turn = newest
+        while True:
+            turn += 1
+            tell(turn)
+            known.save(folder, turn % 2, asynchronously=asynchronously, turn=turn)
+            tell(turn)
+
+    child = Child(save)
+    if child.wait_for(1) and not calls:
+        time.sleep(delay)
+        child.signal(signal.SIGKILL)
+    status, _ = child.end()
+    begun = max(child.told, default=newest)
+    done = begun if child.told.count(begun) == 2 else begun - 1
+    if status != -signal.SIGKILL:
+        return fault("hung" if status is None else f"ended by itself, {status}")._replace(attack=attack)
+    outcome = call(lambda: _check(known, folder, done, begun))
+    return outcome._replace(attack=f"{attack}, while {done} was saved and {begun} begun")
+
+
+def _newest(known: Known, folder: Path) -> int | Outcome:
+    """The number of the save that a folder holds; 0 for none."""
+    if not folder.exists() or not os.listdir(folder):
+        return 0
+    numbers: list[int] = []
+
+    def find(tell: Tell) -> None:
+        k, extra = known.load(folder)
+        tell(extra["turn"] if k is not None else None)
+
+    child = Child(find)
+    child.end()
+    numbers = [turn for turn in child.told if turn is not None]
+    return numbers[0] if numbers else fault("nothing")
+
+
+def _check(known: Known, folder: Path, done: int, begun: int) -> Outcome:
+    """The newest save that was done, or the one begun; and another save is possible."""
+    kind = "new" if done < begun else "as reported"
+    try:
+        k, extra = known.load(folder)
+    except CheckpointError as error:
+        if done > 0:
+            return fault("the checkpoint is lost", shown(str(error)))
+        kind, extra = "none yet", {"turn": 0}
+    except BaseException as error:
+        return fault(f"load: {type(error).__name__}", shown(str(error)))
+    else:
+        if k is None:
+            return fault("a mixture", shown(extra))
+        if k != extra["turn"] % 2 or not done <= extra["turn"] <= begun:
+            return fault("another save's content", f"{k}, {shown(extra)}, expected {done} to {begun}")
+        kind = "old" if extra["turn"] < begun else kind
+    try:
+        turn = begun + 1
+        known.save(folder, turn % 2, turn=turn)
+        k, extra = known.load(folder)
+    except BaseException as error:
+        return fault(f"afterwards {type(error).__name__}", shown(str(error)))
+    if k != turn % 2 or extra["turn"] != turn:
+        return fault("the next save was another", shown(extra))
+    left = strays(folder)
+    return fault("strays", shown(left)) if left else ok(kind)
+
+
+def _die_at(calls: int, before: bool) -> None:
+    """Kills this process at so many calls from now of functions that change the disk, in whatever thread."""
+    count = iter(range(calls))
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            last = next(count, None) in (None, calls - 1)
+            if last and before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args, **kwargs)
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return called
+
+    for name in _existing(CALLS):
+        setattr(os, name, dying(getattr(os, name)))
+
+
+def _existing(names: Iterable[str]) -> list[str]:
+    return [name for name in names if hasattr(os, name)]
