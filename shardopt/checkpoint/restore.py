@@ -20,6 +20,7 @@ from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import SavedGroup, apply, merged, saved_options
 from shardopt.checkpoint.index import Index, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
+from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
 from shardopt.optim.flat_state import BufferState, encode_flat
@@ -136,6 +137,7 @@ class Restoration:
         self._extra_tensors = {
             name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype) for name, stored in extra.items()
         }
+        self._check_tensors()
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -216,6 +218,16 @@ class Restoration:
                 "build the model that was saved"
             )
 
+    def _check_tensors(self) -> None:
+        """Checks that what is to be read is in the checkpoint, in the dtype and shape of what it is read into."""
+        for name, target in self.tensors.items():
+            stored = self._index.tensors[name]
+            if (stored.dtype, stored.shape) != (target.dtype, tuple(target.shape)):
+                raise CheckpointError(
+                    f"{self._path}: got {name} of {stored.dtype} and shape {stored.shape}, expected {target.dtype} and "
+                    f"{tuple(target.shape)}; load another checkpoint"
+                )
+
     def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The options of each param group: those that it is to have, and those that it was saved with."""
         if self._owner is None:
@@ -228,13 +240,21 @@ class Restoration:
         new, saved = [], []
         for index, group in enumerate(self._owner.groups):
             names = [content.piece.name for content in contents if content.group == index]
-            saved.append(saved_options(saved_groups, names, index))
+            try:
+                saved.append(saved_options(saved_groups, names, index))
+            except CheckpointError as error:
+                raise CheckpointError(f"{self._path}: {error}") from None
             new.append(merged(group, saved[-1]))
         return new, saved
 
     def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> _Target:
         piece = content.piece
         dtype = self._index.tensors[model_key(piece.name)].dtype
+        if dtype != piece.local.dtype and not {dtype, piece.local.dtype} <= DTYPES.keys():
+            raise CheckpointError(
+                f"{self._path}: got {piece.name} of {dtype}, expected {piece.local.dtype}; only "
+                f"{', '.join(map(str, DTYPES))} can be converted into each other"
+            )
         values = torch.empty(piece.local.shape, dtype=dtype)
         if self._owner is None or content.group is None:
             return _Target(content, values, None, None, {})
