@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import os
-import shutil
 import sys
 import sysconfig
 import zlib
@@ -126,14 +125,10 @@ def prepare(base: Path) -> None:
     content(1).save(folder, {"k": 1, "note": "text", "numbers": [1, -2.5, None], "rng": rng})
     recut(folder)
     (base / "pristine.json").write_text(json.dumps(read_index(folder)))
-    _targets.append(content(7))
+    _targets[:] = [content(7), content(8)]
 
 
-def clean(base: Path) -> None:
-    shutil.rmtree(base / "checkpoint")
-
-
-#: What is loaded into: made before the forks.
+#: What is loaded into, and what tries options: made before the forks.
 _targets: list[Content] = []
 
 
@@ -488,7 +483,7 @@ def _shown(place: Place) -> str:
 
 def check(folder: Path, with_optimizer: bool, must_succeed: bool) -> Outcome:
     """Loads, in a process of its own."""
-    target = _targets[-1]
+    target = _targets[0]
     before = target.fingerprint()
     opened = _opened_files()
     try:
@@ -583,9 +578,8 @@ def _options(target: Content, header: Json, before: Any) -> Outcome:
                 return fault("an option of nowhere", f"{key} = {shown(value)}")
         if wrong := implausible(group):
             return fault("took a hyper-parameter out of range", wrong)
-    other = content(8)
     try:
-        other.optimizer.load_state_dict(target.optimizer.state_dict())
+        _targets[1].optimizer.load_state_dict(target.optimizer.state_dict())
     except Exception as error:
         return fault("took options that load_state_dict refuses", f"{type(error).__name__}: {shown(str(error))}")
     try:
