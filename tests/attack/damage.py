@@ -161,9 +161,8 @@ def _replace(rng: Random, path: Path) -> str:
     aside = path.parent.with_name("aside")
     shutil.copyfile(path, aside)
     path.unlink()
-    how = rng.choice(
-        ["folder", "empty", "FIFO", "socket", "/dev/zero", "/etc/passwd", "/dev/full", "loop", "copy", "none"]
-    )
+    links = {"loop": path.name, "copy": str(aside), "none": "/nowhere/at all"}
+    how = rng.choice(["folder", "empty", "FIFO", "socket", "/dev/zero", "/etc/passwd", "/dev/full", *links])
     if how == "folder":
         path.mkdir()
     elif how == "empty":

@@ -6,101 +6,22 @@ hold, bit for bit, what a strict reading of the format finds, and hyper-paramete
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import os
-import shutil
 import sys
 import sysconfig
-import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import shardopt
 from attack.contents import Content, content, difference, fingerprint
 from attack.forked import Outcome, call, fault, ok, shown
-from attack.index_file import INDEX, ITEMSIZES, Json, read_index, recut, strict_tensors, with_checksum
+from attack.index_file import INDEX, Json, read_index, recut, strict_tensors, with_checksum
+from attack.mutations import mutated
 from shardopt.checkpoint import CheckpointError, Loaded
-
-Place = tuple[Any, ...]
-
-
-class Raw(NamedTuple):
-    """A value that is written as it is, JSON or not."""
-
-    text: str
-
-
-DEEP = 100_000
-
-#: To take the place of any value.
-VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 7, 63, 10**9, 10**18, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400),
-    *(0.0, 1.0, -0.5, 1e308, float("nan"), float("inf"), -float("inf"), Raw("1e999"), Raw("1" * 5000), Raw("-0")),
-    *("", "abc", "1", "None", "__class__", "a" * 100_000, "\ud800", "a\0b", "../x", "/etc/passwd", "\n", "%s{0}"),
-    *([], {}, [None], [[]], [0], [-1], [1, 2, 3], [True, True], ["a"], [10**18] * 3, [0, 10**18], [1] * 100),
-    *({"a": 1}, {"": None}, {"dtype": "float32"}, [{}], [[1], [2]], {"shape": []}, [1.0, 2.0], [float("nan")]),
-    *(Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("[" * DEEP), Raw("\x7f"), Raw("{,}")),
-]
-DTYPES: list[Any] = [
-    *(
-        "__class__",
-        "float32.__mul__",
-        "complex64",
-        "quint8",
-        "torch.float32",
-        "Tensor",
-        "load",
-        "dtype",
-        "float",
-        "int",
-    ),
-    *("nn", "ops", "_C", "FLOAT32", "float8_e4m3fn", "float64", "int64", "bfloat16", "uint8", "int8", "bool", "bits8"),
-    *("", " float32", "float32\0", "__dict__", "classes", "quint4x2", "uint7", "int32", 32, None, ["float32"], True),
-]
-FILES: list[Any] = [
-    *("../x", "/etc/passwd", "a/b", "", ".", "..", "/", "/dev/zero", "/dev/stdin", "checkpoint.json", "/proc/self/mem"),
-    *("0123456789abcdef-0.bin", "../0123456789abcdef-0.bin", "0123456789abcdef-0.bin\n", "0123456789abcdef-\u0661.bin"),
-    *("a\0b", "\ud800", "~/x", "C:\\x", "a" * 300, "a" * 100_000, "//etc/hosts", "./checkpoint.json", 1, None, ["a"]),
-]
-OPTIONS: dict[str, list[Any]] = {
-    "lr": ["abc", float("nan"), float("inf"), 1e39, -1.0, None, [1], True, {}, 10**400, 0.5, 0, "0.1", 2**63],
-    "betas": [
-        [2, 3],
-        [0.9],
-        [0.9, 0.99, 0.999],
-        [float("nan"), 0.9],
-        "ab",
-        0.9,
-        None,
-        [-0.1, 0.9],
-        [0.8, 1],
-        [0.5, 0.5],
-    ],
-    "eps": ["x", -1.0, float("nan"), float("inf"), None, [1e-8], 1e-6, 10**400],
-    "weight_decay": ["x", -1.0, float("nan"), float("inf"), None, [0], 0.25, 10**400],
-    "codec": [7, "log9", None, "dynamic8", "fp32", "bf16", "companded8", ["log8"], {}, "__class__"],
-    "block_size": [0, -1, 3, 10**18, 2**63, 64, 128.0, "128", None, True, [128]],
-    "min_quantized_numel": [-1, 0, 10**400, "x", None, 1.5, 10**9],
-    "master_weight_bits": [16, 32, None, "24", 24.0, -24, True, [24]],
-    "nonfinite": ["x", None, 1, "raise", "propagate", ["skip"], {}],
-    "maximize": ["x", 1, None, [], True],
-    "amsgrad": [True, "x", None, 1],
-    "stochastic_rounding": ["x", 1, None, True, []],
-    "stochastic_rounding_seed": [-1, 2**64, "x", None, 1.5, 10**400, 3],
-    "offload": ["state", "disk", 1, []],
-    "device_state_budget": ["2 GiB", "x", -1, 10**400, 1.5],
-    "differentiable": [True, "x"],
-    "params": [[], None, [0], "x"],
-    "param_names": [["a"], None, 1],
-    "initial_lr": [0.1, "x"],
-    "__class__": ["x"],
-}
 
 
 def attack(seed: int, number: int, base: Path) -> Outcome:
@@ -126,369 +47,16 @@ def prepare(base: Path) -> None:
     content(1).save(folder, {"k": 1, "note": "text", "numbers": [1, -2.5, None], "rng": rng})
     recut(folder)
     (base / "pristine.json").write_text(json.dumps(read_index(folder)))
-    _targets.append(content(7))
+    _targets[:] = [content(7), content(8)]
 
 
-def clean(base: Path) -> None:
-    shutil.rmtree(base / "checkpoint")
-
-
-#: What is loaded into: made before the forks.
+#: What is loaded into, and what tries options: made before the forks.
 _targets: list[Content] = []
-
-
-def mutated(rng: Random, content: Json) -> tuple[str, bytes]:
-    """A mutation's description, and the index's text up to its checksum."""
-    content = copy.deepcopy(content)
-    mutate = rng.choice(list(MUTATIONS))
-    description = f"{mutate.__name__.strip('_')}: {mutate(rng, content)}"
-    for place in list(_places(content)):  # what JSON's own encoder does not write
-        if isinstance(_at(content, place), Raw):
-            raw = _at(content, place).text
-            _put(content, place, "@raw@")
-            return description, json.dumps(content)[:-1].replace('"@raw@"', raw).encode("utf-8", "surrogatepass")
-    text = content.pop("@text@", None)
-    return description, json.dumps(content)[:-1].encode() if text is None else text
-
-
-def _replace_any(rng: Random, content: Json) -> str:
-    place = _some_place(rng, content)
-    value = rng.choice(VALUES)
-    _put(content, place, copy.deepcopy(value))
-    return f"{_shown(place)} = {shown(value)}"
-
-
-def _change_number(rng: Random, content: Json) -> str:
-    numbers = [
-        p for p in _places(content) if isinstance(_at(content, p), int) and not isinstance(_at(content, p), bool)
-    ]
-    place = rng.choice(numbers)
-    old = _at(content, place)
-    others = [
-        old + 1,
-        old - 1,
-        -old,
-        2 * old,
-        old + 64,
-        -1,
-        float(old),
-        bool(old),
-        str(old),
-        old + 2**64,
-        10**18,
-        [old],
-    ]
-    new = rng.choice(others)
-    _put(content, place, new)
-    return f"{_shown(place)} = {shown(new)} for {old}"
-
-
-def _delete(rng: Random, content: Json) -> str:
-    place = _some_place(rng, content)
-    del _at(content, place[:-1])[place[-1]]
-    return _shown(place)
-
-
-def _rename(rng: Random, content: Json) -> str:
-    place = rng.choice([p for p in _places(content) if isinstance(p[-1], str)])
-    owner = _at(content, place[:-1])
-    new = rng.choice([place[-1] + "_", "", place[-1].upper(), "__class__", "self", rng.choice([*owner])])
-    owner[new] = owner.pop(place[-1])
-    return f"{_shown(place)} is now called {new!r}"
-
-
-def _add(rng: Random, content: Json) -> str:
-    place = rng.choice([(), *(p for p in _places(content) if isinstance(_at(content, p), dict))])
-    key = rng.choice(["more", "__class__", "", "_replace", "crc", "chunks", "dtype", "params", "lr"])
-    value = rng.choice(VALUES)
-    _at(content, place)[key] = copy.deepcopy(value)
-    return f"{_shown((*place, key))} = {shown(value)}"
-
-
-def _duplicate_key(rng: Random, content: Json) -> str:
-    place = rng.choice([p for p in _places(content) if isinstance(p[-1], str)])
-    value = rng.choice([v for v in VALUES if not isinstance(v, Raw)] + [_at(content, place)])
-    owner = _at(content, place[:-1])
-    both = [json.dumps(owner[place[-1]]), json.dumps(value)]
-    rng.shuffle(both)
-    members = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in owner.items() if key != place[-1]]
-    members += [f"{json.dumps(place[-1])}: {text}" for text in both]
-    raw = "{" + ", ".join(members) + "}"
-    if len(place) > 1:
-        _put(content, place[:-1], Raw(raw))
-    else:
-        content["@text@"] = raw[:-1].encode()
-    return f"{_shown(place)} twice, as {shown(both)}"
-
-
-def _swap(rng: Random, content: Json) -> str:
-    places = list(_places(content))
-    one = rng.choice(places)
-    kind = type(_at(content, one))
-    alike = [p for p in places if type(_at(content, p)) is kind and p[: len(one)] != one and one[: len(p)] != p]
-    other = rng.choice(alike or [one])
-    a, b = copy.deepcopy(_at(content, one)), copy.deepcopy(_at(content, other))
-    _put(content, one, b)
-    _put(content, other, a)
-    return f"{_shown(one)} with {_shown(other)}"
-
-
-def _chunks(rng: Random, content: Json) -> str:
-    """Chunks that do not fill their tensor, or twice, or elsewhere; few of these are harmless."""
-    name = rng.choice([name for name, tensor in content["tensors"].items() if len(tensor["chunks"]) > 1])
-    tensor = content["tensors"][name]
-    chunks = tensor["chunks"]
-    one, other = rng.sample(range(len(chunks)), 2)
-    fields = rng.choice(
-        [["offsets"], ["shape"], ["offsets", "shape"], ["file"], ["file", "position", "bytes", "crc32"], ["position"]]
-    )
-    dim = rng.randrange(len(tensor["shape"]))
-    far = rng.choice([-1, 1, 100_000, 10**18, 2**63, -(10**18), True, 0.0, -0.0])
-    how = rng.choice(["swap", "copy", "drop", "double", "order", "far", "transpose", "offset", "wide"])
-    if how == "swap":
-        for field in fields:
-            chunks[one][field], chunks[other][field] = chunks[other][field], chunks[one][field]
-    elif how == "copy":
-        chunks[one].update({field: copy.deepcopy(chunks[other][field]) for field in fields})
-    elif how == "drop":
-        del chunks[one]
-    elif how == "double":
-        chunks.insert(other, copy.deepcopy(chunks[one]))
-    elif how == "order":
-        rng.shuffle(chunks)
-    elif how == "far":
-        chunks[one]["offsets"][dim] = far
-    elif how == "transpose":
-        chunks[one]["shape"] = chunks[one]["shape"][::-1]
-    elif how == "offset":
-        chunks[one]["offsets"] = [offset + rng.randint(-3, 3) for offset in chunks[one]["offsets"]]
-    else:
-        chunks[one]["shape"][dim] += 1
-        chunks[other]["shape"][dim] -= 1
-    return f"{how} {fields if how in ('swap', 'copy') else ''} {far if how == 'far' else ''} in {name}, {one}, {other}"
-
-
-def _shape(rng: Random, content: Json) -> str:
-    """Another shape of as many elements, or of none, of a whole tensor or a chunk too."""
-    name = rng.choice(list(content["tensors"]))
-    tensor = content["tensors"][name]
-    count = math.prod(tensor["shape"])
-    shapes = [
-        tensor["shape"][::-1],
-        [*tensor["shape"], 1],
-        [1, *tensor["shape"]],
-        [count],
-        [],
-        [0, 10**18],
-        [10**18, 0, 2**62],
-        [0] * 70,
-        [1] * 70 + [count],
-        [1] * 100_000,
-        [10**18, 10**18],
-        [2**32, 2**32],
-        [-1, -count],
-        [count, True],
-        [float(count)],
-    ]
-    tensor["shape"] = rng.choice(shapes)
-    how = rng.choice(["", "one chunk", "no chunk", "chunks alike"])
-    if how == "one chunk":
-        tensor["chunks"] = [{**tensor["chunks"][0], "offsets": [0] * len(tensor["shape"]), "shape": tensor["shape"]}]
-        tensor["chunks"][0]["bytes"] = math.prod(tensor["shape"]) * ITEMSIZES[tensor["dtype"]]
-    elif how == "no chunk":
-        tensor["chunks"] = []
-    elif how == "chunks alike":
-        for chunk in tensor["chunks"]:
-            chunk["shape"] = chunk["shape"][::-1]
-            chunk["offsets"] = chunk["offsets"][::-1]
-    return f"{name} {shown(tensor['shape'])} {how}"
-
-
-def _dtype(rng: Random, content: Json) -> str:
-    name, dtype = rng.choice(list(content["tensors"])), rng.choice(DTYPES)
-    content["tensors"][name]["dtype"] = dtype
-    return f"{name} {dtype!r}"
-
-
-def _file(rng: Random, content: Json) -> str:
-    """The name of a data file, in one chunk or everywhere."""
-    old, new = rng.choice(list(content["files"])), rng.choice(FILES)
-    how = rng.choice(["chunk", "everywhere", "listed"])
-    chunks = [c for tensor in content["tensors"].values() for c in tensor["chunks"] if c["file"] == old]
-    if how == "everywhere":
-        for chunk in chunks:
-            chunk["file"] = new
-    elif how == "chunk":
-        rng.choice(chunks)["file"] = new
-    if isinstance(new, str | int | None):
-        length = rng.choice([content["files"][old], 0, 10**6, None])
-        content["files"][new] = os.path.getsize(new) if length is None and os.path.isfile(str(new)) else length
-    return f"{how} {shown(new)} for {old}"
-
-
-def _header(rng: Random, content: Json) -> str:
-    header = content["header"]
-    how = rng.choice(["delete", "replace", "group", "parameters", "names"])
-    key = rng.choice(list(header))
-    value = rng.choice(VALUES)
-    group = rng.choice(header["param_groups"])
-    if how == "delete":
-        del header[key]
-    elif how == "replace":
-        header[key] = copy.deepcopy(value)
-    elif how == "group":
-        rng.choice([list.reverse, list.clear, list.pop, lambda groups: groups.append(copy.deepcopy(group))])(
-            header["param_groups"]
-        )
-    elif how == "parameters":
-        group["parameters"] = copy.deepcopy(value)
-    else:
-        rng.choice([list.pop, list.reverse, lambda names: names.extend(names), lambda names: names.append("more")])(
-            group["parameters"]
-        )
-    return f"{how} {key} {shown(value)} {content['header'].get('param_groups')!r:.50}"
-
-
-def _option(rng: Random, content: Json) -> str:
-    group = rng.randrange(len(content["header"]["param_groups"]))
-    key = rng.choice(list(OPTIONS))
-    value = rng.choice(OPTIONS[key])
-    for index, saved in enumerate(content["header"]["param_groups"]):
-        if index == group or rng.random() < 0.5:
-            saved["options"][key] = copy.deepcopy(value)
-    return f"group {group} {key} = {shown(value)}"
-
-
-def _version(rng: Random, content: Json) -> str:
-    key = rng.choice(["format", "format_version"])
-    versions = [0, 2, 99, -1, 1.0, True, "1", None, [1], {"a": 1}, float("nan"), 10**400, Raw("1" * 5000), Raw("1.0e0")]
-    content[key] = rng.choice(versions)
-    return f"{key} = {shown(content[key])}"
-
-
-def _tensors(rng: Random, content: Json) -> str:
-    """A tensor renamed, added, removed, or described by what another one is."""
-    tensors = content["tensors"]
-    one, other = rng.sample(list(tensors), 2)
-    names = ["more", "model.more", "optimizer.weight.more", "optimizer.more.step", "optimizer.", "extra.", "model."]
-    name = rng.choice(
-        [*names, "extra.k", "extra.more", "optimizer", "\ud800", "optimizer.weight.", ".step", "a" * 10**5]
-    )
-    how = rng.choice(["add", "rename", "remove", "exchange", "alias"])
-    if how == "add":
-        tensors[name] = copy.deepcopy(tensors[one])
-    elif how == "rename":
-        tensors[name] = tensors.pop(one)
-    elif how == "remove":
-        del tensors[one]
-    elif how == "exchange":
-        tensors[one], tensors[other] = tensors[other], tensors[one]
-    else:
-        tensors[one] = copy.deepcopy(tensors[other])
-    return f"{how} {one}, {other}, {shown(name)}"
-
-
-def _large_extra(rng: Random, content: Json) -> str:
-    """Extra tensors, whose shapes no model knows: empty but wide, or larger than their data."""
-    shape = rng.choice([[10**10], [2**31, 2], [0, 2**62, 4], [2**62], [10**18], [10**18, 0], [2**33, 0], [0] * 65])
-    chunks = rng.choice([[], content["tensors"]["extra.rng"]["chunks"]])
-    if rng.random() < 0.5 and chunks:
-        (name, length), *_ = content["files"].items()
-        chunks = [{**chunks[0], "file": name, "shape": shape, "offsets": [0] * len(shape)}]
-        chunks[0]["bytes"] = math.prod(shape)
-        content["files"][name] = rng.choice([length, math.prod(shape) + 10**6])
-    content["tensors"]["extra.large"] = {"dtype": "uint8", "shape": shape, "chunks": copy.deepcopy(chunks)}
-    return f"{shown(shape)} in {len(chunks)} chunks"
-
-
-def _many_chunks(rng: Random, content: Json) -> str:
-    """Rightly described, or all alike; in any case slowly checked by a loop in a loop."""
-    count = rng.choice([2000, 5000])
-    first = content["tensors"]["extra.rng"]["chunks"][0]
-    one = {**first, "shape": [1], "bytes": 1, "offsets": [0]}
-    how = rng.choice(["apart", "overlapping", "empty"])
-    chunks = [{**one, "offsets": [0 if how == "overlapping" else index]} for index in range(count)]
-    if how == "empty":
-        chunks = [{**one, "shape": [0], "bytes": 0, "crc32": 0, "offsets": [index]} for index in range(count)]
-    content["tensors"]["extra.many"] = {"dtype": "uint8", "shape": [0 if how == "empty" else count], "chunks": chunks}
-    if how == "apart":
-        for chunk in chunks:
-            chunk["crc32"] = zlib.crc32(b"\0")
-    return f"{how} {count}"
-
-
-def _text(rng: Random, content: Json) -> str:
-    """Not the JSON of an object, though its checksum is right."""
-    plain = json.dumps(content)[:-1].encode()
-    place = rng.randrange(len(plain))
-    texts = {
-        "truncated": plain[:place],
-        "flipped": plain[:place] + bytes([plain[place] ^ (1 << rng.randrange(8))]) + plain[place + 1 :],
-        "not UTF-8": plain[:place] + b"\xff\xfe" + plain[place:],
-        "BOM": b"\xef\xbb\xbf" + plain,
-        "UTF-16": json.dumps(content)[:-1].encode("utf-16"),
-        "list": b'["shardopt"',
-        "comma": plain + b",",
-        "empty": b"",
-        "only": b'{"format": "shardopt"',
-        "nothing": b'{"format": "shardopt", "format_version": 1',
-        "few": b'{"format": "shardopt", "format_version": 1, "header": {}, "files": {}, "tensors": {}',
-        "NUL": plain[:place] + b"\0" + plain[place:],
-        "space": plain + b" " * 10**6,
-        "deep": b'{"format": "shardopt", "a": ' + b"[" * DEEP,
-        "two": plain + b"}" + plain,
-    }
-    how = rng.choice(list(texts))
-    content["@text@"] = texts[how]
-    return f"{how} at {place} of {len(plain)}"
-
-
-#: The more often, the more likely.
-MUTATIONS: list[Callable[[Random, Json], str]] = [
-    *([_replace_any] * 5),
-    *([_chunks] * 4),
-    *([_option] * 3),
-    *([_change_number, _delete, _header, _file] * 2),
-    *(_rename, _add, _duplicate_key, _swap, _shape, _dtype, _version, _tensors, _text, _large_extra, _many_chunks),
-]
-
-
-def _places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """The places of all values in a JSON value, apart from itself."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) is list else ()
-    for key, item in items:
-        yield (*place, key)
-        yield from _places(item, (*place, key))
-
-
-def _some_place(rng: Random, content: Json) -> Place:
-    """One of any depth: there are far more deep ones than others."""
-    place: Place = ()
-    while True:
-        value = _at(content, place)
-        keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
-        if not keys or (place and rng.random() < 0.2):
-            return place
-        place = (*place, rng.choice(keys))
-
-
-def _at(value: Any, place: Place) -> Any:
-    for key in place:
-        value = value[key]
-    return value
-
-
-def _put(value: Any, place: Place, new: Any) -> None:
-    _at(value, place[:-1])[place[-1]] = new
-
-
-def _shown(place: Place) -> str:
-    return shown("/".join(map(str, place)))
 
 
 def check(folder: Path, with_optimizer: bool, must_succeed: bool) -> Outcome:
     """Loads, in a process of its own."""
-    target = _targets[-1]
+    target = _targets[0]
     before = target.fingerprint()
     opened = _opened_files()
     try:
@@ -530,9 +98,12 @@ def refused(error: BaseException, folder: Path) -> Outcome:
 def succeeded(folder: Path, target: Content, loaded: Loaded, before: Any, with_optimizer: bool) -> Outcome:
     """Compares what was loaded with a strict reading."""
     try:
-        content = json.loads((folder / INDEX).read_text())
+        content = json.loads((folder / INDEX).read_bytes())
     except (ValueError, RecursionError) as error:
         return fault("loaded what is no JSON", shown(str(error)))
+    if isinstance(content.get("tensors"), dict) and not with_optimizer:  # nobody reads what belongs to one
+        own = {name: tensor for name, tensor in content["tensors"].items() if not name.startswith("optimizer.")}
+        content["tensors"] = own
     tensors = strict_tensors(folder, content)
     if isinstance(tensors, str):
         return fault("loaded what the format forbids", tensors)
@@ -583,9 +154,8 @@ def _options(target: Content, header: Json, before: Any) -> Outcome:
                 return fault("an option of nowhere", f"{key} = {shown(value)}")
         if wrong := implausible(group):
             return fault("took a hyper-parameter out of range", wrong)
-    other = content(8)
     try:
-        other.optimizer.load_state_dict(target.optimizer.state_dict())
+        _targets[1].optimizer.load_state_dict(target.optimizer.state_dict())
     except Exception as error:
         return fault("took options that load_state_dict refuses", f"{type(error).__name__}: {shown(str(error))}")
     try:

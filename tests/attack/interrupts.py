@@ -1,7 +1,11 @@
-"""SIGINT at a random moment of a save (even numbers) or a load (odd numbers)."""
+"""SIGINT at a random moment of a save (even numbers) or a load (odd numbers): by the clock, or at a function's call.
+
+Python handles a signal when it enters a function, among others, so that the latter are moments as good as any.
+"""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import signal
 import sys
@@ -10,6 +14,7 @@ import time
 from collections.abc import Hashable
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 from attack.contents import Known
@@ -17,8 +22,9 @@ from attack.forked import HUNG, Child, Outcome, Tell, fault, ok, shown
 from attack.index_file import strays
 
 _known: list[Known] = []
-#: Seconds that a save and a load take.
+#: Seconds that a save and a load take, and Python functions that they call.
 _seconds: list[float] = []
+_calls: list[int] = []
 
 #: Seconds within which threads have to end after the exception.
 GRACE = 2.0
@@ -30,11 +36,16 @@ def prepare(base: Path) -> None:
     _known.append(known)
     for k in range(2):
         known.save(base / f"{k}", k)
-    started = time.monotonic()
-    known.save(base / "timed", 0)
-    saved = time.monotonic()
-    known.load(base / "timed")
-    _seconds[:] = [saved - started, time.monotonic() - saved]
+    for what in (lambda: known.save(base / "timed", 0), lambda: known.load(base / "timed")):
+        what()
+        started = time.monotonic()
+        what()
+        _seconds.append(time.monotonic() - started)
+        calls = itertools.count()
+        sys.setprofile(lambda frame, event, arg, calls=calls: next(calls) if event == "call" else None)
+        what()
+        sys.setprofile(None)
+        _calls.append(next(calls))
 
 
 def attack(seed: int, number: int, base: Path) -> Outcome:
@@ -44,17 +55,19 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
     folder = base / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(base / "0", folder)
-    delay = rng.uniform(0, 3 * _seconds[number % 2])
-    child = Child(lambda tell: tell(_interrupted(_known[-1], what, folder, base, tell)))
-    if child.wait_for(1):
+    delay, most = rng.uniform(0, 3 * _seconds[number % 2]), _calls[number % 2]
+    at_call = rng.choice([0, rng.randint(1, most), rng.randint(most * 4 // 5, most)])
+    child = Child(lambda tell: tell(_interrupted(_known[-1], what, folder, base, tell, at_call)))
+    if child.wait_for(1) and not at_call:
         time.sleep(delay)
         child.signal(signal.SIGINT)
     status, _ = child.end()
+    moment = f"at call {at_call} of {most}" if at_call else f"after {delay:.4f} s"
     outcome = Outcome(*child.told[1]) if len(child.told) == 2 else fault(f"{what} hung or died", f"status {status}")
-    return outcome._replace(attack=f"{what}, interrupted after {delay:.4f} s")
+    return outcome._replace(attack=f"{what}, interrupted {moment}")
 
 
-def _interrupted(known: Known, what: str, folder: Path, base: Path, tell: Tell) -> Outcome:
+def _interrupted(known: Known, what: str, folder: Path, base: Path, tell: Tell, at_call: int) -> Outcome:
     ignored: list[Any] = []
     before = known.target.fingerprint()
     sys.unraisablehook = lambda unraisable: ignored.append(unraisable.exc_value)
@@ -62,20 +75,34 @@ def _interrupted(known: Known, what: str, folder: Path, base: Path, tell: Tell) 
     end, turn = time.monotonic() + HUNG / 2, 0
     try:
         tell("ready")
+        _interrupt_at(at_call)
         while not ignored and time.monotonic() < end:
             turn += 1
             if what == "save":
                 known.save(folder, turn % 2)
             else:
                 known.load(base / f"{turn % 2}")
-        if ignored:
-            return fault(f"{what}: KeyboardInterrupt in a destructor, where Python ignores it", shown(ignored))
+        if any(isinstance(error, KeyboardInterrupt) for error in ignored):
+            return ok("ignored by Python itself, which was in a destructor")
         return fault(f"{what}: nothing surfaced")
     except KeyboardInterrupt:
-        pass
+        sys.setprofile(None)
     except BaseException as error:
         return fault(f"{what}: {type(error).__name__} surfaced", shown(str(error)))
     return _check(known, what, folder, before)
+
+
+def _interrupt_at(call: int) -> None:
+    """Sends SIGINT to this process when the main thread calls its so many-th function from now; never if it is 0."""
+    calls = itertools.count(1)
+
+    def entered(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and next(calls) == call:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    if call:
+        sys.setprofile(entered)
 
 
 def _check(known: Known, what: str, folder: Path, before: Hashable) -> Outcome:

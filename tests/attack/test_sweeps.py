@@ -30,7 +30,9 @@ def sweep(name: str, count: int, seconds: float) -> None:
     """Runs a sweep in a process of its own, which has no threads when it forks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "attack.sweep", name, "--count", str(count)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        command, cwd=PATHS[0], env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
     print(done.stdout)
     faults = [line for line in done.stdout.splitlines() if line.startswith("FAULT")]
     told = "\n".join([*faults[:40], *done.stdout.splitlines()[-1:], done.stderr[-4000:]])
