@@ -184,7 +184,7 @@ def make_folder(folder: Path) -> None:
     Raises:
         CheckpointError: the system refused.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -169,11 +169,18 @@ def remove_strays(folder: Path, keep: Collection[str]) -> None:
 
     Those that cannot be removed are left to the next save.
     """
-    for path in folder.iterdir():
-        ours = _DATA_FILE.fullmatch(path.name) or _UNFINISHED_INDEX.fullmatch(path.name)
-        if ours and path.name not in keep:
+    for name in _names_in(folder):
+        ours = _DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name)
+        if ours and name not in keep:
             with suppress(OSError):
-                path.unlink()
+                (folder / name).unlink()
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # what is there matters only if it can be seen
+        return []
 
 
 def _verified(path: Path, text: bytes) -> tuple[dict[str, Any], int]:
@@ -203,11 +210,11 @@ def _read_file(path: Path) -> bytes:
 
 def _why_unreadable(path: Path, error: OSError) -> str:
     folder = path.parent
-    if not folder.is_dir():
-        return f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path"
-    if path.exists():
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path}: cannot be read: {error}"
-    if any(_DATA_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+    if not os.path.isdir(folder):
+        return f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path"
+    if any(map(_DATA_FILE.fullmatch, _names_in(folder))):
         return f"{folder}: got data without {INDEX_NAME}: saving it was never finished; load another checkpoint"
     return f"{folder}: there is no {INDEX_NAME} in it, expected a checkpoint of shardopt; check the path"
 

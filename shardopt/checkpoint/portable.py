@@ -28,13 +28,15 @@ from shardopt.checkpoint.contents import Content, Owner, contents_of, model_chun
 from shardopt.checkpoint.errors import ReplacedError, plain_errors
 from shardopt.checkpoint.groups import describe
 from shardopt.checkpoint.index import load_index
-from shardopt.checkpoint.interrupts import deferred_interrupts, interruption_point
+from shardopt.checkpoint.interrupts import deferred_interrupts
 from shardopt.checkpoint.pieces import buffers_of
 from shardopt.checkpoint.ranks import gathered, on_every_rank
 from shardopt.checkpoint.replicas import ReplicaPlanner
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
 from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
+
+_TRIES = 10  # of a load that other saves overtake
 
 
 class Loaded(NamedTuple):
@@ -53,6 +55,9 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     """Saves a model and its optimizer into a folder. All ranks must call this.
 
     A checkpoint in the folder is replaced; until the new one is complete, and if saving fails, it stays as it was.
+    Another save into the folder is waited for, up to 10 seconds. Ranks may hold different parameters under different
+    names (pipeline stages, experts): all are saved. Parameters and state that several ranks hold by one name must have
+    the same bits, buffers are those of the first rank. Ctrl-C takes effect between pieces of a few MiB, or at the end.
 
     Args:
         path: the folder, which all ranks see.
@@ -62,12 +67,12 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         extra: what else to save, the same on all ranks: tensors, and what JSON can hold.
 
     Raises:
-        CheckpointError: it could not be saved. Nothing was changed, on any rank.
+        CheckpointError: it could not be saved, ranks hold different tensors by one name, or another save into the
+            folder goes on. Nothing was changed, on any rank.
         TypeError: ``extra`` has something else in it, or the optimizer is not shardopt's.
     """
     with deferred_interrupts():
         tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
-        interruption_point()
         with plain_errors(writer.discard), _no_warning_of_one_process():
             state_dict_saver.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
 
@@ -119,11 +124,13 @@ def load(
     """Loads what :func:`save` saved, under whatever sharding and number of ranks. All ranks must call this.
 
     Everything is read and verified before anything is changed; this takes as much of the host's memory as this rank's
-    part of the checkpoint. Codes, scales and parameters come back bit for bit.
+    part of the checkpoint. Codes, scales and parameters come back bit for bit. Where another process replaces the
+    checkpoint meanwhile, the new one is loaded. Ctrl-C changes nothing, or comes when all is loaded.
 
     Args:
         path: the folder.
-        model: see :func:`save`; the same bare model, in any wrapping.
+        model: see :func:`save`; the same bare model, in any wrapping. All its parameters must be in the checkpoint, and
+            each tensor of the checkpoint in the model of some rank.
         optimizer: with the same parameters; None to load the model only.
         convert: allow that the optimizer's codec, block size or weight format, or a parameter's dtype, is another than
             the checkpoint's: moments are decoded and coded again, weights rounded.
@@ -138,8 +145,8 @@ def load(
     """
     with deferred_interrupts():
         loaded = _load_unreplaced(path, model, optimizer, convert)
-    if is_engine(model):
-        refresh(model)
+        if is_engine(model):
+            refresh(model)
     return loaded
 
 
@@ -162,7 +169,6 @@ def _load(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | No
     restoration = on_every_rank(lambda: Restoration(path, index, model, optimizer))
     claimed = gathered(restoration.claimed)
     on_every_rank(lambda: restoration.plan(claimed, convert=convert))
-    interruption_point()
     with plain_errors(), _no_warning_of_one_process():
         state_dict_loader.load(
             restoration.tensors,
@@ -186,9 +192,6 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
     with opened(model) as (bare, own):
         yield bare, own
 
-
-#: So often is a load begun that other saves overtake.
-_TRIES = 10
 
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
