@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from checkpoint_folder import (
 from shardopt.checkpoint import data_file
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.folder_lock import LOCK_NAME
-from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
+from shardopt.checkpoint.index import INDEX_NAME, StoredChunk, dump_index, load_index
 from shardopt.checkpoint.storage import CheckpointError, PortableReader, PortableWriter, plain_errors, read_index
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -95,6 +96,78 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         with pytest.raises(CheckpointError, match=message):
             read_index(path)
     assert not target.any()
+
+
+def _with(first: int, **changed: Any) -> Callable[[list[StoredChunk]], list[StoredChunk]]:
+    """Changes the fields of one chunk."""
+    return lambda chunks: [chunk._replace(**changed) if i == first else chunk for i, chunk in enumerate(chunks)]
+
+
+#: What the two chunks of a tensor of 8 rows and 16 columns must not be.
+CHUNKS: dict[str, Callable[[list[StoredChunk]], list[StoredChunk]]] = {
+    "beyond": _with(1, offsets=(100000, 0)),
+    "negative": _with(1, offsets=(-4, 0)),
+    "huge": _with(1, offsets=(10**18, 0)),
+    "more than 64 bits": _with(1, offsets=(2**64, 0)),
+    "no whole number": _with(1, offsets=(4.0, 0)),
+    "bool": _with(1, offsets=(4, False)),
+    "text": _with(1, offsets="40"),
+    "overlapping": _with(1, offsets=(0, 0)),
+    "overlapping in part": _with(1, offsets=(3, 0)),
+    "transposed": lambda chunks: [chunk._replace(shape=chunk.shape[::-1]) for chunk in chunks],
+    "flat": _with(1, offsets=(4,), shape=(64,)),
+    "one is missing": lambda chunks: chunks[:1],
+    "twice": lambda chunks: [*chunks, chunks[0]],
+    "of another length": _with(0, bytes=255),
+    "negative bytes": _with(0, shape=(-4, -16)),
+    "beyond the file": _with(1, position=2**40),
+    "the same bytes": _with(1, position=0),
+    "in a file that is not listed": _with(0, file="0123456789abcdef-7.bin"),
+}
+
+
+@pytest.mark.parametrize("change", CHUNKS)
+def test_chunks_that_do_not_make_up_a_tensor(tmp_path: Path, change: str) -> None:
+    saved(tmp_path)
+    index = load_index(tmp_path)
+    tensor = index.tensors["first"]
+    changed = tensor._replace(chunks=CHUNKS[change](tensor.chunks))
+    text = dump_index(index._replace(tensors={**index.tensors, "first": changed}))
+    (tmp_path / INDEX_NAME).write_bytes(text)
+    target = torch.zeros(8, 16)
+    with pytest.raises(CheckpointError, match=r"got content that no version of shardopt writes: .*; load another"):
+        load(tmp_path, {"first": cut(target, ((), ()))})
+    assert not target.any()
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, "\ufeff{}", '{"format": "shardopt"', "\x00", '{"format": "shardopt"}'])
+def test_an_index_that_is_no_json_of_ours(tmp_path: Path, text: str) -> None:
+    content = text.encode()
+    last_line = f',\n"crc32": "{zlib.crc32(content):08x}"}}\n'.encode()
+    (tmp_path / INDEX_NAME).write_bytes(content + last_line)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))) as caught:
+        read_index(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / INDEX_NAME)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_index(tmp_path)
+
+
+def test_new_folders_outlast_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder that is made is in one that was synchronized afterwards."""
+    synced, fsync = set(), os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    saved(tmp_path / "new" / "er" / "folder")
+    for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "er", tmp_path / "new" / "er" / "folder"):
+        assert folder.stat().st_ino in synced, folder
 
 
 def test_every_flipped_byte_of_the_index_is_noticed(tmp_path: Path) -> None:
