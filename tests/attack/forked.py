@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import time
@@ -106,6 +107,8 @@ def call(function: Callable[[], Outcome], *, hung: float = HUNG) -> Outcome:
 
 def _limited(function: Callable[[], Outcome]) -> Outcome:
     before, started = _memory("VmRSS"), time.process_time()
+    most = _memory("VmSize") + 4 * MEMORY_BYTES  # so that reading what has no end takes no machine down
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
         outcome = function()
     except BaseException as error:
@@ -119,7 +122,7 @@ def _limited(function: Callable[[], Outcome]) -> Outcome:
 
 
 def _memory(field: str) -> int:
-    """Bytes of memory: VmRSS, in use now, or VmHWM, the most of this process so far."""
+    """Bytes of memory: VmRSS, in use now, VmHWM, the most of this process so far, or VmSize, of addresses."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
 
