@@ -345,7 +345,12 @@ class ShardedOptimizer(Optimizer, ABC):
                 yield group, param
 
     def _group(self, options: dict[str, Any]) -> Group:
-        """What a step needs to know of a param group."""
+        """What a step needs to know of a param group.
+
+        Raises:
+            ValueError: a hyper-parameter is out of range.
+        """
+        self.check_group(options)
         lr = options["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             # Not read here: that would wait for the device.
