@@ -239,6 +239,95 @@ def test_bf16_second_moment_has_a_floor() -> None:
     assert torch.equal(coded.codes.float() > 0, tiny > 0)
 
 
+# What is fit to be loaded.
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(seed=seeds, spread=spreads, exponent=st.integers(-149, 120), zeros=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_what_was_coded_is_sound(codec: str, seed: int, spread: float, exponent: int, zeros: bool) -> None:
+    """Moments as Adam's are, alone and together: at any scale, in blocks of zeros, and of fresh state."""
+    coder = get_codec(codec)
+    v = block(Kind("fp32", signed=False), seed, spread, 128, 2.0**exponent) * (not zeros)
+    m = square_root(v) * (torch.rand(128, generator=torch.Generator().manual_seed(seed)) * 14 - 7)
+    for moments, values in (([M], [m]), ([V], [v]), ([M, V], [m, v])):
+        for moment, (codes, scales) in zip(moments, encode_moments(coder, moments, values), strict=True):
+            assert coder.is_sound(codes, codes if scales is None else scales, signed=moment.signed)
+            fresh = torch.full_like(codes, coder.zero_code(signed=moment.signed))
+            assert coder.is_sound(fresh, codes if scales is None else scales * 0, signed=moment.signed)
+
+
+NAN, INF = math.nan, math.inf
+ROOT = float(square_root(torch.tensor(torch.finfo(torch.float32).max)))
+
+#: Scales of a block and whether all codes have a value with them.
+UNSIGNED_LOG8 = {
+    (1.0, 1.0): True,
+    (1.0, 1056833.0): True,
+    (1.0, 1056834.0): False,
+    (1.0, 0.0): False,
+    (1.0, 1.5): False,
+    (1.0, -1.0): False,
+    (1.0, NAN): False,
+    (1.0, INF): False,
+    (NAN, 1.0): False,
+    (INF, 1.0): False,
+    (-1.0, 1.0): False,
+    (-0.0, 1.0): False,
+    (ROOT, 1.0): True,
+    (2 * ROOT, 1.0): False,
+    (2.0**-149, 1.0): False,
+    (2.0**-126, 100.0): True,
+    (2.0**-126, 40000.0): False,
+    (0.0, 2.0): False,
+}
+
+
+@pytest.mark.parametrize("scales", UNSIGNED_LOG8, ids=str)
+def test_sound_scales_of_log8(scales: tuple[float, float]) -> None:
+    """A block is sound where what its codes decode to is finite and above zero, and the step is in its range."""
+    codec, found = get_codec("log8"), torch.tensor([scales])
+    assert codec.is_sound(ALL_CODES[None], found, signed=False) == UNSIGNED_LOG8[scales]
+    beside = torch.cat([torch.tensor([[1.0, 1.0]]), found])
+    assert codec.is_sound(ALL_CODES.expand(2, -1), beside, signed=False) == UNSIGNED_LOG8[scales]
+    if UNSIGNED_LOG8[scales]:
+        values, root = decode_moments(codec, [V], [Coded(ALL_CODES[None], found)])
+        assert root is not None
+        assert values[0].isfinite().all()
+        assert (root[0, 1:] > 0).all()
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0])
+def test_a_block_of_zeros_of_log8_has_no_other_code(step: float) -> None:
+    codec, scales = get_codec("log8"), torch.tensor([[1.0, 1.0], [0.0, step]])
+    codes = torch.zeros(2, 128, dtype=torch.uint8)
+    codes[0] = 7
+    assert codec.is_sound(codes, scales, signed=False)
+    codes[1, 3] = 200
+    assert not codec.is_sound(codes, scales, signed=False)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != Kind("log8", signed=False)], ids=str)
+def test_sound_scales(kind: Kind) -> None:
+    codec, codes = CODECS[kind.codec], ALL_CODES.expand(2, -1)
+    squared = kind.of_roots  # the second moment is the square
+    for scale in (0.0, 2.0**-149, 1.0, 1e18, 1e30, 3.4e38, -1.0, NAN, INF, -INF):
+        sound = math.isfinite(scale) and scale >= 0 and not (squared and scale > 2e19)
+        assert codec.is_sound(codes, torch.tensor([[1.0], [scale]]), signed=kind.signed) == sound, scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_sound_floats(dtype: torch.dtype) -> None:
+    for codec in (get_codec("fp32"), get_codec("bf16")):
+        for signed in (True, False):
+            for value in (0.0, -0.0, 1.0, 6e4, NAN, INF, -INF, -1.0):
+                x = torch.tensor([1.0, value], dtype=dtype)
+                assert codec.is_sound(x, x, signed=signed) == (math.isfinite(value) and (signed or value >= 0)), value
+            assert codec.is_sound(torch.zeros(0, dtype=dtype), torch.zeros(0), signed=signed)
+    beyond = torch.tensor([1e39], dtype=torch.float64)
+    assert not get_codec("fp32").is_sound(beyond, beyond, signed=True), "infinite in float32"
+
+
 def test_unknown_codec() -> None:
     with pytest.raises(ValueError, match=r"codec: got 'log9', expected one of 'log8'"):
         get_codec("log9")

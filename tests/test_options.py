@@ -17,6 +17,9 @@ from ranks.snapshot import assert_same
 from shardopt.optim.options import bytes_of
 from test_optimizers import advance, give_gradients, make
 
+NAN, INF = float("nan"), float("inf")
+NUMBERS = ("lr", "eps", "weight_decay")
+
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"codec": ["log8"]}, "codec: got ['log8'], expected one of 'log8'"),
     ({"codec": "log9"}, "codec: got 'log9', expected one of 'log8'"),
@@ -49,8 +52,19 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"betas": (0.9,)}, "betas: got (0.9,), expected two numbers"),
     ({"betas": (1.0, 0.9)}, r"betas[0]: got 1.0, expected a number in [0.0, 1.0)"),
     ({"betas": (0.9, -0.1)}, r"betas[1]: got -0.1"),
+    ({"betas": (0.9, NAN)}, "betas[1]: got nan"),
+    ({"betas": ("0.9", 0.9)}, "betas[0]: got '0.9'"),
     ({"eps": -1e-8}, "eps: got -1e-08"),
     ({"weight_decay": -0.1}, "weight_decay: got -0.1"),
+    *(({name: INF}, f"{name}: got inf, expected a number >= 0.0 that float32 can hold") for name in NUMBERS),
+    *(({name: NAN}, f"{name}: got nan, expected a number >= 0.0 that float32 can hold") for name in NUMBERS),
+    *(({name: 1e39}, f"{name}: got 1e+39, expected a number >= 0.0 that float32 can hold") for name in NUMBERS),
+    ({"lr": 10**400}, "lr: got 1000"),
+    ({"lr": torch.tensor(INF)}, "lr: got inf"),
+    ({"lr": torch.tensor(1e39, dtype=torch.float64)}, "lr: got 1e+39"),
+    ({"lr": torch.tensor(1j)}, "lr: got 1j"),
+    ({"weight_decay": "x"}, "weight_decay: got 'x', expected a number >= 0.0"),
+    ({"eps": None}, "eps: got None, expected a number >= 0.0"),
 ]
 
 
@@ -72,11 +86,45 @@ def test_unknown_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "hyper", [{"nesterov": True}, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, {"momentum": -0.1}], ids=str
+    "hyper",
+    [
+        {"nesterov": True},
+        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
+        {"nesterov": "no", "momentum": 0.9},
+        {"momentum": -0.1},
+        {"momentum": INF},
+        {"momentum": 0.9, "dampening": "x"},
+        {"momentum": 0.9, "dampening": NAN},
+        {"dampening": -1e39},
+    ],
+    ids=str,
 )
 def test_wrong_momentum(hyper: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"(nesterov|momentum): got"):
+    """At construction, and put there by hand."""
+    with pytest.raises(ValueError, match=r"(nesterov|momentum|dampening): got"):
         shardopt.SGD([Parameter(torch.zeros(3))], **hyper)
+    optimizer = make("momentum", dampening=0.0)
+    advance(optimizer, range(1))
+    before = everything(optimizer)
+    optimizer.param_groups[0].update({"momentum": 0.0, **hyper})
+    with pytest.raises(ValueError, match=r"(nesterov|momentum|dampening): got"):
+        advance(optimizer, range(1, 2))
+    assert_same(everything(optimizer), before)
+
+
+def test_hyper_parameters_at_the_ends_of_their_ranges() -> None:
+    """Frameworks take steps with lr=0 to have state made; dampening may be below zero, as in torch."""
+    largest = torch.finfo(torch.float32).max
+    shardopt.AdamW([Parameter(torch.zeros(3))], lr=0, betas=[0, 1 - 2.0**-53], eps=0.0, weight_decay=largest)
+    shardopt.SGD([Parameter(torch.zeros(3))], lr=largest, momentum=largest, dampening=-largest)
+
+
+def test_a_learning_rate_on_a_device_is_not_read() -> None:
+    lr = torch.tensor(NAN, device="meta")  # reading it would raise
+    optimizer = make(lr=lr)
+    assert optimizer.param_groups[0]["lr"] is lr
+    with pytest.raises(ValueError, match="lr: got a tensor of 2 elements"):
+        make(lr=lr.expand(2))
 
 
 CHANGED: list[tuple[dict[str, Any], str]] = [
@@ -90,6 +138,13 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"offload": "state"}, "offload: got 'state' in a param group that was stepped with None, expected the same"),
     ({"device_state_budget": 1}, "device_state_budget: got 1 in a param group that was stepped with 0"),
     ({"pin_memory": False}, "pin_memory: got False in a param group that was stepped with True"),
+    *(({name: value}, f"{name}: got {value}, expected") for name in NUMBERS for value in (NAN, INF, 1e39, -1.0)),
+    ({"betas": (2, 3)}, "betas[0]: got 2, expected a number in [0.0, 1.0)"),
+    ({"betas": [0.9, NAN]}, "betas[1]: got nan"),
+    ({"betas": None}, "betas: got None, expected two numbers"),
+    ({"weight_decay": "x"}, "weight_decay: got 'x', expected"),
+    ({"lr": torch.tensor(NAN)}, "lr: got nan, expected"),
+    ({"amsgrad": True}, "amsgrad: got True"),
 ]
 
 
@@ -108,6 +163,22 @@ def test_wrong_options_by_hand(options: dict[str, Any], message: str) -> None:
     optimizer.param_groups[0].update(old)
     advance(optimizer, range(2, 3))
     assert_same(everything(optimizer), everything(expected))
+
+
+@pytest.mark.parametrize("what", ["lr", "betas"])
+def test_wrong_values_put_in_place(what: str) -> None:
+    """Into a tensor or list that the param group had before; what is read for the step is what is checked."""
+    optimizer = make(lr=torch.tensor(0.01), betas=[0.9, 0.99])
+    advance(optimizer, range(2))
+    before, group = everything(optimizer), optimizer.param_groups[0]
+    for wrong, right in ((NAN, 0.5), (INF, 0.25)):
+        group["lr"].fill_(wrong) if what == "lr" else group["betas"].__setitem__(0, wrong)
+        with pytest.raises(ValueError, match=f"{what}.*: got {wrong}, expected"):
+            advance(optimizer, range(2, 3))
+        assert_same(everything(optimizer), before)
+        group["lr"].fill_(right) if what == "lr" else group["betas"].__setitem__(0, right)
+        advance(optimizer, range(2, 3))
+        before = everything(optimizer)
 
 
 def test_options_may_be_changed_before_the_first_step() -> None:

@@ -88,6 +88,25 @@ class Codec(ABC):
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The float32 values of ``codes``: what :meth:`encode` was given, to the codec's precision."""
 
+    def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
+        """Whether blocks stand for finite numbers, and those of an unsigned moment for none below zero.
+
+        Codes and scales that this package wrote are, unless the run diverged with ``nonfinite="propagate"``. Reads the
+        scales; of the codes, those that could be unsound.
+        """
+        if signed:
+            return are_finite(scales, signed=False)
+        largest = self.decode(torch.full_like(scales, 255, dtype=torch.uint8), scales, signed=False)
+        return are_finite(scales, signed=False) and are_finite(largest * largest if self.root else largest, signed=True)
+
+
+def are_finite(x: Tensor, *, signed: bool) -> bool:
+    """Whether all numbers of a tensor are finite in float32, and, unless ``signed``, none is below zero."""
+    if x.numel() == 0:
+        return True
+    low, high = (end.float() for end in torch.aminmax(x if x.dtype.itemsize > 1 else x.float()))
+    return bool(low.isfinite() & high.isfinite() & ((low >= 0) | signed))  # NaN is the least and the largest
+
 
 def units_in(number: float, scales: Tensor) -> Tensor:
     """How often the scales go into a number; in blocks of zeros, any number."""

@@ -17,6 +17,7 @@ from shardopt.kernels.numeric import INFINITY_BITS, bits, divide, float32, float
 
 _LEVELS = 254
 _MAX_RANGE = 32 << 23  # 32 octaves
+_MAX_STEP = -(-_MAX_RANGE // _LEVELS)
 
 
 class Log8(Codec):
@@ -56,3 +57,19 @@ class Log8(Codec):
         top, step = bits(scales[..., :1]), scales[..., 1:].int()
         q = codes.int()
         return float_from_bits(torch.where(q > 0, top - (255 - q) * step, 0))
+
+    def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
+        """Whether blocks stand for finite numbers, none below zero where unsigned.
+
+        Unsigned: ``M`` and ``step`` are in the ranges of :meth:`measure`, so that every code has a value; of a block of
+        zeros, whose ``step`` is 1, and 0 before the first step of training, only code 0 has one. The roots of float32's
+        numbers are at least 2^-74.5, so that 254 steps, however ``step`` was rounded, end above zero.
+        """
+        if signed:
+            return super().is_sound(codes, scales, signed=True)
+        largest, step = scales.unbind(-1)
+        top = bits(largest)
+        zero = (top == 0) & ((step == 0) | (step == 1))
+        whole = (step >= 1) & (step <= _MAX_STEP) & (step == step.round())
+        sound = zero | (whole & (top > _LEVELS * step.int()) & (largest * largest).isfinite())
+        return bool(sound.all()) and not bool(codes[zero].any())

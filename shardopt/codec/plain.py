@@ -5,15 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Codec
+from shardopt.codec.base import Codec, are_finite
 
 
-class Float32(Codec):
+class _Plain(Codec):
+    """Base class of codecs whose codes are floats, and which have no scales."""
+
+    root = False
+
+    def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
+        return are_finite(codes, signed=signed)
+
+
+class Float32(_Plain):
     """The exact 32-bit optimizer through the same code path."""
 
     name = "fp32"
     code_dtype = torch.float32
-    root = False
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         return x.clone()
@@ -22,12 +30,11 @@ class Float32(Codec):
         return codes.clone()
 
 
-class BFloat16(Codec):
+class BFloat16(_Plain):
     """Moments rounded to nearest bfloat16, an unsigned one never down to zero."""
 
     name = "bf16"
     code_dtype = torch.bfloat16
-    root = False
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         codes = x.bfloat16()

@@ -6,7 +6,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -16,26 +15,17 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import UnknownShardError, assigned, read_model
+from shardopt.layout import assigned, read_model
 from shardopt.optim.entries import Group
-from shardopt.optim.flat_state import HELD, AnyState, encode_flat_moments, held_elements, on_any_rank, state_of
+from shardopt.optim.flat_state import HELD, AnyState, held_elements, state_of
 from shardopt.optim.full_precision import check_weights, joined, split_into
-from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
+from shardopt.optim.loading import Adopted, adopt
+from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
 from shardopt.optim.stepper import Stepper
-
-#: In the param groups of a state dict: what is not taken over.
-_KEPT = frozenset([HELD, *PLACEMENT])
-
-
-@dataclass
-class _Adopted:
-    """State on its way through ``Optimizer.load_state_dict``, which would cast tensors to the parameter's dtype."""
-
-    state: StateDict
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -226,11 +216,12 @@ class ShardedOptimizer(Optimizer, ABC):
         """Loads a state dict of this class, or of the torch.optim class of the same name, which is quantized.
 
         Raises:
-            ValueError: the state is of other parameters or another optimizer, or was quantized in another way. Nothing
-                was changed.
+            ValueError: the state is of other parameters or another optimizer, was quantized in another way, or is
+                damaged: options or hyper-parameters out of range, moments or steps that are not finite or below zero
+                where they must not be. Nothing was changed.
         """
         self.synchronize()
-        last_hook = self.register_load_state_dict_pre_hook(_adopt)
+        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: adopt(self, loaded))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -281,7 +272,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "state" in state:
             for param, value in state["state"].items():
-                if isinstance(value, _Adopted):
+                if isinstance(value, Adopted):
                     state["state"][param] = value.state
         super().__setstate__(state)
         self._steppers = getattr(self, "_steppers", {})
@@ -345,7 +336,12 @@ class ShardedOptimizer(Optimizer, ABC):
                 yield group, param
 
     def _group(self, options: dict[str, Any]) -> Group:
-        """What a step needs to know of a param group."""
+        """What a step needs to know of a param group.
+
+        Raises:
+            ValueError: a hyper-parameter is out of range.
+        """
+        self.check_group(options)
         lr = options["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             # Not read here: that would wait for the device.
@@ -363,55 +359,3 @@ class ShardedOptimizer(Optimizer, ABC):
                 RuntimeWarning,
                 stacklevel=5,  # past torch's wrappers of step()
             )
-
-
-def _adopt(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """A load-state-dict pre-hook: turns whatever was loaded into the optimizer's own kind of state, or raises."""
-    assert isinstance(optimizer, ShardedOptimizer)
-    saved, own = state_dict["param_groups"], optimizer.param_groups
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
-        raise ValueError(
-            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, "
-            f"expected {[len(group['params']) for group in own]}"
-        )
-    groups, is_own = [], True
-    for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
-        for option in STATE_FORMAT:
-            if saved_group.get(option, group[option]) != group[option]:
-                raise ValueError(
-                    f"param group {index}: got state saved with {option}={saved_group[option]!r}, expected "
-                    f"{group[option]!r}; make the optimizer with {option}={saved_group[option]!r}, or go through "
-                    "state_dict(dequantize=True)"
-                )
-        held = held_elements(group["params"])
-        is_own &= held is None or saved_group.get(HELD, held) == held
-        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**rest, **{k: v for k, v in saved_group.items() if k not in _KEPT}})
-        check_options(groups[-1])
-        optimizer.check_group(groups[-1])
-    ids = [index for group in saved for index in group["params"]]
-    try:
-        specs = [
-            optimizer.state_spec(param, options)  # as they will be: SGD's momentum says what state there is
-            for group, options in zip(own, groups, strict=True)
-            for param in group["params"]
-        ]
-    except UnknownShardError:
-        if state_dict["state"]:
-            raise
-        return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
-    if on_any_rank(specs, not is_own):  # all must know: the others would wait for one that gives up
-        raise ValueError(
-            f"got the state of other elements than {'another' if is_own else 'this'} rank's, expected what it itself "
-            "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
-        )
-    given = encode_flat_moments(specs, [state_dict["state"].get(index) for index in ids])
-    state: StateDict = {}
-    of_torch = all("master_weight_bits" not in group for group in saved)  # or dequantized: neither knows of them
-    params = [param for _, param in optimizer._all_params()]
-    for position, (index, param, spec, loaded) in enumerate(zip(ids, params, specs, given, strict=True)):
-        if loaded is not None:
-            device = optimizer.places.place(param).state
-            adopted = spec.adopt(loaded, device, f"parameter {position}", of_torch=of_torch) if loaded else {}
-            state[index] = _Adopted(adopted)
-    return {**state_dict, "state": state, "param_groups": groups}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch import Tensor
 from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import Exchange, FlatBuffer, FlatShard, assigned, shard_of
-from shardopt.optim.state import LOW_BITS, ParameterState, Part, StateDict, checked_step, copy_to
+from shardopt.optim.loaded_entries import check_dense, check_moment, checked_step, copy_to, step_on
+from shardopt.optim.state import LOW_BITS, ParameterState, Part, StateDict
+
+T = TypeVar("T")
 
 #: In the param groups of a state dict: what elements of flat shards it is the state of; see :func:`held_elements`.
 HELD = "held_elements"
@@ -90,26 +93,30 @@ class BufferState:
                 segment.of(found[name]).copy_(value)
         return found
 
-    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str, *, of_torch: bool) -> StateDict:
-        """The state for entries that were loaded; see :meth:`ParameterState.adopt`. Float moments are coded already."""
-        template = self.new(torch.device("meta"))
-        low_bits = template.get(LOW_BITS)
-        state: StateDict = {}
-        for key, like in template.items():
-            if key == "step":
-                continue
-            if key not in loaded and key == LOW_BITS and of_torch and low_bits is not None:
-                state[key] = torch.zeros(low_bits.shape, dtype=low_bits.dtype, device=device)
-                continue
+    def check_loaded(self, loaded: Mapping[str, Any], name: str, *, of_torch: bool) -> None:
+        """Checks entries to be adopted; see :meth:`ParameterState.check_loaded`. Float moments are coded already."""
+        checked_step(loaded, name)
+        for key, like in self.new(torch.device("meta")).items():
             value = loaded.get(key)
+            if key == "step" or (key == LOW_BITS and value is None and of_torch):
+                continue
             if not isinstance(value, Tensor) or (value.shape, value.dtype) != (like.shape, like.dtype):
                 got = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
                     f"{name}: got {key} as {got}, expected {tuple(like.shape)} of {like.dtype}; a state dict of flat "
                     "shards loads on the same ranks and options only; use shardopt.checkpoint for others"
                 )
-            state[key] = copy_to(value, device)
-        return {"step": checked_step(loaded, device), **state}
+            check_dense(value, key, name)
+
+    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
+        """The state for entries that :meth:`check_loaded` let pass. Low bits that it has not got are zero."""
+        state = {**self.new(device), "step": step_on(device, checked_step(loaded, name))}
+        return state | {key: copy_to(loaded[key], device) for key in state if key != "step" and key in loaded}
+
+    def check_local(self, state: Mapping[str, Tensor], name: str) -> None:
+        """Checks what the state stands for; see :meth:`ParameterState.check_local`."""
+        for segment, spec, own in zip(self.shard.segments, self.specs, self.split(state), strict=True):
+            spec.check_local(own, f"{segment.name} in {name}")
 
 
 def _name_here(spec: ParameterState, key: str) -> str:
@@ -236,19 +243,56 @@ def _float_moments(spec: AnyState, loaded: Mapping[str, Any] | None) -> list[Ten
     return found if len(found) == len(own) and not native else None
 
 
-def on_any_rank(specs: Sequence[AnyState], here: bool) -> bool:
-    """Whether something is so on any of the ranks that share parameters with this one in flat shards.
+def check_flat_moments(spec: AnyState, loaded: Mapping[str, Any] | None, name: str) -> None:
+    """Checks the moments of a parameter that :func:`encode_flat_moments` is to encode.
 
-    All of them must call this, with the same parameters.
+    Raises:
+        ValueError: one is sparse, of no float dtype, or not finite, or below zero though it is not signed.
+    """
+    for moment, x in zip(spec.moments, _float_moments(spec, loaded) or (), strict=False):
+        check_dense(x, moment.name, name)
+        for part in [s.of(x) for s in spec.shard.segments] if isinstance(spec, BufferState) else [x]:
+            check_moment(part, moment.name, name, signed=moment.signed)
+
+
+def all_or_none(specs: Sequence[AnyState], work: Callable[[], T]) -> T:
+    """Calls a function, and raises on all ranks for which :func:`on_any_rank` decides if it raised on any of them.
+
+    Raises:
+        ValueError: it raised on another rank. On this one, what it raised is raised.
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+        error = raised
+    if on_any_rank(specs, error is not None):
+        raise error or ValueError(
+            "got state that another rank refused, expected none of it to be at fault; that rank's error says what is "
+            "wrong, and nothing was changed"
+        )
+    return result
+
+
+def on_any_rank(specs: Sequence[AnyState], here: bool) -> bool:
+    """Whether something is so on any of the ranks that this one exchanges moments with when state is loaded.
+
+    Those are the ranks that share parameters with this one in flat shards, or in column shards that cut blocks. All of
+    them must call this, with the same parameters.
     """
     found = here
-    parts = [part for spec in specs for part in flat_parts(spec)]
-    for exchange in dict.fromkeys(part.shard.exchange for part in parts if isinstance(part.shard, FlatShard)):
-        if exchange is not None:
-            flag = torch.tensor([here], dtype=torch.int32)
-            exchange.all_reduce_max(flag)
-            found |= bool(flag.item())
+    for exchange in dict.fromkeys(exchange for spec in specs for exchange in _exchanges(spec)):
+        flag = torch.tensor([here], dtype=torch.int32)
+        exchange.all_reduce_max(flag)
+        found |= bool(flag.item())
     return found
+
+
+def _exchanges(spec: AnyState) -> Iterator[Exchange]:
+    shards = [part.shard for part in flat_parts(spec)]
+    if isinstance(spec, ParameterState) and spec.exchanges_columns:
+        shards = [spec.shard]
+    yield from (shard.holders for shard in shards if shard.holders is not None)
 
 
 def _copy_fragments(spec: ParameterState, x: Tensor, numbers: Sequence[int], blocks: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -147,9 +147,8 @@ def check_options(group: Mapping[str, Any]) -> None:
         bytes_of(group["device_state_budget"])
     except ValueError as error:
         raise ValueError(f"device_state_budget: {error}") from None
-    for name in ("differentiable", "amsgrad"):
-        if group.get(name):
-            raise ValueError(f"{name}: got True, which shardopt does not support; leave the option out")
+    if group["differentiable"]:
+        raise ValueError(_unsupported("differentiable"))
 
 
 def bytes_of(size: int | str) -> int:
@@ -203,29 +202,61 @@ def _check_weight_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"stochastic_rounding_seed: got {seed!r}, expected a whole number from 0 to 2**64 - 1")
 
 
+class _Range(NamedTuple):
+    """What a hyper-parameter may be, with both ends, and in words."""
+
+    least: float
+    largest: float
+    words: str
+
+
+#: The largest finite float32: the kernels compute in float32.
+LARGEST = 2.0**128 - 2.0**104
+
+_POSITIVE = _Range(0.0, LARGEST, "a number >= 0.0 that float32 can hold")
+_ANY = _Range(-LARGEST, LARGEST, "a number that float32 can hold")
+_BETA = _Range(0.0, 1.0 - 2.0**-53, "a number in [0.0, 1.0)")
+
+#: The hyper-parameters that are single numbers.
+_RANGES = tuple({**dict.fromkeys(("lr", "eps", "weight_decay", "momentum"), _POSITIVE), "dampening": _ANY}.items())
+
+
 def check_hyper(group: Mapping[str, Any]) -> None:
-    """Checks the hyper-parameters in a param group, of those that rules have in common.
+    """Checks the hyper-parameters in a param group. A learning rate on a device is not read.
+
+    A step calls this whenever one of them changed: the ordinary case, a float in its range, is looked at first.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: one is out of range, or infinite in float32.
     """
+    for name, allowed in _RANGES:
+        if name in group:
+            value = group[name]
+            if type(value) is not float or not allowed[0] <= value <= allowed[1]:
+                _check_range(name, value, allowed)
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas: got {betas!r}, expected two numbers")
+        raise ValueError(f"betas: got {betas!r}, expected two numbers; {_CORRECT}")
     for index, beta in enumerate(betas):
-        _check_range(f"betas[{index}]", beta, 0.0, 1.0)
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        if name in group:
-            _check_range(name, group[name], 0.0)
+        if type(beta) is not float or not 0.0 <= beta < 1.0:
+            _check_range(f"betas[{index}]", beta, _BETA)
+    if group.get("amsgrad"):
+        raise ValueError(_unsupported("amsgrad"))
 
 
-def _check_range(name: str, value: float | Tensor, low: float, high: float | None = None) -> None:
+_CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
+
+
+def _check_range(name: str, value: float | Tensor, allowed: _Range) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}: got a tensor of {value.numel()} elements, expected a single one")
-        if value.device.type != "cpu":  # reading it would wait for the device
-            return
-        value = float(value)
-    if not (isinstance(value, Real) and low <= value and (high is None or value < high)):
-        bounds = f">= {low}" if high is None else f"in [{low}, {high})"
-        raise ValueError(f"{name}: got {value!r}, expected a number {bounds}")
+        if name == "lr" and value.device.type != "cpu" and not value.is_complex():
+            return  # reading it would wait for the device
+        value = value.item()
+    if not (isinstance(value, Real) and allowed.least <= value <= allowed.largest):
+        raise ValueError(f"{name}: got {value!r}, expected {allowed.words}; {_CORRECT}")
+
+
+def _unsupported(name: str) -> str:
+    return f"{name}: got True, which shardopt does not support; leave the option out"

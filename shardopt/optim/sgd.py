@@ -71,6 +71,8 @@ class SGD(ShardedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
+        if not isinstance(group["nesterov"], bool):
+            raise ValueError(f"nesterov: got {group['nesterov']!r}, expected True or False")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov: got momentum={group['momentum']} and dampening={group['dampening']}, expected momentum > 0 "

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import BlockGrid, Shard, is_quantized, shard_of
+from shardopt.layout import Band, BlockGrid, Shard, is_quantized, shard_of
+from shardopt.optim.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on, unsound
 
 StateDict = dict[str, Any]
 
@@ -154,7 +155,7 @@ class ParameterState:
             numel, lead = band.rows * band.cols, band.first_col % size
             if numel == 0:
                 continue
-            elements = slice(band.element, band.element + numel)
+            elements = _elements(band)
             blocks = [to_blocks(_padded(x.reshape(-1)[elements].view(band.rows, -1), lead), size) for x in local]
             if cut_blocks and band.rows == 1:
                 first = self.grid.block_of(self.shard.first_element + band.element)
@@ -202,18 +203,18 @@ class ParameterState:
         """
         return self.shard.local(state[LOW_BITS]) if self.weights.low_bits else None
 
-    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str, *, of_torch: bool) -> StateDict:
-        """The state for entries that were loaded: own codes and scales as they are, float moments encoded.
+    def check_loaded(self, loaded: Mapping[str, Any], name: str, *, of_torch: bool) -> None:
+        """Checks entries that are to be adopted. What codes and scales stand for, :meth:`check_local` checks.
 
         Args:
             loaded: what :meth:`new` makes, or torch.optim's state of the parameter.
-            device: where the state is to live.
             name: the parameter's name in errors.
             of_torch: whether the state is torch.optim's: it has no low bits, and the master weights are to begin as the
                 parameter's.
 
         Raises:
-            ValueError: the entries are neither, or not those of a parameter of this shape.
+            ValueError: the entries are neither, or not those of a parameter of this shape, or floats that are not
+                finite.
         """
         if "max_exp_avg_sq" in loaded:
             raise ValueError(f"{name}: got state with max_exp_avg_sq, but shardopt has no amsgrad")
@@ -225,42 +226,66 @@ class ParameterState:
                 f"{name}: got state with {', '.join(unknown)}, expected {', '.join(template)}; was it saved by another "
                 "optimizer?"
             )
-        low_bits = template.pop(LOW_BITS, None)
-        if low_bits is not None and not of_torch and LOW_BITS not in loaded:
+        self._check_low_bits(loaded, name, of_torch=of_torch)
+        wanted = self._wanted(loaded)
+        if not wanted.keys() <= loaded.keys():
             raise ValueError(
-                f"{name}: got state with {', '.join(loaded)}, expected {LOW_BITS} too; was it saved with other "
-                "master_weight_bits?"
+                f"{name}: got state with {', '.join(loaded)}, expected {', '.join(template)}; "
+                "was it saved by another optimizer, or with other quantization options?"
             )
-        if low_bits is None and LOW_BITS in loaded:
-            raise ValueError(
-                f"{name}: got state with {', '.join(loaded)}, expected no {LOW_BITS} for a parameter of "
-                f"{self.weights.dtype}, which would lose them; load a checkpoint with "
-                "shardopt.checkpoint.load(convert=True), or the weights that full_precision_parameters() gave"
-            )
-        floats = {m.name: loaded[m.name] for m in self.moments if m.name in loaded}
-        if self.codec.blockwise and self.moments and len(floats) == len(self.moments):
-            for moment in self.moments:
-                self._check(floats[moment.name], template[self.codes_name(moment)], moment.name, name)
-            state = self.encode(floats)
-        else:
-            missing = [key for key in template if key != "step" and key not in loaded]
-            if missing:
-                raise ValueError(
-                    f"{name}: got state with {', '.join(loaded)}, expected {', '.join(template)}; "
-                    "was it saved by another optimizer, or with other quantization options?"
-                )
-            state = {key: loaded[key] for key in template if key != "step"}
-            for key, value in state.items():
-                self._check(value, template[key], key, name)
-                same = value.dtype == template[key].dtype
-                if not same and (self.codec.blockwise or not value.dtype.is_floating_point):
-                    raise ValueError(f"{name}: got {key} of {value.dtype}, expected {template[key].dtype}")
-            if not self.codec.blockwise:
-                state = self.encode(state)
-        moved = {key: copy_to(value, device) for key, value in state.items()}
-        if low_bits is not None:
-            moved |= self._adopt_low_bits(loaded, low_bits, device, name)
-        return {"step": checked_step(loaded, device), **moved}
+        floats = {moment.name: moment.signed for moment in self.moments}
+        for key, like in wanted.items():
+            check_entry(loaded[key], like, key, name)
+            if key in floats:
+                check_moment(self.shard.local(loaded[key]), key, name, signed=floats[key])
+            elif loaded[key].dtype != like.dtype:
+                raise ValueError(f"{name}: got {key} of {loaded[key].dtype}, expected {like.dtype}")
+        checked_step(loaded, name)
+
+    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
+        """The state for entries that :meth:`check_loaded` let pass: codes and scales as they are, floats encoded.
+
+        All ranks must call this where column shards cut blocks.
+        """
+        state: StateDict = {key: loaded[key] for key in self._wanted(loaded)}
+        low_bits = {LOW_BITS: state.pop(LOW_BITS)} if LOW_BITS in state else self._new_low_bits(device)
+        if state.keys() == {moment.name for moment in self.moments}:
+            state = self.encode(state)
+        moved = {key: copy_to(value, device) for key, value in (state | low_bits).items()}
+        return {"step": step_on(device, checked_step(loaded, name)), **moved}
+
+    def check_local(self, state: Mapping[str, Tensor], name: str) -> None:
+        """Checks what this rank's part of the state stands for.
+
+        Args:
+            state: the entries that the state has, as plain tensors.
+            name: the parameter's name in errors.
+
+        Raises:
+            ValueError: a moment is not finite, or below zero though it is not signed; or the step is no whole number.
+        """
+        checked_step(state, name)
+        local = [Coded(state[self.codes_name(m)], state.get(self.scales_name(m))) for m in self.moments]
+        blocks = (coded for _, coded in self._blocks_of(local)) if self.codec.blockwise else iter([local])
+        for coded in blocks:
+            for moment, (codes, scales) in zip(self.moments, coded, strict=True):
+                if not self.codec.is_sound(codes, codes if scales is None else scales, signed=moment.signed):
+                    coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
+                    raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
+
+    def _wanted(self, loaded: Mapping[str, Any]) -> StateDict:
+        """The entries to adopt, without memory: float moments where all are there, else those of the state."""
+        template = self.new(torch.device("meta"))
+        del template["step"]
+        if LOW_BITS not in loaded:
+            template.pop(LOW_BITS, None)
+        if not self.moments or not all(moment.name in loaded for moment in self.moments):
+            return template
+        for moment in self.moments:
+            template.pop(self.codes_name(moment))
+            template.pop(self.scales_name(moment), None)
+            template[moment.name] = self.shard.like_parameter(torch.empty(self.shard.local_shape, device="meta"))
+        return template
 
     def _new_low_bits(self, device: torch.device) -> StateDict:
         shape = self.weights.low_bits_shape(self.shard.local_shape)
@@ -268,16 +293,19 @@ class ParameterState:
             return {}
         return {LOW_BITS: self.shard.like_parameter(torch.zeros(shape, dtype=torch.int8, device=device))}
 
-    def _adopt_low_bits(
-        self, loaded: Mapping[str, Any], expected: Tensor, device: torch.device, name: str
-    ) -> StateDict:
-        if LOW_BITS not in loaded:
-            return self._new_low_bits(device)
-        found = loaded[LOW_BITS]
-        self._check(found, expected, LOW_BITS, name)
-        if found.dtype != expected.dtype:
-            raise ValueError(f"{name}: got {LOW_BITS} of {found.dtype}, expected {expected.dtype}")
-        return {LOW_BITS: copy_to(found, device)}
+    def _check_low_bits(self, loaded: Mapping[str, Any], name: str, *, of_torch: bool) -> None:
+        """Checks that low bits are there where they have to be, and nowhere else."""
+        if self.weights.low_bits and not of_torch and LOW_BITS not in loaded:
+            raise ValueError(
+                f"{name}: got state with {', '.join(loaded)}, expected {LOW_BITS} too; was it saved with other "
+                "master_weight_bits?"
+            )
+        if not self.weights.low_bits and LOW_BITS in loaded:
+            raise ValueError(
+                f"{name}: got state with {', '.join(loaded)}, expected no {LOW_BITS} for a parameter of "
+                f"{self.weights.dtype}, which would lose them; load a checkpoint with "
+                "shardopt.checkpoint.load(convert=True), or the weights that full_precision_parameters() gave"
+            )
 
     @property
     def exchanges_columns(self) -> bool:
@@ -312,58 +340,39 @@ class ParameterState:
             self._put(state, moment, Coded(codes.contiguous(), scales.contiguous()))
         return state
 
-    def _decode_blocks(self, local: list[Coded]) -> list[Tensor]:
-        size = self.grid.block_size
+    def _decode_blocks(self, local: Sequence[Coded]) -> list[Tensor]:
         found = [torch.zeros(codes.numel(), dtype=torch.float32, device=codes.device) for codes, _ in local]
+        for band, coded in self._blocks_of(local):
+            lead = band.first_col % self.grid.block_size
+            for x, values in zip(found, decode_moments(self.codec, self.moments, coded).values, strict=True):
+                x[_elements(band)] = from_blocks(values, lead + band.cols)[:, lead:].reshape(-1)
+        return [x.view(self.shard.local_shape) for x in found]
+
+    def _blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Band, list[Coded]]]:
+        """This rank's codes and scales in blocks ``(rows, blocks, block_size)``, band by band."""
+        size = self.grid.block_size
         for band in self.shard.bands(self.grid):
-            numel, lead = band.rows * band.cols, band.first_col % size
-            if numel == 0:
+            if band.rows * band.cols == 0:
                 continue
-            elements = slice(band.element, band.element + numel)
             coded = []
             for moment, (codes, scales) in zip(self.moments, local, strict=True):
                 assert scales is not None
                 zero = self.codec.zero_code(signed=moment.signed)
-                blocks = to_blocks(
-                    _padded(codes.reshape(-1)[elements].view(band.rows, -1), lead, zero), size, fill=zero
-                )
+                rows = codes.reshape(-1)[_elements(band)].view(band.rows, -1)
+                blocks = to_blocks(_padded(rows, band.first_col % size, zero), size, fill=zero)
                 stride, count = band.blocks_stride if band.rows > 1 else blocks.shape[1], blocks.shape[1]
                 width = self.codec.scales(signed=moment.signed)
                 rows = scales.reshape(-1, width)[band.block :][: (band.rows - 1) * stride + count]
                 per_block = rows.as_strided((band.rows, count, width), (stride * width, width, 1))
                 coded.append(Coded(blocks, per_block))
-            for x, values in zip(found, decode_moments(self.codec, self.moments, coded).values, strict=True):
-                x[elements] = from_blocks(values, lead + band.cols)[:, lead:].reshape(-1)
-        return [x.view(self.shard.local_shape) for x in found]
+            yield band, coded
 
-    @staticmethod
-    def _check(value: Any, expected: Tensor, key: str, name: str) -> None:
-        alike = (
-            isinstance(value, Tensor)
-            and type(value) is type(expected)
-            and value.shape == expected.shape
-            and getattr(value, "placements", None) == getattr(expected, "placements", None)
-        )
-        if not alike:
-            got = f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
-            raise ValueError(
-                f"{name}: got {key} as {got}, expected {type(expected).__name__} {tuple(expected.shape)}; load a "
-                "sharded optimizer with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            )
+
+def _elements(band: Band) -> slice:
+    """The elements of a band in the flattened local tensor."""
+    return slice(band.element, band.element + band.rows * band.cols)
 
 
 def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:
     """A matrix with ``lead`` more columns in front."""
     return torch.nn.functional.pad(rows, (lead, 0), value=value) if lead else rows
-
-
-def checked_step(loaded: Mapping[str, Any], device: torch.device) -> Tensor:
-    """The step count among loaded entries."""
-    step = loaded.get("step", 1.0)  # torch's SGD counts none: it has a momentum buffer, so it took one
-    return torch.as_tensor(step, dtype=torch.float32).clone().to(device)
-
-
-def copy_to(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device."""
-    copy = value.detach().clone()
-    return copy if copy.device == device else copy.to(device)

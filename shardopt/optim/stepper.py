@@ -62,7 +62,7 @@ class Stepper:
 
         Raises:
             RuntimeError, ValueError, FloatingPointError: as :func:`make_plan`. Nothing was changed.
-            ValueError: an option was changed by hand, to what is not allowed or not while training.
+            ValueError: an option or hyper-parameter was changed, to what is not allowed or not while training.
         """
         plan, self._plan = self._plan, None  # put back only after a step that went well
         changed = plan is not None and plan.options_changed(param_groups)

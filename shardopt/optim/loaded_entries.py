@@ -1,0 +1,104 @@
+"""State entries that come from outside: what they have to be, and copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.codec.base import are_finite
+
+#: Step counts end here: the kernels take powers by them in 64-bit integers.
+_MAX_STEP = 2**62
+
+
+def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
+    """Checks that an entry is a dense tensor of the expected shape and sharding.
+
+    Args:
+        value: the entry.
+        expected: of its shape and sharding, without memory.
+        key: its name.
+        name: the parameter's name in errors.
+
+    Raises:
+        ValueError: the entry is something else.
+    """
+    alike = (
+        isinstance(value, Tensor)
+        and type(value) is type(expected)
+        and value.shape == expected.shape
+        and getattr(value, "placements", None) == getattr(expected, "placements", None)
+    )
+    if not alike:
+        got = f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
+        raise ValueError(
+            f"{name}: got {key} as {got}, expected {type(expected).__name__} {tuple(expected.shape)}; load a "
+            "sharded optimizer with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    assert isinstance(value, Tensor)
+    check_dense(value, key, name)
+
+
+def check_dense(value: Tensor, key: str, name: str) -> None:
+    """Checks that an entry has all its elements in memory.
+
+    Raises:
+        ValueError: it is sparse, of another layout, or on the meta device.
+    """
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: got {key} of layout {value.layout}, expected a dense tensor; call to_dense() on it")
+    if value.is_meta:
+        raise ValueError(f"{name}: got {key} on the meta device, expected a tensor with values; load them first")
+
+
+def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
+    """Checks a moment in floats, this rank's part.
+
+    Raises:
+        ValueError: it is of no float dtype, or not finite, or below zero where it is not ``signed``.
+    """
+    if not value.dtype.is_floating_point:
+        raise ValueError(f"{name}: got {key} of {value.dtype}, expected floats; was it saved by another optimizer?")
+    if not are_finite(value, signed=signed):
+        raise unsound(key, name, signed=signed)
+
+
+def unsound(what: str, name: str, *, signed: bool) -> ValueError:
+    """The error for entries that no step could go on from: one such value would spoil its block."""
+    got, expected = ("NaN or Inf", "") if signed else ("NaN, Inf or numbers below zero", " >= 0")
+    return ValueError(
+        f"{name}: got {what} that stands for {got}, expected finite numbers{expected}; either the run had diverged "
+        "when it was saved, or the state is damaged: load an earlier one, or leave this parameter's state out"
+    )
+
+
+def checked_step(loaded: Mapping[str, Any], name: str) -> float:
+    """The step count among loaded entries: 1 where there is none, as in torch's SGD, whose momentum took a step.
+
+    Raises:
+        ValueError: it is no single whole number >= 0.
+    """
+    step = loaded.get("step", 1.0)
+    if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
+        step = step.item()
+    count = float(step) if isinstance(step, Real) and 0 <= step <= _MAX_STEP else -1.0  # type: ignore[operator]
+    if count < 0 or not count.is_integer():
+        raise ValueError(
+            f"{name}: got step as {step!r}, expected a whole number >= 0, or a tensor of one; load an undamaged state"
+        )
+    return count
+
+
+def copy_to(value: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy on a device."""
+    copy = value.detach().clone(memory_format=torch.contiguous_format)
+    return copy if copy.device == device else copy.to(device)
+
+
+def step_on(device: torch.device, step: float) -> Tensor:
+    """A step count as the state has it."""
+    return torch.tensor(step, dtype=torch.float32, device=device)

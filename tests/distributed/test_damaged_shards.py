@@ -1,0 +1,73 @@
+"""State that is damaged on one rank is refused by all that exchange moments when it is loaded; nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from helpers import everything
+from ranks.pool import Pool
+from ranks.runs import step_with, trained
+from ranks.snapshot import assert_same
+from shardopt.optim.flat_state import flat_parts
+
+
+def _first(state_dict: dict[str, Any], *entries: str) -> tuple[dict[str, Any], str, Tensor]:
+    """The first state with one of these entries of which this rank has a part; the entry, and the part."""
+    for state in state_dict["state"].values():
+        for key in entries:
+            if key in state:
+                local = state[key].to_local() if isinstance(state[key], DTensor) else state[key]
+                if local.numel():
+                    return state, key, local
+    raise AssertionError(f"no {entries}")
+
+
+def _damage(state_dict: dict[str, Any], what: str) -> None:
+    if what == "lr":
+        state_dict["param_groups"][0]["lr"] = math.nan
+        return
+    state, key, local = _first(state_dict, "exp_avg_scales", "exp_avg")
+    if what == "value":
+        local.view(-1)[0] = math.nan
+    elif what == "step":
+        state["step"] = torch.tensor(-5.0)
+    else:
+        del state[key]
+
+
+def _refused(way: str, of_torch: bool, what: str) -> str:
+    model, optimizer = trained(way, 1)
+    specs = [optimizer.state_spec(p, g) for g in optimizer.param_groups for p in g["params"]]
+    assert any(flat_parts(spec) or spec.exchanges_columns for spec in specs)
+    source = optimizer
+    if of_torch:
+        source = torch.optim.AdamW(model.parameters())
+        step_with(model, source, 1)
+    state_dict = copy.deepcopy(source.state_dict())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _damage(state_dict, what)
+    before = everything(optimizer)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        optimizer.load_state_dict(state_dict)
+    assert_same(everything(optimizer), before)
+    step_with(model, optimizer, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["value", "step", "lr", "missing"])
+@pytest.mark.parametrize("of_torch", [False, True])
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat", "fsdp columns"])
+def test_all_ranks_refuse(ranks: Pool, way: str, of_torch: bool, what: str) -> None:
+    *others, damaged = ranks.run(3, _refused, way, of_torch, what)
+    expected = {"value": "NaN", "step": "got step as -5.0", "lr": "param group 0: lr: got nan", "missing": "got"}
+    assert expected[what] in damaged
+    for message in others:
+        assert "got state that another rank refused" in message
