@@ -364,6 +364,6 @@ def checked_step(loaded: Mapping[str, Any], device: torch.device) -> Tensor:
 
 
 def copy_to(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device."""
-    copy = value.detach().clone()
+    """A contiguous copy on a device."""
+    copy = value.detach().clone(memory_format=torch.contiguous_format)
     return copy if copy.device == device else copy.to(device)
