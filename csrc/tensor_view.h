@@ -60,7 +60,7 @@ inline int64_t contiguous_numel(const DLTensor& tensor) {
   return dense ? numel : -1;
 }
 
-// What the kernels' tables depend on of a tensor whose shape they do not know: address, device, dtype and, as it is
+// What the kernels' tables depend on of a tensor whose shape they do not know: address, device, dtype and, where it is
 // contiguous, the number of elements.
 class TensorView {
  public:
@@ -71,6 +71,7 @@ class TensorView {
   bool has_device_of(const DLTensor& tensor) const {
     return tensor.device.device_type == device_.device_type && tensor.device.device_id == device_.device_id;
   }
+  bool is_contiguous() const { return numel_ >= 0; }
   bool operator==(const DLTensor& tensor) const {
     return address_of(tensor) == data_ && tensor.dtype.code == dtype_.code && tensor.dtype.bits == dtype_.bits &&
            has_device_of(tensor) && contiguous_numel(tensor) == numel_;

@@ -127,6 +127,7 @@ void Watch::add_parameter(const py::handle& param, const py::object& shard, bool
   parameter.first_size = sizes_.size();
   parameter.ndim = tensor.ndim;
   sizes_.insert(sizes_.end(), tensor.shape, tensor.shape + tensor.ndim);
+  if (!parameter.view.is_contiguous()) sizes_.insert(sizes_.end(), tensor.strides, tensor.strides + tensor.ndim);
 }
 
 void Watch::add_state(Parameter& parameter, const py::handle& entries, const py::handle& needed) {
@@ -167,12 +168,18 @@ bool Watch::same_parameter(const Parameter& parameter) const {
   if (!parameter.shard.is_none() && !shard_of_(py::handle(parameter.param)).is(parameter.shard)) return false;
   const py::object local = local_of(parameter.local, parameter.param);
   DLTensor tensor;
-  return read(local.ptr(), tensor) && parameter.view == tensor && has_shape_of(parameter, tensor);
+  return read(local.ptr(), tensor) && parameter.view == tensor && has_shape_of(parameter, tensor) &&
+         (parameter.view.is_contiguous() || has_strides_of(parameter, tensor));
 }
 
 bool Watch::has_shape_of(const Parameter& parameter, const DLTensor& tensor) const {
   return tensor.ndim == parameter.ndim &&
          std::equal(tensor.shape, tensor.shape + tensor.ndim, sizes_.data() + parameter.first_size);
+}
+
+bool Watch::has_strides_of(const Parameter& parameter, const DLTensor& tensor) const {
+  return std::equal(tensor.strides, tensor.strides + tensor.ndim,
+                    sizes_.data() + parameter.first_size + parameter.ndim);
 }
 
 bool Watch::same_entries(const Parameter& parameter, PyObject* entries) const {
@@ -205,7 +212,7 @@ bool Watch::accept(Parameter& parameter, const DLTensor& gradient) const {
   const uint8_t dtype = dtype_of(gradient);
   if (dtype != parameter.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
   if (!has_shape_of(parameter, gradient) || !parameter.view.has_device_of(gradient)) return false;
-  if (contiguous_numel(gradient) < 0) return false;
+  parameter.strided = !parameter.view.is_contiguous() || contiguous_numel(gradient) < 0;
   parameter.gradient = address_of(gradient);
   parameter.gradient_dtype = dtype;
   return true;
@@ -242,7 +249,10 @@ bool Watch::take(size_t parameter, const py::object& gradient) {
 
 py::bytes Watch::gradient_dtypes() const {
   std::string dtypes;
-  for (const Parameter& parameter : parameters_) dtypes.push_back(static_cast<char>(parameter.gradient_dtype));
+  for (const Parameter& parameter : parameters_) {
+    const bool strided = parameter.strided && parameter.gradient_dtype != kNoGradient;
+    dtypes.push_back(static_cast<char>(parameter.gradient_dtype | (strided ? kStrided : 0)));
+  }
   return dtypes;
 }
 
@@ -303,12 +313,14 @@ void bind_watch(py::module_& m) {
       .def("take", &Watch::take, py::arg("parameter"), py::arg("gradient"),
            "Takes this rank's part of a gradient; False if the tables must be made anew.")
       .def("gradient_dtypes", &Watch::gradient_dtypes,
-           "Per parameter the gradient's DType, `no_gradient` where there is none.")
+           "Per parameter the gradient's DType, with the bit `strided` where it or the parameter is not contiguous; "
+           "`no_gradient` where there is none.")
       .def("options_changed", &Watch::options_changed, py::arg("param_groups"),
            "Whether options of a param group may differ from those at the last call.")
       .def("fill", &Watch::fill, py::arg("table").noconvert(), py::arg("parameters"), py::arg("first_elements"),
            "Puts the gradients' addresses into a table; returns whether a row changed.")
       .attr("no_gradient") = Watch::kNoGradient;
+  m.attr("Watch").attr("strided") = Watch::kStrided;
 }
 
 }  // namespace shardopt

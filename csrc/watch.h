@@ -39,7 +39,10 @@ class Watch {
   // In the place of a gradient's dtype (`DType`) where there is no gradient.
   static constexpr uint8_t kNoGradient = 255;
 
-  // The dtype of each parameter's gradient.
+  // Added to a gradient's dtype: the gradient or its parameter is not contiguous.
+  static constexpr uint8_t kStrided = 64;
+
+  // The dtype of each parameter's gradient, and `kStrided`.
   py::bytes gradient_dtypes() const;
 
   // Whether options of a param group may differ from those at the last call.
@@ -61,11 +64,12 @@ class Watch {
     py::object shard, local;  // none for a plain tensor
     getter grad = nullptr;    // of torch.Tensor; nullptr for a type that has its own
     TensorView view;
-    size_t first_size = 0;  // its shape's place in sizes_
+    size_t first_size = 0;  // its shape's place in sizes_; the strides of one that is not contiguous follow
     int32_t ndim = 0;
     bool planned = false;  // whether it is in a table
     uint8_t dtype = 0;
     uint8_t gradient_dtype = kNoGradient;
+    bool strided = false;  // whether it or its gradient is not contiguous
     uint64_t gradient = 0;
     size_t first_entry = 0, entry_count = 0;  // its state's place in entries_
   };
@@ -85,12 +89,13 @@ class Watch {
   bool same_parameter(const Parameter& parameter) const;
   bool same_entries(const Parameter& parameter, PyObject* entries) const;
   bool has_shape_of(const Parameter& parameter, const DLTensor& tensor) const;
+  bool has_strides_of(const Parameter& parameter, const DLTensor& tensor) const;
   py::object gradient_of(const Parameter& parameter) const;
   bool accept(Parameter& parameter, const DLTensor& gradient) const;
 
   std::vector<Group> groups_;
   std::vector<Parameter> parameters_;
-  std::vector<int64_t> sizes_;  // of the parameters' dimensions
+  std::vector<int64_t> sizes_;  // of the parameters' dimensions, and strides
   std::vector<StateItem> state_;
   std::vector<Entry> entries_;
   py::object shard_of_;

@@ -97,6 +97,7 @@ class Watch:
     """Notices whether what a step's tables were made of is still as it was."""
 
     no_gradient: ClassVar[int]
+    strided: ClassVar[int]
 
     def __init__(
         self,

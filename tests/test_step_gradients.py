@@ -91,7 +91,6 @@ def test_a_type_may_find_its_gradient_elsewhere() -> None:
 
 BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "sparse": (lambda g: g.to_sparse(), "got a sparse gradient"),
-    "strided": (lambda g: g.T.contiguous().T, "got a gradient with strides"),
     "narrow": (lambda g: g.bfloat16(), "got a gradient of torch.bfloat16"),
 }
 

@@ -1,7 +1,7 @@
 """Gradient release under DistributedDataParallel: no gradients beside its buckets, steps at the end of backward passes.
 
 DDP's buckets hold all gradients for good. Where ``gradient_as_bucket_view`` is not set, each gradient lies beside them,
-too: a communication hook frees it as soon as its bucket is complete.
+too: a communication hook frees it as soon as its bucket is complete, if the parameter is contiguous.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class BucketHook:
         if self._steps:
             self._queue_end()
             for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if param in self._steps and param.grad is not None:
+                # A bucket does not say how the gradient of a strided parameter lies in it: that one stays beside it.
+                if param in self._steps and param.grad is not None and param.is_contiguous():
                     param.grad = gradient  # its place in the bucket, where it was copied to: frees the other one
         # As DDP divides: by a multiplication, before the sum.
         buffer = bucket.buffer().mul_(1.0 / self._group.size())

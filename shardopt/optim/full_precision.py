@@ -22,7 +22,7 @@ def joined(spec: AnyState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
         state: its state; empty before the first step.
     """
     local = spec.shard.local(param.detach())
-    weights = local.to(torch.float32, copy=True)
+    weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
         _check_state(state)
         for part, wide in zip(spec.parts(local, dict(state)), spec.parts(weights, dict(state)), strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from shardopt.codec import CODECS
 from shardopt.kernels.dispatch import Call, LossScaling, Tables, make_call
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import EXTENT, StreamedCall, StreamedTables
+from shardopt.kernels.strided import StridedCall
 from shardopt.layout import Shard, shard_of
 from shardopt.optim import placement
 from shardopt.optim.cut_blocks import CutBlocks, FlatCuts
@@ -136,19 +138,32 @@ class Plan:
         found = {**self._flat.without_gradient, **found}
         return [found[place][1] for place in sorted(found) if self.groups[found[place][0]].nonfinite == nonfinite]
 
-    def prepare(self, scaling: LossScaling) -> None:
+    def prepare(self, param_groups: list[dict[str, Any]], scaling: LossScaling) -> None:
         """Fills in what is new in this step."""
         dtypes = self._watch.gradient_dtypes()
         groups = self.groups if self._new_groups else None
         for device in self._devices:
             device.prepare(self._watch, dtypes, groups, scaling)
+            if device.strided:
+                params = [param for group in param_groups for param in group["params"]]
+                for index, call in device.strided_calls():
+                    call.operands = self._operands(params, index)
         self._new_groups = False
 
     def run(self) -> None:
         """Carries out the step, in any thread."""
         for device in self._devices:
             device.run()
+            for _, call in device.strided_calls():
+                call.operands = None
         self._gradients = []
+
+    def _operands(self, params: Sequence[Tensor], index: int) -> tuple[Tensor, Tensor]:
+        """This rank's parts of a parameter and its gradient."""
+        parameter, gradient = self._planned[index], self._gradients[index]
+        assert parameter is not None
+        assert gradient is not None
+        return parameter.spec.shard.local(params[index]), gradient
 
 
 class _Rows:
@@ -207,6 +222,13 @@ class _Rows:
         )
 
 
+class _StridedRows(_Rows):
+    """The rows of one parameter that is not contiguous, or whose gradient is not."""
+
+    def _make_call(self, places: StatePlaces) -> Call:
+        return StridedCall(self._tables, self._first_elements, super()._make_call(places))
+
+
 class _DeviceTables:
     """The rows of all parameters on one device."""
 
@@ -219,6 +241,7 @@ class _DeviceTables:
         places: StatePlaces,
     ) -> None:
         self._device = device
+        self._planned = planned
         self._flat_cuts = flat_cuts
         self._skipped = skipped
         self._places = places
@@ -226,6 +249,7 @@ class _DeviceTables:
         for index, parameter in planned:
             by_offload.setdefault(parameter.offload, []).append((index, parameter))
         self._rows = [_Rows(device, offload, found) for offload, found in by_offload.items()]
+        self.strided: dict[int, _StridedRows] = {}  # by the parameter's place
         self._lr: dict[int, Tensor] = {}  # by group: float32, where the learning rate is on a device
         self._groups: dict[torch.device, npt.NDArray[np.void]] = {}  # by the kernels' device
         self._dtypes: bytes | None = None
@@ -246,8 +270,14 @@ class _DeviceTables:
                 self._groups[kernels] = np.array(found, dtype=_C.group_entry)
         if dtypes != self._dtypes:
             self._select(dtypes)
-        for rows in self._rows:
+        for rows in [*self._rows, *self.strided.values()]:
             rows.prepare(watch, self._groups[rows.kernels], scaling, self._skipped, self._places)
+
+    def strided_calls(self) -> Iterator[tuple[int, StridedCall]]:
+        """The calls that step a parameter each, by the parameters' places."""
+        for index, rows in self.strided.items():
+            assert isinstance(rows.call, StridedCall)
+            yield index, rows.call
 
     def run(self) -> None:
         """Runs all phases of the step."""
@@ -265,7 +295,7 @@ class _DeviceTables:
 
     def _calls(self) -> list[Call]:
         """None if other ranks have something to step and this one has not."""
-        return [rows.call for rows in self._rows if rows.call is not None]
+        return [rows.call for rows in [*self.strided.values(), *self._rows] if rows.call is not None]
 
     def _run(self, phase: _C.Phase) -> None:
         for call in self._calls():
@@ -274,11 +304,21 @@ class _DeviceTables:
     def _select(self, dtypes: bytes) -> None:
         """Makes the tables of the parameters that have a gradient."""
         self._skipped.retire(self._calls())
-        has_gradient = np.frombuffer(dtypes, dtype=np.uint8) != _C.Watch.no_gradient
+        found = np.frombuffer(dtypes, dtype=np.uint8)
+        has_gradient = found != _C.Watch.no_gradient
+        strided = has_gradient & (found & _C.Watch.strided > 0)
+        # The largest first, before all others: where there is no memory for its copies, nothing was changed.
+        largest_first = sorted(
+            self._planned, key=lambda found: math.prod(found[1].spec.shard.local_shape), reverse=True
+        )
+        self.strided = {i: _StridedRows(self._device, p.offload, [(i, p)]) for i, p in largest_first if strided[i]}
         for rows in self._rows:
-            rows.select(has_gradient)
-        planned = [p for rows in self._rows for p in rows.planned]
-        self._cut = CutBlocks([p.cut for p in planned if p.cut is not None], self._flat_cuts)
+            rows.select(has_gradient & ~strided)
+        for rows in self.strided.values():
+            rows.select(strided)
+        # In the parameters' order, which is the same on all ranks: what is strided may not be.
+        cuts = [p.cut for i, p in self._planned if has_gradient[i] and p.cut is not None]
+        self._cut = CutBlocks(cuts, self._flat_cuts)
         self._dtypes = dtypes
 
     def _learning_rate(self, kernels: torch.device, index: int, group: Group) -> tuple[float | None, Tensor | None]:

@@ -225,11 +225,11 @@ def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
         if tensor.dtype not in DTYPES:
             remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
             raise RuntimeError(f"{name}: got a {what} of {tensor.dtype}, expected {supported}; {remedy}")
-        if not tensor.is_contiguous():
-            raise RuntimeError(
-                f"{name}: got a {what} with strides {tensor.stride()}, expected a contiguous one; "
-                f"make it so with .contiguous() before the step"
-            )
+    if _may_overlap(param):
+        raise RuntimeError(
+            f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
+            "its own for each; make the parameter of a .clone()"
+        )
     if gradient.device != param.device or gradient.shape != param.shape:
         raise RuntimeError(
             f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
@@ -240,3 +240,15 @@ def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
             f"{name}: got a gradient of {gradient.dtype} for a parameter of {param.dtype}, "
             "expected the same dtype or float32; cast the gradient"
         )
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Whether elements may share memory, as those of an expanded tensor do: one dimension steps within another."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False

@@ -74,7 +74,7 @@ class Stepper:
             plan = make_plan(param_groups, state, groups, scaling, self.skipped, *self._where)
         elif scaling.found_inf is None:
             demand_finite(plan.gradients_of("raise"))
-        plan.prepare(scaling)
+        plan.prepare(param_groups, scaling)
         self._checked = checked
         return partial(self._run, plan)
 

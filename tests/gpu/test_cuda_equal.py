@@ -69,6 +69,25 @@ def test_unaligned_storage(codec: str) -> None:
     assert_same(snapshot_of(odd, odd_optimizer), snapshot_of(aligned, optimizer))
 
 
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_strided_parameters(codec: str) -> None:
+    """With gradients that are strided like them."""
+    initial = {name: value for name, value in start(torch.bfloat16, SHAPES).items() if value.dim() > 1}
+    params = {name: Parameter(_columns_first(value.cuda())) for name, value in initial.items()}
+    optimizer = RULES["adamw"].make(list(params.values()), codec=codec, min_quantized_numel=0, master_weight_bits=24)
+    steps = [gradients(t, torch.bfloat16, SHAPES) for t in (1, 2, 3, 4)]
+    wanted, skipped = run(CPU, "adamw", codec, initial, steps, master_weight_bits=24)
+    for grads in steps:
+        step_on(optimizer, params, {name: _columns_first(grads[name].cuda()) for name in params})
+    assert_same(snapshot_of(params, optimizer), wanted)
+    assert optimizer.nonfinite_count == skipped
+
+
+def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the first dimension last in memory."""
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 def _odd(tensor: torch.Tensor) -> torch.Tensor:
     buffer = torch.zeros(tensor.numel() + 4, dtype=tensor.dtype, device=tensor.device)
     return buffer[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)

@@ -1,0 +1,56 @@
+"""A step of a parameter that is not contiguous in memory, or whose gradient is not: on contiguous copies of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.kernels.dispatch import Call, LossScaling, Tables
+
+
+class StridedCall:
+    """The :class:`Call` of one parameter.
+
+    Each phase copies the parameter and its gradient, where they are not contiguous, and copies the parameter back. The
+    copies are ordered on the current stream and freed at the end of the phase: one parameter at a time has some.
+
+    Args:
+        tables: the parameter's. Addresses of the parameter and its gradient are filled in here.
+        first_elements: per entry, the parameter's element with which it begins.
+        call: steps these tables.
+    """
+
+    def __init__(self, tables: Tables, first_elements: npt.NDArray[np.int64], call: Call) -> None:
+        self._entries = tables.entries
+        self._first_elements = first_elements.astype(np.uint64)
+        self._call = call
+        self._has_cut = bool(tables.entries["cut"].any())
+        self._last: tuple[int, int] | None = None  # addresses that the call knows
+        #: This rank's parts of the parameter and its gradient, during a step.
+        self.operands: tuple[Tensor, Tensor] | None = None
+
+    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+        """Prepares a step; see :class:`Call`."""
+        self._groups, self._scaling = groups, scaling
+
+    def run(self, phase: _C.Phase) -> None:
+        """Runs one phase; see :class:`Call`. Phases after the first are for cut blocks."""
+        if phase != _C.Phase.step and not self._has_cut:
+            return
+        assert self.operands is not None
+        param, gradient = (tensor.detach() for tensor in self.operands)
+        weights, slopes = param.contiguous(), gradient.contiguous()
+        for field, tensor in (("param", weights), ("gradient", slopes)):
+            self._entries[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)
+        addresses = weights.data_ptr(), slopes.data_ptr()
+        self._call.update(addresses != self._last, self._groups, self._scaling)
+        self._last = addresses
+        self._call.run(phase)
+        if weights is not param:
+            param.copy_(weights)
+
+    def nonfinite(self, *, wait: bool) -> int:
+        """How many gradient elements were skipped; see :class:`Call`."""
+        return self._call.nonfinite(wait=wait)
