@@ -1,8 +1,10 @@
 """The source distribution builds a wheel that works where it is installed, without a GPU, a driver or the checkout."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -25,6 +27,55 @@ def run(*command: object, cwd: Path) -> None:
     environment = {**os.environ, "SHARDOPT_CUDA": "0"}
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def copy_source(folder: Path) -> Path:
+    """The source of the package without its extension, as a checkout has it."""
+    compiled = shutil.ignore_patterns("*.so", "__pycache__")
+    return shutil.copytree(ROOT / "shardopt", folder / "shardopt", ignore=compiled)
+
+
+def import_error(folder: Path) -> str:
+    """The last line of what `import shardopt` says in a folder."""
+    done = subprocess.run([sys.executable, "-c", "import shardopt"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_source_tree_that_is_not_built_says_so(tmp_path: Path) -> None:
+    source = copy_source(tmp_path)
+    line = import_error(tmp_path)
+    assert line.startswith(f"ImportError: shardopt in {source} is not built for {sys.implementation.cache_tag}: ")
+    for remedy in ("python setup.py build_ext --inplace", "pip install .", "run pytest, not python -m pytest"):
+        assert remedy in line
+
+
+def test_an_extension_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    source = copy_source(tmp_path)
+    extension = source / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    extension.write_bytes(b"no library")
+    line = import_error(tmp_path)
+    assert line.startswith("ImportError: ")
+    assert str(extension) in line
+    assert "not built" not in line
+
+
+def test_pytest_in_a_source_tree_that_is_not_built_says_so_once(tmp_path: Path) -> None:
+    copy_source(tmp_path)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_options.py",
+        "tests/test_codecs.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert (done.stdout + done.stderr).count("is not built for") == 1
 
 
 @pytest.mark.slow
