@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lm import checkpoint, config, metrics
+from lm.leaving import leave
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
@@ -158,4 +159,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

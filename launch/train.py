@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from lm import config, plan, training
 from lm.errors import RanksLost, UserError, report
+from lm.leaving import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,4 +39,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

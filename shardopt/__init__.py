@@ -1,6 +1,18 @@
 """8-bit optimizers for sharded training: exact on every shard, at the speed of memory."""
 
 import importlib as _importlib
+import sys as _sys
+
+try:
+    _importlib.import_module("shardopt._C")
+except ModuleNotFoundError as _error:  # an extension that is there and cannot be loaded raises a plain ImportError
+    if _error.name != "shardopt._C":
+        raise
+    raise ImportError(
+        f"shardopt in {__path__[0]} is not built for {_sys.implementation.cache_tag}: build it there (python setup.py "
+        "build_ext --inplace), or install the package (pip install .) and keep this folder off sys.path (run pytest, "
+        "not python -m pytest, and start python in another folder)"
+    ) from None
 
 from shardopt import integrations as _integrations  # noqa: F401  registers the kinds of shards
 from shardopt.integrations.gradient_release import GradientRelease, release_gradients

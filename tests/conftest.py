@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import shardopt  # noqa: F401  a source tree that is not built ends the session here, with one message
 from ranks.pool import Pool
 
 

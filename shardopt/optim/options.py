@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard
 
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack as Unpack
+else:
+    from typing_extensions import Unpack as Unpack
 
 NonFinite = Literal["skip", "raise", "propagate"]
 

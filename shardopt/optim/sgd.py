@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.options import Options
+from shardopt.optim.options import Options, Unpack
 from shardopt.optim.rule import Rule
 
 _MOMENTUM = Rule("momentum", (Moment("momentum_buffer", signed=True),))
