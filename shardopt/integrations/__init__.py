@@ -48,11 +48,22 @@ register_model_reader(_read_fsdp1)
 
 def _hook_fsdp1(module: ModuleType) -> None:
     from shardopt.integrations.fsdp1 import install
+    from shardopt.integrations.fsdp1_state_dict import hook_fsdp1
 
     install(module)
+    hook_fsdp1(module)
 
 
 after_import("torch.distributed.fsdp", _hook_fsdp1)
+
+
+def _hook_state_dict(module: ModuleType) -> None:
+    from shardopt.integrations.fsdp1_state_dict import hook_state_dict
+
+    hook_state_dict(module)
+
+
+after_import("torch.distributed.checkpoint.state_dict", _hook_state_dict)
 
 
 def _hook_deepspeed(engine_module: ModuleType) -> None:
