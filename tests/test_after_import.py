@@ -99,6 +99,47 @@ def test_shardopt_imports_no_deepspeed(tmp_path: Path) -> None:
     _run(tmp_path, "import sys, shardopt, shardopt.checkpoint", "assert 'deepspeed' not in sys.modules")
 
 
+#: A world of one rank with a wrapped model; FSDP1 needs a process group, and says on one rank that it shards nothing.
+WRAP = (
+    "import warnings, torch, torch.distributed as dist",
+    "from torch.distributed.fsdp import FullyShardedDataParallel",
+    "warnings.simplefilter('ignore')",
+    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+    "model = FullyShardedDataParallel(torch.nn.Linear(64, 96), device_id=torch.device('cpu'))",
+)
+STEP = (
+    "optimizer = shardopt.AdamW8bit(model.parameters())",
+    "model(torch.ones(2, 64)).sum().backward()",
+    "optimizer.step()",
+)
+
+
+def test_fsdp1_before_shardopt(tmp_path: Path) -> None:
+    _run(tmp_path, "import torch.distributed.fsdp", "import shardopt", *WRAP, *STEP)
+
+
+def test_fsdp1_after_shardopt(tmp_path: Path) -> None:
+    _run(tmp_path, "import sys, shardopt", "assert 'torch.distributed.fsdp' not in sys.modules", *WRAP, *STEP)
+
+
+def test_fsdp1_wrapped_before_the_import(tmp_path: Path) -> None:
+    """Nobody told the parameters: the error says what to do, and that helps."""
+    _run(
+        tmp_path,
+        *WRAP,
+        "import shardopt",
+        *STEP[:-1],
+        "try:",
+        "    optimizer.step()",
+        "except RuntimeError as error:",
+        "    assert 'import shardopt before wrapping the model, or call optimizer.attach(model)' in str(error), error",
+        "else:",
+        "    raise AssertionError('it stepped')",
+        "optimizer.attach(model)",
+        "optimizer.step()",
+    )
+
+
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("order", [("shardopt", "deepspeed"), ("deepspeed", "shardopt")])
 def test_order_of_imports(order: tuple[str, str], tmp_path: Path) -> None:

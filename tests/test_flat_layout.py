@@ -21,7 +21,16 @@ from helpers import RULES
 from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadExchange, on_threads
-from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Segment, assign, assigned, rectangles
+from shardopt.layout import (
+    BlockGrid,
+    FlatBuffer,
+    FlatShard,
+    Segment,
+    assign,
+    assign_later,
+    assigned,
+    rectangles,
+)
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.flat_state import BufferState, encode_flat
 from shardopt.optim.state import ParameterState
@@ -341,3 +350,5 @@ def test_a_parameter_is_pickled_without_its_shard() -> None:
     assign(param, FlatShard((2, 6), 0, 6, (6,), exchange=threading.Lock()))  # type: ignore[arg-type]
     assert assigned(pickle.loads(pickle.dumps(param))) is None
     assert assigned(copy.deepcopy(param)) in (None, assigned(param))
+    assign_later([param], threading.Lock().acquire)
+    assert assigned(pickle.loads(pickle.dumps(param))) is None

@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardopt.layout import BlockGrid, is_quantized, rectangles, register, shard, shard_of
+from shardopt.layout import (
+    BlockGrid,
+    assign,
+    assign_later,
+    assigned,
+    is_quantized,
+    rectangles,
+    register,
+    shard,
+    shard_of,
+)
 
 shapes = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(tuple)
 block_sizes = st.sampled_from([16, 32, 128, 4096])
@@ -112,3 +122,28 @@ def test_registered_resolvers_come_first(monkeypatch: pytest.MonkeyPatch) -> Non
     register(lambda tensor: known if tensor is mine else None)
     assert shard_of(mine) is known
     assert shard_of(other) is not known
+
+
+def test_a_shard_that_is_assigned_when_it_is_asked_for() -> None:
+    params = [torch.zeros(2, 3) for _ in range(2)]
+    calls = []
+
+    def read() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise RuntimeError("not yet")
+        if len(calls) > 2:
+            for param in params:
+                assign(param, shard.Shard((4, 3), (2, 3)))
+
+    assign(params[0], shard.Shard((9, 3), (2, 3)))
+    assign_later(params, read)
+    assert calls == []
+    with pytest.raises(RuntimeError, match="not yet"):
+        shard_of(params[0])
+    assert assigned(params[0]) is None
+    assert [shard_of(param).global_shape for param in params] == [(4, 3), (4, 3)]
+    assert calls == [0, 1, 2]
+    assign(params[1], shard.Shard((5, 3), (2, 3)))
+    assert shard_of(params[1]).global_shape == (5, 3)
+    assert calls == [0, 1, 2]

@@ -27,8 +27,9 @@ def _resolve_dtensor(param: Tensor) -> Shard | None:
 def _resolve_fsdp1(param: Tensor) -> Shard | None:
     if getattr(param, "_fsdp_flattened", False):
         raise UnknownShardError(
-            "got a parameter of FullyShardedDataParallel, which does not say what part of the model's it holds; call "
-            "optimizer.attach(model) once after wrapping the model, before the first step and before loading state"
+            "got a parameter of FullyShardedDataParallel, which does not say what part of the model's it holds; import "
+            "shardopt before wrapping the model, or call optimizer.attach(model) once after wrapping the model, before "
+            "the first step and before loading state"
         )
     return None
 
@@ -43,6 +44,26 @@ def _read_fsdp1(model: Module) -> None:
 register(_resolve_dtensor)
 register(_resolve_fsdp1)
 register_model_reader(_read_fsdp1)
+
+
+def _hook_fsdp1(module: ModuleType) -> None:
+    from shardopt.integrations.fsdp1 import install
+    from shardopt.integrations.fsdp1_state_dict import hook_fsdp1
+
+    install(module)
+    hook_fsdp1(module)
+
+
+after_import("torch.distributed.fsdp", _hook_fsdp1)
+
+
+def _hook_state_dict(module: ModuleType) -> None:
+    from shardopt.integrations.fsdp1_state_dict import hook_state_dict
+
+    hook_state_dict(module)
+
+
+after_import("torch.distributed.checkpoint.state_dict", _hook_state_dict)
 
 
 def _hook_deepspeed(engine_module: ModuleType) -> None:

@@ -2,11 +2,17 @@
 
 The metadata is that of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which is private; what is made of
 it is compared with what FSDP itself says of this rank's shard.
+
+The constructor of ``FullyShardedDataParallel`` is hooked: parameters remember the outermost module that was wrapped,
+which says their names and places. Nothing is read before one of shardopt's optimizers needs a parameter's shard.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,23 +20,55 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
 from shardopt.integrations.exchange import RanksExchange
-from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign, equal_ends
+from shardopt.layout import (
+    FlatBuffer,
+    FlatShard,
+    Segment,
+    Shard,
+    UnknownShardError,
+    assign,
+    assign_later,
+    equal_ends,
+)
 from shardopt.layout.names import canonical_modules
 
 
-def read_fsdp1(model: Module) -> None:
+def install(module: ModuleType) -> None:
+    """Hooks into ``torch.distributed.fsdp``: has the parameters of each module that is wrapped remember it."""
+    wrap = module.FullyShardedDataParallel.__init__
+
+    @functools.wraps(wrap)
+    def __init__(self: Module, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs)
+        flattened = [param for param in self.parameters() if getattr(param, "_fsdp_flattened", False)]
+        assign_later(flattened, functools.partial(_read_if_alive, weakref.ref(self)))
+
+    module.FullyShardedDataParallel.__init__ = __init__
+
+
+def _read_if_alive(reference: weakref.ref[Module]) -> None:
+    model = reference()
+    if model is not None:
+        read_fsdp1(model, is_whole=False)
+
+
+def read_fsdp1(model: Module, *, is_whole: bool = True) -> None:
     """Assigns shards to the parameters of all FSDP1 units in a model.
 
+    Args:
+        model: contains the units, or is one.
+        is_whole: whether the model is known to have all parameters of any optimizer that has some of it.
+
     Raises:
-        RuntimeError: a unit is made of tensors that are sharded already or not contiguous, or its metadata are not what
-            is known here.
+        UnknownShardError: a unit is made of tensors that are sharded already or not contiguous, or its metadata are not
+            what is known here.
     """
     units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
     if not units:
         return
     names = _original_names(model, [unit._handle for unit in units])
     for unit in units:
-        _assign_unit(unit._handle, names)
+        _assign_unit(unit._handle, names, None if is_whole else len(names))
 
 
 def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
@@ -48,17 +86,17 @@ def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], 
     return found
 
 
-def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]]) -> None:
+def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]], known_params: int | None) -> None:
     flat = handle.flat_param
     known = [names[id(module), name] for name, module, _ in flat._param_infos]
     if any(extension is not None for extension in flat._param_extensions):
-        raise RuntimeError(
+        raise UnknownShardError(
             f"got an FSDP1 unit of {', '.join(name for _, name in known)} whose parameters are DTensors, expected "
             "plain ones; use fully_shard (FSDP2) with tensor parallel"
         )
     for (_, name), shape, strides in zip(known, flat._shapes, flat._strides, strict=True):
         if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
-            raise RuntimeError(
+            raise UnknownShardError(
                 f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected contiguous "
                 "ones: its elements would be in the order of memory; wrap the model before it is made channels_last"
             )
@@ -71,7 +109,7 @@ def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]]) -> 
     begin = handle.rank * size if handle.uses_sharded_strategy else 0
     parts = zip(known, _offsets(flat), shards, strict=True)
     segments = [Segment.within(name, place, shard, first, begin) for (place, name), first, shard in parts]
-    assign(flat, FlatBuffer(size, segments))
+    assign(flat, FlatBuffer(size, segments, known_params))
 
 
 def _whole(shape: tuple[int, ...]) -> FlatShard:
@@ -90,7 +128,7 @@ def _ranges(handle: Any) -> list[FlatShard]:
         known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
         expected = (shard.start, shard.end) if shard.numel else (0, 0)
         if known != expected:
-            raise RuntimeError(
+            raise UnknownShardError(
                 f"got an FSDP1 shard with elements {known} of a parameter of shape {tuple(shape)}, expected "
                 f"{expected}; PyTorch {torch.__version__} shards in a way that shardopt does not know"
             )

@@ -158,11 +158,14 @@ class FlatBuffer(_AssignedShard):
     Args:
         numel: the buffer's length on this rank.
         segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
+        known_params: how many parameters the segments' places are among, where the model may have more; None where it
+            has not.
     """
 
-    def __init__(self, numel: int, segments: Sequence[Segment]) -> None:
+    def __init__(self, numel: int, segments: Sequence[Segment], known_params: int | None = None) -> None:
         super().__init__((numel,), (numel,))
         self.segments = tuple(segments)
+        self.known_params = known_params
 
     @property
     def holders(self) -> Exchange | None:

@@ -7,8 +7,8 @@ parameters) with :func:`register`; nothing here knows of torch.distributed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Module
@@ -17,7 +17,7 @@ from shardopt.layout.block_grid import BlockGrid
 
 
 class UnknownShardError(RuntimeError):
-    """A parameter is a part of another, and nothing says which part."""
+    """A parameter is a part of another, and nothing says which part, or says it in a way that is not known here."""
 
 
 class Exchange(Protocol):
@@ -209,9 +209,47 @@ def assign(param: Tensor, shard: Shard) -> None:
     setattr(param, _ASSIGNED, shard)
 
 
+class _Unread:
+    """Stands with a parameter in its shard's place until the shard is asked for.
+
+    Pickles as None: its function belongs to this process.
+    """
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self.read = read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: Any) -> _Unread:
+        return self
+
+
+def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
+    """Has shards assigned to parameters when one of them is asked for; replaces what was said before.
+
+    Args:
+        params: the parameters.
+        read: assigns their shards, all at once. It may leave them unassigned, or raise, and is then called again. It
+            lives as long as the parameters, so it must not keep their model alive.
+    """
+    unread = _Unread(read)
+    for param in params:
+        setattr(param, _ASSIGNED, unread)
+
+
 def assigned(param: Tensor) -> Shard | None:
-    """What :func:`assign` said."""
-    return getattr(param, _ASSIGNED, None)
+    """What :func:`assign` said, or says now where :func:`assign_later` was called.
+
+    Raises:
+        RuntimeError: what the function of :func:`assign_later` raises.
+    """
+    found = getattr(param, _ASSIGNED, None)
+    if found is None or isinstance(found, Shard):
+        return found
+    found.read()
+    found = getattr(param, _ASSIGNED, None)
+    return found if isinstance(found, Shard) else None
 
 
 def shard_of(param: Tensor) -> Shard:

@@ -113,11 +113,11 @@ class ShardedOptimizer(Optimizer, ABC):
     def attach(self, model: Module) -> None:
         """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
 
-        That is so under FSDP1 (``FullyShardedDataParallel``): call this after wrapping the model and before the first
-        step. Other models need no call, and lose nothing by one.
+        That is so under FSDP1 (``FullyShardedDataParallel``) if the model was wrapped before shardopt was imported:
+        call this before the first step. Other models need no call, and lose nothing by one.
 
         Args:
-            model: the wrapped model.
+            model: the wrapped model, whole.
 
         Raises:
             RuntimeError: the model is sharded in a way that shardopt does not know, or that the option ``offload`` does

@@ -13,7 +13,7 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Exchange, UnknownShardError
 from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.entries import Group, Noise, PlannedParameter
-from shardopt.optim.flat_state import AnyState, flat_parts, state_of
+from shardopt.optim.flat_state import AnyState, BufferState, flat_parts, state_of
 from shardopt.optim.placement import Place, StatePlaces
 from shardopt.optim.plan import FiniteCheck, FlatParameters, Plan
 from shardopt.optim.state import ParameterState
@@ -151,7 +151,27 @@ def _parameters(
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"
             found.append(_Parameter(param, index, known_as, spec, noise))
+    _demand_places(found)
     return found
+
+
+def _demand_places(found: Sequence[_Parameter]) -> None:
+    """Checks that stochastic rounding knows which of all parameters those in flat buffers are.
+
+    Raises:
+        UnknownShardError: there are others beside them, and the whole model was never seen.
+    """
+    specs = [parameter.spec for parameter in found]
+    params = sum(len(spec.specs) if isinstance(spec, BufferState) else 1 for spec in specs)
+    for parameter, spec in zip(found, specs, strict=True):
+        if isinstance(spec, BufferState) and spec.weights.stochastic:
+            known = spec.shard.known_params
+            if known is not None and known < params:
+                raise UnknownShardError(
+                    f"{parameter.name}: got flat parameters of a part of the model for stochastic_rounding, whose "
+                    "noise depends on their places in the whole; call optimizer.attach(model) with the whole model, or "
+                    "set use_orig_params=True"
+                )
 
 
 def _gradient(parameter: _Parameter) -> Tensor:

@@ -63,7 +63,6 @@ def _compare(name: str, setup: Setup) -> None:
         optimizer = ZeroRedundancyOptimizer(params, optimizer_class=shardopt.AdamW, **setup.options)
     else:
         optimizer = shardopt.AdamW(params, **setup.options)
-        optimizer.attach(net)
     with most_gradient_bytes(params if setup.release_gradients else []) as most:
         if setup.release_gradients:
             shardopt.release_gradients(net, optimizer)

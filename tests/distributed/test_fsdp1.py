@@ -71,7 +71,6 @@ def run_odds(
     """Steps both models with the same gradients, and compares what they are and their optimizers hold."""
     whole, model = make_odds(dtype, **wrapping)
     optimizer = make(model)
-    optimizer.attach(model)
     expected = make(whole)
     for step in range(steps):
         step_with(model, optimizer, step)
@@ -182,7 +181,6 @@ def _in_turns(orig: bool) -> None:
     whole, model = make_odds(use_orig_params=orig)
     options = {"min_quantized_numel": 32, "block_size": 16}
     optimizer, expected = (RULES["adamw"].make(m.parameters(), **options) for m in (model, whole))
-    optimizer.attach(model)
     units = {name: name.rpartition(".")[0] for name in model.bare_shapes}
     numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units.values()))}
     for step in range(5):
@@ -210,7 +208,6 @@ def _frozen() -> None:
             model.get_parameter(name).requires_grad_(False)
     whole, model = models[0], fsdp1(models[1], [f"units.{index}" for index in range(7)])
     optimizer, expected = (RULES["adamw"].make(m.parameters(), min_quantized_numel=32) for m in (model, whole))
-    optimizer.attach(model)
     for step in range(STEPS):
         set_gradients(model, step)
         optimizer.step()
@@ -235,7 +232,6 @@ def _beside_units() -> None:
     model.units[3] = fsdp1(model.units[3], [], use_orig_params=False)
     remember_bare(model, bare)
     optimizer, expected = (RULES["adamw"].make(m.parameters(), min_quantized_numel=32) for m in (model, whole))
-    optimizer.attach(model)
     for step in range(STEPS):
         step_with(model, optimizer, step)
         step_with(whole, expected, step)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import shardopt
 from helpers import RULES
-from ranks.flat import Piece, gathered, pieces
+from ranks.flat import Piece, forget_shards, gathered, pieces
 from ranks.models import fsdp1, set_gradients
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with
@@ -29,8 +29,9 @@ def _tiny() -> nn.Module:
     return fsdp1(nn.Sequential(nn.Linear(1, 1)), [])
 
 
-def _not_attached(tiny: bool, orig: bool) -> None:
+def _unknown(tiny: bool, orig: bool) -> None:
     model = _tiny() if tiny else make_odds(use_orig_params=orig)[1]
+    forget_shards(model)
     optimizer = shardopt.AdamW(model.parameters())
     before = [param.detach().clone() for param in model.parameters()]
     set_gradients(model, 0)
@@ -38,7 +39,7 @@ def _not_attached(tiny: bool, orig: bool) -> None:
         with pytest.raises(RuntimeError) as caught:
             optimizer.step()
         assert "FullyShardedDataParallel" in str(caught.value)
-        assert "call optimizer.attach(model) once after wrapping the model, before the first step" in str(caught.value)
+        assert "import shardopt before wrapping the model, or call optimizer.attach(model) once" in str(caught.value)
     assert not any(optimizer.state.values())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     optimizer.attach(model)
@@ -47,9 +48,9 @@ def _not_attached(tiny: bool, orig: bool) -> None:
 
 
 @pytest.mark.parametrize(("tiny", "orig"), [(False, True), (False, False), (True, True)])
-def test_not_attached(ranks: Pool, tiny: bool, orig: bool) -> None:
+def test_wrapped_before_the_import(ranks: Pool, tiny: bool, orig: bool) -> None:
     """Ranks without any gradient say so, too."""
-    ranks.run(4, _not_attached, tiny, orig)
+    ranks.run(4, _unknown, tiny, orig)
 
 
 def _nothing_here() -> None:
@@ -58,7 +59,6 @@ def _nothing_here() -> None:
     for name, param in whole.named_parameters():
         param.data = _gathered_parameter(model, name)
     optimizer, expected = (shardopt.AdamW(m.parameters(), nonfinite="raise") for m in (model, whole))
-    optimizer.attach(model)
     for step in range(3):
         step_with(model, optimizer, step)
         step_with(whole, expected, step)
@@ -84,7 +84,6 @@ def _optimizers(
     whole, model = make_odds(use_orig_params=orig)
     options = {"nonfinite": nonfinite, **SMALL, **options}
     optimizer, expected = (RULES["adamw"].make(m.parameters(), **options) for m in (model, whole))
-    optimizer.attach(model)
     return model, optimizer, whole, expected
 
 
@@ -151,7 +150,6 @@ def _raises_in_one_group() -> None:
     watched = [tensors.pop("units.4.weight0"), tensors.pop("units.0.weight1")]
     groups = [{"params": list(tensors.values())}, {"params": watched, "nonfinite": "raise"}]
     optimizer = shardopt.AdamW(groups, **SMALL)
-    optimizer.attach(model)
     set_gradients(model, 0)
     _spoil(model, "units.2.weight0", 2000, math.nan)
     with warnings.catch_warnings():
@@ -202,9 +200,13 @@ def _strided(orig: bool) -> str:
     """FSDP1 flattens such weights in the order of memory, which is not that of their elements."""
     model = nn.Sequential(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
     wrapped = FullyShardedDataParallel(model, use_orig_params=orig, device_id=torch.device("cpu"))
-    with pytest.raises(RuntimeError) as caught:
-        shardopt.AdamW(wrapped.parameters()).attach(wrapped)
-    return str(caught.value)
+    optimizer = shardopt.AdamW(wrapped.parameters())
+    with pytest.raises(RuntimeError) as attaching:
+        optimizer.attach(wrapped)
+    with pytest.raises(RuntimeError) as stepping:
+        optimizer.step()
+    assert str(attaching.value) == str(stepping.value)
+    return str(stepping.value)
 
 
 @pytest.mark.parametrize("orig", [True, False])

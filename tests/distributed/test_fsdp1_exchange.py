@@ -104,7 +104,6 @@ def _after_one_step(orig: bool, codec: str, block_size: int) -> tuple[list[nn.Mo
     for model, own in zip(models, (codec, codec, "fp32"), strict=True):
         options = {"block_size": block_size, "min_quantized_numel": 32, "exact_cut_blocks": model is not inexact}
         optimizers.append(RULES["adamw"].make(model.parameters(), codec=own, **options))
-        optimizers[-1].attach(model)
         step_with(model, optimizers[-1], 0)
     return models, optimizers
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from helpers import RULES
-from ranks.flat import gathered, pieces
+from ranks.flat import forget_shards, gathered, pieces
 from ranks.models import WAYS, Odds, fsdp1, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
@@ -44,7 +44,6 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def _odds_pair(orig: bool, dtype: torch.dtype, rule: str, options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     _, model = make_odds(dtype, use_orig_params=orig)
     optimizer = RULES[rule].make(model.parameters(), **SMALL, **options)
-    optimizer.attach(model)
     return model, optimizer
 
 
@@ -98,7 +97,6 @@ def _from_torch(orig: bool, rule: str, options: dict[str, Any], dtype: torch.dty
     whole, model = make_odds(dtype, use_orig_params=orig)
     theirs, their_whole = (THEIRS[rule](m.parameters(), **RULES[rule].hyper) for m in (model, whole))
     ours, our_whole = (RULES[rule].make(m.parameters(), **SMALL, **options) for m in (model, whole))
-    ours.attach(model)
     for source, target, each in ((theirs, ours, model), (their_whole, our_whole, whole)):
         for step in range(2):
             step_with(each, source, step)
@@ -169,7 +167,6 @@ def _only_some_have_state(orig: bool) -> None:
         theirs.zero_grad()
         states.append(theirs.state_dict())
     ours, our_whole = (RULES["adamw"].make(m.parameters(), **SMALL) for m in (model, whole))
-    ours.attach(model)
     ours.load_state_dict(states[0])
     our_whole.load_state_dict(states[1])
     for each, optimizer in ((model, ours), (whole, our_whole)):
@@ -185,7 +182,6 @@ def test_only_some_parameters_have_state(ranks: Pool, orig: bool) -> None:
 def _fresh(orig: bool = True, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     model = make_odds(use_orig_params=orig)[1]
     optimizer = RULES["adamw"].make(model.parameters(), **SMALL, **options)
-    optimizer.attach(model)
     return model, optimizer
 
 
@@ -225,7 +221,6 @@ def _of_another_rank(orig: bool, dequantize: bool) -> str:
     """Rank 0's file on every rank: the shapes of this model's shards happen to agree."""
     model = fsdp1(nn.Sequential(nn.Linear(64, 64, bias=False)), [], use_orig_params=orig)
     optimizer = RULES["adamw"].make(model.parameters(), **SMALL)
-    optimizer.attach(model)
     step_with(model, optimizer, 0)
     shared = [optimizer.state_dict(dequantize=dequantize)]
     dist.broadcast_object_list(shared)
@@ -245,6 +240,7 @@ def _attached_late() -> None:
     model, optimizer = _fresh()
     step_with(model, optimizer, 0)
     loaded = make_odds()[1]
+    forget_shards(loaded)
     copy_weights(model, loaded)
     late = RULES["adamw"].make(loaded.parameters(), **SMALL)
     with pytest.raises(RuntimeError, match=r"call optimizer\.attach\(model\)"):
@@ -265,6 +261,7 @@ def test_attached_late(ranks: Pool) -> None:
 def _empty_state_unattached() -> None:
     """Frameworks save and load the state of an optimizer that has none yet."""
     model = make_odds()[1]
+    forget_shards(model)
     optimizer = RULES["adamw"].make(model.parameters(), **SMALL)
     optimizer.load_state_dict(optimizer.state_dict())
     assert not optimizer.state

@@ -1,4 +1,4 @@
-"""Training under FSDP1: real backward passes, evaluation between them, loss scaling, attaching early and late."""
+"""Training under FSDP1: real backward passes, evaluation between them, loss scaling, optimizers made early and late."""
 
 from __future__ import annotations
 
@@ -216,12 +216,11 @@ def test_found_inf(ranks: Pool, value: float) -> None:
 
 
 def _made_before_wrapping() -> None:
-    """``use_orig_params=True`` keeps the parameters: only attaching has to wait for the wrapping."""
+    """``use_orig_params=True`` keeps the parameters."""
     model = make_net()
     optimizer = make_optimizer("single", model)
     optimizer.attach(model)  # no FSDP1 unit yet: nothing to learn
     model = fsdp1(model)
-    optimizer.attach(model)
     for step in range(3):
         step_with(model, optimizer, step)
     assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
@@ -248,7 +247,6 @@ def _two_optimizers() -> None:
         return [shardopt.AdamW(odd, **SMALL), shardopt.Lion(even, **SMALL)]
 
     sharded = of({piece.name: piece.tensor for piece in pieces(model)})
-    sharded[0].attach(model)  # what shards they are stands with the parameters
     plain = of(dict(whole.named_parameters()))
     for step in range(3):
         for each, optimizers in ((model, sharded), (whole, plain)):
@@ -270,7 +268,7 @@ def test_two_optimizers(ranks: Pool) -> None:
     ranks.run(3, _two_optimizers)
 
 
-class _Tied(nn.Module):
+class Tied(nn.Module):
     """A layer that is used twice, and a weight that two layers share."""
 
     def __init__(self) -> None:
@@ -286,11 +284,10 @@ class _Tied(nn.Module):
 
 def _tied(orig: bool) -> None:
     torch.manual_seed(0)
-    whole = _Tied()
+    whole = Tied()
     torch.manual_seed(0)
-    model = fsdp1(_Tied(), ["mix"], use_orig_params=orig)
+    model = fsdp1(Tied(), ["mix"], use_orig_params=orig)
     optimizer = shardopt.AdamW(model.parameters(), block_size=16, **SMALL)
-    optimizer.attach(model)
     expected = shardopt.AdamW(whole.parameters(), block_size=16, **SMALL)
     for step in range(3):
         _backward(model, step)

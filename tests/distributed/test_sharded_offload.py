@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import shardopt
+from ranks.flat import forget_shards
 from ranks.layouts import mesh_of
 from ranks.models import WAYS, loss_of, make_batch, make_net
 from ranks.offload import late_transfers, offload_from_cpu, slow_steps
@@ -84,22 +85,31 @@ def test_cut_columns_stay(ranks: Pool, offload: str) -> None:
     ranks.run(2, _columns_stay, offload)
 
 
-def _attach_tells_what_cannot_be() -> None:
+def _cannot_be_offloaded(late: bool) -> None:
     model = WAYS["fsdp1"](make_net())
-    with offload_from_cpu():
-        optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
-        with pytest.raises(RuntimeError, match="offload='step': got parameters of flat shards"):
+    if late:
+        forget_shards(model)
+
+    def tell(**options: Any) -> None:
+        optimizer = shardopt.AdamW8bit(model.parameters(), **options)
+        if late:
             optimizer.attach(model)
-        optimizer = shardopt.AdamW8bit(model.parameters(), offload="state")
+
+    with offload_from_cpu():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(host_memory, "_available_host_bytes", lambda: 1000)
             with pytest.raises(MemoryError, match="got 1000 bytes of available host memory"):
-                optimizer.attach(model)
+                tell(offload="state")
+        if late:
+            forget_shards(model)
+        with pytest.raises(RuntimeError, match="offload='step': got parameters of flat shards"):
+            tell(offload="step")
 
 
-def test_flat_shards_that_cannot_be_offloaded(ranks: Pool) -> None:
-    """Under FSDP1 nothing is known before the call of attach()."""
-    ranks.run(2, _attach_tells_what_cannot_be)
+@pytest.mark.parametrize("late", [False, True])
+def test_flat_shards_that_cannot_be_offloaded(ranks: Pool, late: bool) -> None:
+    """It is told when the optimizer is made; of a model wrapped before the import of shardopt, by attach()."""
+    ranks.run(2, _cannot_be_offloaded, late)
 
 
 def _released(offload: str) -> None:

@@ -99,6 +99,12 @@ def _bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
 
 
+def forget_shards(model: nn.Module) -> None:
+    """As if the model had been wrapped before shardopt was imported."""
+    for param in model.parameters():
+        vars(param).pop("_shardopt_shard", None)
+
+
 def set_piece_gradients(model: nn.Module, seed: int) -> None:
     """The gradients that :func:`ranks.models.set_gradients` gives the bare model; zeros for padding."""
     found = pieces(model)

@@ -23,10 +23,7 @@ def make_optimizer(way: str, model: nn.Module, rule: str = "adamw", **options: A
     if way == "zero":
         hyper = {**case.hyper, **options}
         return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=case.optimizer, **hyper)
-    optimizer = case.make(model.parameters(), **options)
-    if way.startswith("fsdp1"):
-        optimizer.attach(model)
-    return optimizer
+    return case.make(model.parameters(), **options)
 
 
 def trained(way: str, steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:

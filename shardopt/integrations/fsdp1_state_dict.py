@@ -1,0 +1,121 @@
+"""torch's own gathering of optimizer state under FSDP1: it cannot carry codes and scales, and is told so at once.
+
+``FullyShardedDataParallel.optim_state_dict`` puts a unit's state together from flat tensors of the parameters' shapes
+and of one dtype. Scales are of other shapes, and blocks may be cut; some dtypes it would cast without a word. State in
+torch.optim's form (``state_dict(dequantize=True)``, or what torch's own optimizer saved) passes in both directions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from shardopt.optim.options import STATE_FORMAT
+
+
+def hook_fsdp1(module: Any) -> None:
+    """Hooks into ``torch.distributed.fsdp``."""
+    fsdp = module.FullyShardedDataParallel
+    save, load = fsdp.optim_state_dict, fsdp.optim_state_dict_to_load
+
+    @functools.wraps(save)
+    def optim_state_dict(model: Any, optim: Any, optim_state_dict: Any = None, group: Any = None) -> Any:
+        if optim_state_dict is None or _is_ours(optim_state_dict):
+            _refuse_saving(optim)
+        return save(model, optim, optim_state_dict, group)
+
+    @functools.wraps(load)
+    def optim_state_dict_to_load(
+        model: Any,
+        optim: Any,
+        optim_state_dict: Any,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> Any:
+        config = fsdp.get_state_dict_type(model).optim_state_dict_config
+        _refuse_loading(optim, optim_state_dict, getattr(config, "rank0_only", False), group)
+        return load(model, optim, optim_state_dict, is_named_optimizer, load_directly, group)
+
+    fsdp.optim_state_dict = staticmethod(optim_state_dict)
+    fsdp.optim_state_dict_to_load = staticmethod(optim_state_dict_to_load)
+
+
+def hook_state_dict(module: Any) -> None:
+    """Hooks into ``torch.distributed.checkpoint.state_dict``, which steps an optimizer without state, then asks FSDP.
+
+    In a version without the two functions only FSDP's are hooked, and that step is taken.
+    """
+    save, load = getattr(module, "_get_optim_state_dict", None), getattr(module, "_load_optim_state_dict", None)
+    if save is None or load is None:
+        return
+
+    @functools.wraps(save)
+    def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
+        for optimizer in optimizers:
+            _refuse_saving(optimizer)
+        return save(model, optimizers, info)
+
+    @functools.wraps(load)
+    def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> Any:
+        rank0_only = info.full_state_dict and (info.cpu_offload or info.broadcast_from_rank0)
+        for optimizer in optimizers:
+            _refuse_loading(optimizer, state_dict, rank0_only, None)
+        return load(model, optimizers, state_dict, info)
+
+    module._get_optim_state_dict = _get_optim_state_dict
+    module._load_optim_state_dict = _load_optim_state_dict
+
+
+def _refuse_saving(optimizer: Any) -> None:
+    """Raises on every rank if an optimizer of ours has parameters of FSDP1. Nothing was changed."""
+    if _has_flat_shards(optimizer):
+        raise RuntimeError(
+            "got an optimizer of shardopt for torch's optim_state_dict of FSDP1, which carries state of the "
+            "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer); with Hugging Face's "
+            "Trainer set save_only_model=True, and call it in a callback"
+        )
+
+
+def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Any) -> None:
+    """Raises on every rank if it is our state that torch is to cut for FSDP1. Nothing was changed.
+
+    Args:
+        optimizer: the optimizer that is to have the state.
+        state_dict: the whole state.
+        rank0_only: whether only that of rank 0 counts.
+        group: the ranks.
+    """
+    if not _has_flat_shards(optimizer):
+        return
+    is_ours = [_is_ours(state_dict)]
+    if rank0_only:  # the others would wait for it
+        dist.broadcast_object_list(is_ours, src=0, group=group)
+    if is_ours[0]:
+        raise RuntimeError(
+            "got shardopt's state for torch's optim_state_dict_to_load of FSDP1, which cuts state of the parameters' "
+            "shapes only, expected shardopt.checkpoint.load(path, model, optimizer) of what its save wrote"
+        )
+
+
+def _has_flat_shards(optimizer: Any) -> bool:
+    """Whether an optimizer is one of ours, or a wrapper of one, and has parameters of FSDP1."""
+    return any(
+        _says_format(group) and any(getattr(param, "_fsdp_flattened", False) for param in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
+    """Whether a state dict is in our form, also where torch has flattened it (``param_groups.<name>.<option>``)."""
+    state_dict = state_dict or {}
+    if "param_groups" in state_dict:
+        return any(_says_format(group) for group in state_dict["param_groups"])
+    return _says_format({key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")})
+
+
+def _says_format(options: Any) -> bool:
+    return all(option in options for option in STATE_FORMAT)
