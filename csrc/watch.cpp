@@ -250,8 +250,7 @@ bool Watch::take(size_t parameter, const py::object& gradient) {
 py::bytes Watch::gradient_dtypes() const {
   std::string dtypes;
   for (const Parameter& parameter : parameters_) {
-    const bool strided = parameter.strided && parameter.gradient_dtype != kNoGradient;
-    dtypes.push_back(static_cast<char>(parameter.gradient_dtype | (strided ? kStrided : 0)));
+    dtypes.push_back(static_cast<char>(parameter.gradient_dtype | (parameter.strided ? kStrided : 0)));
   }
   return dtypes;
 }

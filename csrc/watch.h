@@ -36,10 +36,10 @@ class Watch {
   // Takes this rank's part of the gradient of a parameter; false if the kernels cannot step it.
   bool take(size_t parameter, const py::object& gradient);
 
-  // In the place of a gradient's dtype (`DType`) where there is no gradient.
+  // In the place of a gradient's dtype (`DType`) where there is no gradient: all bits.
   static constexpr uint8_t kNoGradient = 255;
 
-  // Added to a gradient's dtype: the gradient or its parameter is not contiguous.
+  // A bit beside a gradient's dtype: the gradient or its parameter is not contiguous.
   static constexpr uint8_t kStrided = 64;
 
   // The dtype of each parameter's gradient, and `kStrided`.

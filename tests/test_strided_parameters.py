@@ -2,113 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
-from helpers import CODEC_NAMES, RULES, everything, with_gradient
+from helpers import CODEC_NAMES, RULES, everything
 from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
-from shardopt.optim import ShardedOptimizer, stepper
-
-BF16 = torch.bfloat16
-OPTIONS = {"min_quantized_numel": 64, "block_size": 32}
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.T.contiguous().T
-
-
-def _within(x: Tensor) -> Tensor:
-    """Columns of a wider matrix, which is zero elsewhere."""
-    wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 9, dtype=x.dtype)
-    return wide[..., 4:-5].copy_(x)
-
-
-def _every_third(x: Tensor) -> Tensor:
-    return torch.zeros(3 * x.shape[0], *x.shape[1:], dtype=x.dtype)[1::3].copy_(x)
-
-
-def _reversed_dims(x: Tensor) -> Tensor:
-    dims = tuple(reversed(range(x.dim())))
-    return x.permute(dims).contiguous().permute(dims)
-
-
-Layout = Callable[[Tensor], Tensor]
-
-#: The parameters of :func:`make`: their shapes, and how they lie in memory.
-LAYOUTS: tuple[tuple[tuple[int, ...], Layout], ...] = (
-    ((33, 7, 3, 3), _channels_last),
-    ((40, 96), Tensor.contiguous),
-    ((64, 32, 3, 3), _channels_last),
-    ((70, 130), _transposed),
-    ((48, 40), _within),
-    ((9, 257), _every_third),
-    ((5, 11, 13), _reversed_dims),
-    ((20, 30, 1, 1), _channels_last),
-    ((300,), _every_third),
-    ((), Tensor.contiguous),
+from shardopt.optim import stepper
+from strided_problem import (
+    BF16,
+    OPTIONS,
+    Conv,
+    assert_equal,
+    backward,
+    make,
+    params_of,
+    run,
+    set_gradients,
 )
-
-
-def make(
-    rule: str = "adamw", *, strided: bool = True, dtype: torch.dtype = torch.float32, **options: Any
-) -> ShardedOptimizer:
-    """An optimizer of parameters that lie in memory as :data:`LAYOUTS` say, or contiguous ones."""
-    found = [values(shape, index, dtype) for index, (shape, _) in enumerate(LAYOUTS)]
-    params = [Parameter(layout(x) if strided else x) for x, (_, layout) in zip(found, LAYOUTS, strict=True)]
-    groups = [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0}]
-    return RULES[rule].make(groups, **{**OPTIONS, **options})
-
-
-def params_of(optimizer: ShardedOptimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def set_gradients(optimizer: ShardedOptimizer, t: int, grad_dtype: torch.dtype | None = None) -> None:
-    """Gradients laid out as the parameters are, contiguous, and otherwise, in turn; in step 2 some have none.
-
-    Where all parameters are contiguous, so are the gradients.
-    """
-    params = params_of(optimizer)
-    strided = any(not param.is_contiguous() for param in params)
-    for index, (param, (_, layout)) in enumerate(zip(params, LAYOUTS, strict=True)):
-        gradient = values(tuple(param.shape), 100 * (t + 1) + index, param.dtype).to(grad_dtype or param.dtype)
-        turn = (t + index) % 4
-        if strided:
-            gradient = (layout, Tensor.contiguous, _reversed_dims, layout)[turn](gradient)
-        with_gradient(param, gradient)
-        if t == 2 and turn == 1:
-            param.grad = None
-
-
-def run(optimizer: ShardedOptimizer, steps: Sequence[int] = range(5), **options: Any) -> ShardedOptimizer:
-    for t in steps:
-        set_gradients(optimizer, t, **options)
-        optimizer.step()
-    return optimizer
-
-
-def assert_equal(got: ShardedOptimizer, expected: ShardedOptimizer) -> None:
-    """The same bits, and state that is contiguous."""
-    got.synchronize()
-    assert_same(everything(got), everything(expected))
-    for state in got.state.values():
-        assert all(value.is_contiguous() for value in state.values())
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
@@ -163,27 +82,6 @@ def test_offload(offload: str, options: dict[str, Any]) -> None:
     expected = run(make(strided=False, **options))
     with offload_from_cpu(8192, late_transfers(offload)):
         assert_equal(run(make(offload=offload, **options)), expected)
-
-
-class Conv(nn.Module):
-    """Convolutions and a transposed matrix."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Conv2d(3, 33, 3, padding=1)
-        self.second = nn.Conv2d(33, 12, 3)
-        self.head = Parameter(torch.randn(12, 40).T)
-        self.to(dtype, memory_format=torch.channels_last)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.second(self.first(images).relu()).mean((2, 3)) @ self.head.T
-
-
-def backward(model: nn.Module, number: int) -> None:
-    dtype = next(model.parameters()).dtype
-    images = values((4, 3, 8, 8), number).to(dtype)
-    model(images.contiguous(memory_format=torch.channels_last)).float().square().mean().backward()
 
 
 @pytest.mark.parametrize("offload", [None, "state", "step"])
@@ -364,99 +262,3 @@ def test_expanded_gradients() -> None:
         got.step()
         expected.step()
         assert_equal(got, expected)
-
-
-# Saving and loading.
-
-
-def trained(*, channels_last: bool = True, steps: int = 2, **options: Any) -> tuple[Conv, ShardedOptimizer]:
-    """Gradients are those of a contiguous model, in the layout of the parameters."""
-    model, source = Conv(options.pop("dtype", torch.float32)), Conv()
-    if not channels_last:
-        model.to(memory_format=torch.contiguous_format)
-        model.head = Parameter(model.head.detach().contiguous())
-    optimizer = RULES["adamw"].make(model.parameters(), **{**OPTIONS, **options})
-    for number in range(steps):
-        advance(model, optimizer, source, number)
-    return model, optimizer
-
-
-def advance(model: nn.Module, optimizer: ShardedOptimizer, source: nn.Module, number: int) -> None:
-    source.zero_grad()
-    backward(source, number)
-    for param, other in zip(model.parameters(), source.parameters(), strict=True):
-        param.grad = torch.empty_like(param).copy_(other.grad)
-    optimizer.step()
-
-
-FORMATS: list[dict[str, Any]] = [
-    {},
-    {"codec": "fp32"},
-    {"dtype": BF16, "master_weight_bits": 24},
-    {"dtype": BF16, "master_weight_bits": 32},
-]
-
-
-@pytest.mark.parametrize("options", FORMATS, ids=str)
-@pytest.mark.parametrize("how", ["checkpoint", "safetensors", "state dict"])
-@pytest.mark.parametrize("saved_strided", [True, False])
-def test_round_trip(tmp_path: Path, how: str, options: dict[str, Any], saved_strided: bool) -> None:
-    """Between models that lie in memory in different ways; steps go on with the same bits."""
-    model, optimizer = trained(channels_last=saved_strided, **options)
-    other, loaded = trained(channels_last=not saved_strided, steps=1, **options)
-    if how == "checkpoint":
-        shardopt.checkpoint.save(tmp_path / "saved", model, optimizer)
-        shardopt.checkpoint.load(tmp_path / "saved", other, loaded)
-    elif how == "safetensors":
-        shardopt.checkpoint.save_safetensors(tmp_path / "saved.safetensors", model, optimizer)
-        shardopt.checkpoint.load_safetensors(tmp_path / "saved.safetensors", other, loaded)
-    else:
-        other.load_state_dict(model.state_dict())
-        loaded.load_state_dict(optimizer.state_dict())
-    assert_equal(loaded, optimizer)
-    for each in ((model, optimizer), (other, loaded)):
-        advance(*each, Conv(), 7)
-    assert_equal(loaded, optimizer)
-
-
-@pytest.mark.parametrize("load", [ShardedOptimizer.load_state_dict, shardopt.checkpoint.import_state])
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-def test_torch_state(codec: str, load: Callable[[ShardedOptimizer, Any], object]) -> None:
-    """torch keeps moments laid out as the parameter is; and takes ours."""
-    model, source = Conv(), Conv()
-    theirs = torch.optim.AdamW(model.parameters())
-    for number in range(2):
-        advance(model, theirs, source, number)
-    assert not theirs.state[model.first.weight]["exp_avg"].is_contiguous()
-    contiguous = copy.deepcopy(theirs.state_dict())
-    for state in contiguous["state"].values():
-        state.update({key: value.contiguous() for key, value in state.items()})
-    got, expected = (shardopt.AdamW(model.parameters(), codec=codec, **OPTIONS) for _ in range(2))
-    load(got, theirs.state_dict())
-    load(expected, contiguous)
-    assert_equal(got, expected)
-    theirs.load_state_dict(got.state_dict(dequantize=True))
-    for optimizer in (got, theirs):
-        advance(model, optimizer, source, 2)
-
-
-@pytest.mark.parametrize("options", FORMATS, ids=str)
-def test_full_precision(options: dict[str, Any]) -> None:
-    (model, optimizer), (other, expected) = (trained(channels_last=c, **options) for c in (True, False))
-    weights, expected_weights = optimizer.full_precision_parameters(), expected.full_precision_parameters()
-    for param, same in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(weights[param], expected_weights[same])
-        assert weights[param].is_contiguous()
-    optimizer.load_full_precision_parameters({param: _reversed_dims(x * 1.01) for param, x in weights.items()})
-    expected.load_full_precision_parameters({param: x * 1.01 for param, x in expected_weights.items()})
-    assert_equal(optimizer, expected)
-
-
-def test_reports() -> None:
-    """Numbers are those of the contiguous copies."""
-    (_, got), (_, expected) = (trained(channels_last=c, dtype=BF16) for c in (True, False))
-    assert shardopt.memory_report(got) == shardopt.memory_report(expected)
-    with pytest.warns(RuntimeWarning, match="too small"):
-        found = shardopt.check_numerics(got, lr=1e-6)
-    with pytest.warns(RuntimeWarning, match="too small"):
-        assert shardopt.check_numerics(expected, lr=1e-6) == found

@@ -59,7 +59,8 @@ def release_gradients(
 
     So few gradients live at once: one parameter's; one unit's with FSDP2 (HSDP holds what it has all-reduced until the
     pass ends). DDP keeps its buckets, which hold all gradients: with it parameters are stepped at the end of the
-    backward pass, and what is saved is the gradients beside the buckets, as by ``gradient_as_bucket_view=True``.
+    backward pass, and what is saved is the gradients beside the buckets, as by ``gradient_as_bucket_view=True``;
+    without that option, gradients of parameters that are not contiguous stay beside them.
     Parameters and state are those of ordinary steps, bit for bit, and the loop stays as it is::
 
         shardopt.release_gradients(model, optimizer)

@@ -13,8 +13,8 @@ from shardopt.kernels.dispatch import Call, LossScaling, Tables
 class StridedCall:
     """The :class:`Call` of one parameter.
 
-    Each phase copies the parameter and its gradient, where they are not contiguous, and copies the parameter back. The
-    copies are ordered on the current stream and freed at the end of the phase: one parameter at a time has some.
+    Each phase copies the parameter and its gradient, where they are not contiguous, and copies the parameter back, all
+    on the current stream. The copies are freed at the end of the phase: one parameter at a time has any.
 
     Args:
         tables: the parameter's. Addresses of the parameter and its gradient are filled in here.
@@ -41,15 +41,15 @@ class StridedCall:
             return
         assert self.operands is not None
         param, gradient = (tensor.detach() for tensor in self.operands)
-        weights, slopes = param.contiguous(), gradient.contiguous()
-        for field, tensor in (("param", weights), ("gradient", slopes)):
+        param_copy, gradient_copy = param.contiguous(), gradient.contiguous()  # themselves, where they are contiguous
+        for field, tensor in (("param", param_copy), ("gradient", gradient_copy)):
             self._entries[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)
-        addresses = weights.data_ptr(), slopes.data_ptr()
+        addresses = param_copy.data_ptr(), gradient_copy.data_ptr()
         self._call.update(addresses != self._last, self._groups, self._scaling)
         self._last = addresses
         self._call.run(phase)
-        if weights is not param:
-            param.copy_(weights)
+        if param_copy is not param:
+            param.copy_(param_copy)
 
     def nonfinite(self, *, wait: bool) -> int:
         """How many gradient elements were skipped; see :class:`Call`."""

@@ -152,10 +152,13 @@ class Plan:
 
     def run(self) -> None:
         """Carries out the step, in any thread."""
-        for device in self._devices:
-            device.run()
-            for _, call in device.strided_calls():
-                call.operands = None
+        try:
+            for device in self._devices:
+                device.run()
+        finally:
+            for device in self._devices:
+                for _, call in device.strided_calls():
+                    call.operands = None
         self._gradients = []
 
     def _operands(self, params: Sequence[Tensor], index: int) -> tuple[Tensor, Tensor]:
@@ -308,10 +311,9 @@ class _DeviceTables:
         has_gradient = found != _C.Watch.no_gradient
         strided = has_gradient & (found & _C.Watch.strided > 0)
         # The largest first, before all others: where there is no memory for its copies, nothing was changed.
-        largest_first = sorted(
-            self._planned, key=lambda found: math.prod(found[1].spec.shard.local_shape), reverse=True
-        )
-        self.strided = {i: _StridedRows(self._device, p.offload, [(i, p)]) for i, p in largest_first if strided[i]}
+        planned = [(i, p) for i, p in self._planned if strided[i]]
+        planned.sort(key=lambda each: math.prod(each[1].spec.shard.local_shape), reverse=True)
+        self.strided = {i: _StridedRows(self._device, p.offload, [(i, p)]) for i, p in planned}
         for rows in self._rows:
             rows.select(has_gradient & ~strided)
         for rows in self.strided.values():
