@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.optim.options import PLACEMENT, STATE_FORMAT
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
 #: What belongs to a run, not to what it has learned.
 _OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", *PLACEMENT])
@@ -88,14 +90,67 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[str], index: int)
     return found[0] if found else {}
 
 
-def merged(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's options with the hyper-parameters of a checkpoint; what its state looks like stays."""
-    taken = {key: value for key, value in saved.items() if key not in STATE_FORMAT and key not in _OF_THE_RUN}
+def checked_groups(path: str | os.PathLike[str], found: object) -> list[SavedGroup]:
+    """The param groups in a checkpoint's header, which may be damaged: what :func:`describe` makes.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
+    if not isinstance(found, list):
+        raise CheckpointError(f"{path}: got param_groups as {type(found).__name__}, expected a list; {_REMEDY}")
+    for index, group in enumerate(found):
+        entries = group if isinstance(group, dict) else {}
+        names, options = entries.get("parameters"), entries.get("options")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(
+                f"{path}: param group {index}: got no parameters, expected a list of names; {_REMEDY}"
+            )
+        if not isinstance(options, dict):
+            raise CheckpointError(f"{path}: param group {index}: got no options, expected a dict of them; {_REMEDY}")
+    return found
+
+
+_REMEDY = "the header is damaged, load another checkpoint"
+
+
+def merged_from(
+    path: str | os.PathLike[str], optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: SavedGroup, index: int
+) -> dict[str, Any]:
+    """What :func:`merged` gives for the options of a checkpoint.
+
+    Raises:
+        CheckpointError: an option is not allowed, or a hyper-parameter out of range.
+    """
+    try:
+        check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
+        return merged(optimizer, group, saved)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: param group {index}: {error}") from error
+
+
+def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's options with the hyper-parameters of a checkpoint; what its state looks like stays.
+
+    Args:
+        optimizer: has the param group.
+        group: its options.
+        saved: those of the checkpoint.
+
+    Raises:
+        ValueError: one of the merged options is not allowed.
+    """
+    kept = {*STATE_FORMAT, *_OF_THE_RUN, "params", "param_names"}
+    if saved.get("master_weight_bits") != group["master_weight_bits"]:
+        kept.add("stochastic_rounding")  # of another form of weights, which not all others go with
+    taken = {key: value for key, value in saved.items() if key not in kept}
+    for key, value in taken.items():
+        if isinstance(value, list) and isinstance(group.get(key), tuple | None):
+            taken[key] = tuple(value)
+    check_options({**group, **taken})
+    optimizer.check_group({**group, **taken})
     for key, value in taken.items():
         own = group.get(key)
-        if isinstance(value, list) and (isinstance(own, tuple) or own is None):
-            taken[key] = tuple(value)
-        elif isinstance(own, Tensor):
+        if isinstance(own, Tensor) and own.numel() == 1 and isinstance(value, float | int) and abs(value) <= LARGEST:
             taken[key] = own.new_tensor(value).reshape(own.shape)
     return {**group, **taken}
 

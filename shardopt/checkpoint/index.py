@@ -25,7 +25,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -294,13 +294,4 @@ def _check_bytes(tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) 
 def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
     header = _mapping(content, "header")
     _demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
-    if "param_groups" in header:
-        _demand(isinstance(header.get("optimizer"), str), "a header whose optimizer is no text")
-        _demand(isinstance(header["param_groups"], list), "param_groups that are no list")
-        for group in header["param_groups"]:
-            _demand(isinstance(group, dict), "a param group that is no object")
-            _mapping(group, "options")
-            names: Sequence[Any] = group.get("parameters", ())
-            is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-            _demand(is_list, "a param group whose parameters are no names")
     return header

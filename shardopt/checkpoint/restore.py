@@ -17,9 +17,10 @@ from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.contents import Content, Owner, contents_of, fresh_state, model_key, state_key
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import SavedGroup, apply, merged, saved_options
+from shardopt.checkpoint.groups import apply, checked_groups, merged_from, saved_options
 from shardopt.checkpoint.index import Index, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
+from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
@@ -161,8 +162,12 @@ class Restoration:
         return found
 
     def convert(self) -> None:
-        """Brings what was read into the form that the optimizer keeps. All ranks must call this."""
-        self._check_steps()
+        """Brings what was read into the form that the optimizer keeps. All ranks must call this.
+
+        Raises:
+            CheckpointError: the state is not one that a step could go on from, on any rank.
+        """
+        on_every_rank(self._check_states)
         self._targets = [_with_weights(target) for target in self._targets]
         flat = {
             index: (target.spec, _moments(target) if target.state else None)
@@ -171,12 +176,14 @@ class Restoration:
         }
         states = encode_flat([spec for spec, _ in flat.values()], [values for _, values in flat.values()])
         encoded = dict(zip(flat, states, strict=True))
-        for index, target in enumerate(self._targets):
-            if not target.converts_state:
-                continue
+        converted = [index for index, target in enumerate(self._targets) if target.converts_state]
+        for index in converted:
+            target = self._targets[index]
             state = encoded[index] if index in encoded else _encode(target)
             kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
             self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
+        for index in converted:
+            self._check_values(self._targets[index])
 
     def commit(self) -> None:
         """Changes model and optimizer."""
@@ -232,11 +239,11 @@ class Restoration:
         """The options of each param group: those that it is to have, and those that it was saved with."""
         if self._owner is None:
             return [], []
-        saved_groups: list[SavedGroup] | None = self._index.header.get("param_groups")
-        if saved_groups is None:
+        if self._index.header.get("param_groups") is None:
             raise CheckpointError(
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
+        saved_groups = checked_groups(self._path, self._index.header["param_groups"])
         new, saved = [], []
         for index, group in enumerate(self._owner.groups):
             names = [content.piece.name for content in contents if content.group == index]
@@ -244,7 +251,7 @@ class Restoration:
                 saved.append(saved_options(saved_groups, names, index))
             except CheckpointError as error:
                 raise CheckpointError(f"{self._path}: {error}") from None
-            new.append(merged(group, saved[-1]))
+            new.append(merged_from(self._path, self._owner.sharded, group, saved[-1], index))
         return new, saved
 
     def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> _Target:
@@ -307,6 +314,20 @@ class Restoration:
             states = [_placed(target, place) for target in targets]
             owner.sharded.state[param] = spec.join(states) if isinstance(spec, BufferState) else states[0]
             owner.sharded.places.put(param, spec, owner.sharded.state[param])
+
+    def _check_states(self) -> None:
+        """Checks what was read of the states, as far as one rank can."""
+        for target in self._targets:
+            self._check_values(target)
+        self._check_steps()
+
+    def _check_values(self, target: _Target) -> None:
+        if target.saved is None or not target.state:
+            return
+        try:
+            target.saved.check_local(target.state, target.content.piece.name)
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {error}") from error
 
     def _check_steps(self) -> None:
         """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""

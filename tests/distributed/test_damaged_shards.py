@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import shardopt
 from helpers import everything
 from ranks.pool import Pool
 from ranks.runs import step_with, trained
 from ranks.snapshot import assert_same
+from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint.foreign import import_state
 from shardopt.optim.flat_state import flat_parts
 
 
@@ -69,5 +73,50 @@ def test_all_ranks_refuse(ranks: Pool, way: str, of_torch: bool, what: str) -> N
     *others, damaged = ranks.run(3, _refused, way, of_torch, what)
     expected = {"value": "NaN", "step": "got step as -5.0", "lr": "param group 0: lr: got nan", "missing": "got"}
     assert expected[what] in damaged
+    for message in others:
+        assert "got state that another rank refused" in message
+
+
+def _checkpoint(folder: str, way: str, convert: bool) -> str:
+    """Damage in one rank's part only; the other ranks would wait for it where moments are coded anew."""
+    model, optimizer = trained(way, 1)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _, _, local = _first({"state": dict(enumerate(optimizer.state.values()))}, "exp_avg")
+        local.view(-1)[-1] = math.nan
+    shardopt.checkpoint.save(folder, model, optimizer)
+    model, optimizer = trained(way, 2, codec="companded8" if convert else "log8")
+    before = everything(optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        shardopt.checkpoint.load(folder, model, optimizer, convert=convert)
+    assert_same(everything(optimizer), before)
+    step_with(model, optimizer, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp1", "fsdp1 flat"])
+def test_no_rank_loads_a_damaged_checkpoint(ranks: Pool, tmp_path: Path, way: str, convert: bool) -> None:
+    for message in ranks.run(3, _checkpoint, str(tmp_path), way, convert):
+        assert "stands for NaN" in message
+
+
+def _import(way: str) -> str:
+    """Float moments sharded as the parameters are, damaged on one rank."""
+    model, optimizer = trained(way, 1)
+    theirs = torch.optim.AdamW(model.parameters())
+    step_with(model, theirs, 1)
+    state_dict = copy.deepcopy(theirs.state_dict())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _damage(state_dict, "value")
+    before = everything(optimizer)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        import_state(optimizer, state_dict)
+    assert_same(everything(optimizer), before)
+    return str(caught.value)
+
+
+def test_no_rank_imports_damaged_state(ranks: Pool) -> None:
+    *others, damaged = ranks.run(3, _import, "fsdp columns")
+    assert "got exp_avg that stands for NaN" in damaged
     for message in others:
         assert "got state that another rank refused" in message

@@ -19,6 +19,8 @@ from shardopt.checkpoint.foreign.torchao import Torchao
 from shardopt.checkpoint.groups import merged
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.flat_state import all_or_none
+from shardopt.optim.loaded_entries import check_dense, check_moment, checked_step
 from shardopt.optim.options import DEFAULTS
 from shardopt.optim.state import ParameterState, StateDict
 
@@ -34,6 +36,31 @@ class _Source(NamedTuple):
 
     group: Mapping[str, Any]
     states: list[Mapping[str, Any]]  # of its parameters; empty for one without state
+
+
+class _Imported(NamedTuple):
+    """A parameter with what the source has of its state."""
+
+    name: str
+    spec: ParameterState
+    moments: Moments
+    step: Mapping[str, Any]  # empty where the source counts none
+
+
+class _Found(NamedTuple):
+    """What is imported.
+
+    Attributes:
+        package: the source's.
+        groups: param groups with the hyper-parameters that are taken over.
+        states: of parameters, by their numbers.
+        ignored: what was left out, in words.
+    """
+
+    package: str
+    groups: list[dict[str, Any]]
+    states: dict[int, _Imported]
+    ignored: list[str]
 
 
 @torch.no_grad()
@@ -66,37 +93,55 @@ def import_state(
         What became of each parameter's moments, and what was left out.
 
     Raises:
-        ValueError: the state is of no known form, of other parameters or of another kind of optimizer, or the
-            optimizer's parameters are flat. Nothing was changed.
+        ValueError: the state is of no known form, of other parameters or of another kind of optimizer, or is damaged;
+            a hyper-parameter is out of range; or the optimizer's parameters are flat. Nothing was changed.
     """
     check_not_flat(optimizer)
+    specs = [optimizer.state_spec(param, group) for group in optimizer.param_groups for param in group["params"]]
+    found = all_or_none(specs, lambda: _read(optimizer, state_dict, names))
+    state: dict[int, StateDict] = {}
+    parameters: dict[str, Outcome] = {}
+    for index, (name, spec, moments, step) in found.states.items():
+        entries, parameters[name] = _converted(spec, moments, name)
+        state[index] = {**entries, **step}
+
+    def check_values() -> None:
+        for index, (name, spec, *_) in found.states.items():
+            local = {key: x if key == "step" else spec.shard.local(x) for key, x in state[index].items()}
+            spec.check_local(local, name)
+
+    all_or_none(specs, check_values)
+    optimizer.load_state_dict({"state": state, "param_groups": found.groups})
+    return ImportReport(found.package, parameters, tuple(found.ignored))
+
+
+def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Found:
+    """What is to be imported, checked as far as one rank can."""
     sources = list(_sources(optimizer, state_dict, names))
     peer = _recognize([state for source in sources for state in source.states])
-    parameters: dict[str, Outcome] = {}
-    ignored: list[str] = []
-    state: dict[int, StateDict] = {}
-    groups = []
+    found = _Found(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
     place = 0
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _hyper(optimizer, own, source.group, peer)
-        ignored += [f"{key}={value!r} of param group {index}" for key, value in left_out.items()]
+        found.ignored.extend(f"{key}={value!r} of param group {index}" for key, value in left_out.items())
         ids = list(range(place, place + len(own["params"])))
         place += len(ids)
-        groups.append({**taken, "params": ids})
+        found.groups.append({**taken, "params": ids})
         expected = optimizer.rule(own).moments
-        for position, (param, found) in enumerate(zip(own["params"], source.states, strict=True)):
-            if not found:
+        for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):
+            if not state:
                 continue
             name = known.get(id(param)) or name_of(own, index, position)
-            moments = peer.moments(found, expected, name)
+            moments = peer.moments(state, expected, name)
             spec = ParameterState.of(param, own, expected)
             _check_layout(spec, param, moments, name)
-            entries, parameters[name] = _converted(spec, moments)
-            state[ids[position]] = entries | ({"step": found["step"]} if "step" in found else {})
-            ignored += [f"{key} of {name}" for key in sorted(peer.extra & found.keys())]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    return ImportReport(peer.name, parameters, tuple(ignored))
+            _check_floats(spec, moments, name)
+            checked_step(state, name)
+            step = {"step": state["step"]} if "step" in state else {}
+            found.states[ids[position]] = _Imported(name, spec, moments, step)
+            found.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
+    return found
 
 
 def _sources(
@@ -160,7 +205,7 @@ def _hyper(
     rule = optimizer.rule(own)
     hyper = {key: _number(value) for key, value in peer.hyper(saved, rule.moments).items()}
     usable = (own.keys() - DEFAULTS.keys() - {"params", "param_names"}) | _SHARED_OPTIONS | {"initial_lr"}
-    kept = merged(own, {key: value for key, value in hyper.items() if key in usable})
+    kept = merged(optimizer, own, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: kept[key] for key in hyper if key in usable}
     optimizer.check_group({**hyper, **kept})
     if optimizer.rule(kept) != rule:
@@ -198,12 +243,31 @@ def _check_layout(spec: ParameterState, param: Tensor, moments: Moments, name: s
                 )
 
 
+def _check_floats(spec: ParameterState, moments: Moments, name: str) -> None:
+    """Checks the values of moments in floats, this rank's part where they are DTensors.
+
+    Raises:
+        ValueError: one is not finite, or below zero though it is not signed.
+    """
+    for moment in spec.moments:
+        value = moments[moment.name]
+        if not isinstance(value, CodedMoment):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            check_dense(local, moment.name, name)
+            check_moment(local, moment.name, name, signed=moment.signed)
+
+
 def _placed(tensor: DTensor) -> tuple[Any, ...]:
     return tensor.device_mesh, tensor.placements
 
 
-def _converted(spec: ParameterState, moments: Moments) -> tuple[StateDict, Outcome]:
-    """The state entries for one parameter's moments, and what it took."""
+def _converted(spec: ParameterState, moments: Moments, name: str) -> tuple[StateDict, Outcome]:
+    """The state entries for one parameter's moments, and what it took.
+
+    Raises:
+        ValueError: what codes stand for is not finite, or below zero though it is not signed: on all ranks, which are
+            given the same ones.
+    """
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
     if len(coded) == len(spec.moments) and all(_is_ours(spec, value) for value in coded.values()):
         entries: StateDict = {}
@@ -211,6 +275,9 @@ def _converted(spec: ParameterState, moments: Moments) -> tuple[StateDict, Outco
             entries |= _entries(spec, moment, coded[moment.name])
         return entries, "exact"
     values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
+    for moment in spec.moments:
+        if moment.name in coded:
+            check_moment(values[moment.name], moment.name, name, signed=moment.signed)
     in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
     if spec.codec.name != "fp32":
         return spec.encode(in_parts), "requantized" if coded else "quantized"

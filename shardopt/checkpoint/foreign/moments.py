@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec import get_codec
+from shardopt.codec.base import are_finite
 from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.layout import BlockGrid
@@ -77,5 +78,8 @@ def check_blocks(codes: Tensor, scales: Tensor, block_size: int, what: str) -> N
             f"{what}: got scales of shape {tuple(scales.shape)} for {codes.numel()} codes, expected ({blocks},) of "
             f"blocks of {block_size}"
         )
-    if not torch.isfinite(scales).all():
-        raise ValueError(f"{what}: got scales with NaN or Inf, expected finite ones; reset this parameter's state")
+    if not are_finite(scales, signed=False):
+        raise ValueError(
+            f"{what}: got scales with NaN or Inf, or below zero, expected finite ones >= 0; reset this parameter's "
+            "state"
+        )

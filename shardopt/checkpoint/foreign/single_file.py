@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,12 +25,13 @@ from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
 from shardopt.checkpoint.foreign.targets import names_of, sharded
-from shardopt.checkpoint.groups import describe, merged, saved_options
+from shardopt.checkpoint.groups import checked_groups, describe, merged_from, saved_options
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.codec import Moment
 from shardopt.layout import Shard, shard_of
 from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.loaded_entries import check_moment
 from shardopt.optim.options import STATE_FORMAT
 from shardopt.optim.state import ParameterState, StateDict
 
@@ -118,7 +120,7 @@ def load_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer)
     Raises:
         ImportError: the package safetensors is not there.
         CheckpointError: the file is missing, cut off, of another kind, of a newer version, or of another model or
-            optimizer.
+            optimizer; or it has hyper-parameters or state from which no step could go on.
         ValueError: the parameters are flat, or the optimizer has others than the model. In each case nothing was
             changed.
     """
@@ -126,11 +128,32 @@ def load_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer)
     with on_every_rank(lambda: _opened(path)) as file:
         tensors = _tensors_of(model)
         wanted, groups = on_every_rank(lambda: _plan(os.fspath(path), file, tensors, optimizer, names))
-        state = {index: _read_state(file, each, names[id(each.param)]) for index, each in wanted.items()}
+        with _naming(path):  # what it reads is the same on all ranks
+            state = {index: _read_state(file, each, names[id(each.param)]) for index, each in wanted.items()}
+        on_every_rank(lambda: _check_values(path, wanted, state, names))
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         for name, value in tensors.items():
             shard = shard_of(value)
             shard.local(value).copy_(shard.part(file.get_tensor(model_key(name))))
+
+
+@contextmanager
+def _naming(path: PathLike) -> Iterator[None]:
+    """Raises a ValueError about a file's state as a CheckpointError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+
+
+def _check_values(
+    path: PathLike, wanted: Mapping[int, _Wanted], state: Mapping[int, StateDict], names: Mapping[int, str]
+) -> None:
+    """Checks what this rank's parts of the states stand for."""
+    for index, (param, spec, _) in wanted.items():
+        local = {key: x if key == "step" else spec.shard.local(x) for key, x in state[index].items()}
+        with _naming(path):
+            spec.check_local(local, names[id(param)])
 
 
 def _demand_written(path: PathLike, size: int, failure: OSError | None) -> None:
@@ -214,18 +237,20 @@ def _plan(
         if key.startswith("optimizer."):
             name = key.removeprefix("optimizer.").rpartition(".")[0]
             found.setdefault(name, set()).add(key)
+    saved_groups = checked_groups(path, header.get("param_groups"))
     wanted: dict[int, _Wanted] = {}
     groups: list[dict[str, Any]] = []
     places = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
-        options = saved_options(header["param_groups"], [names[id(param)] for param in group["params"]], index)
+        options = saved_options(saved_groups, [names[id(param)] for param in group["params"]], index)
         left_out: tuple[str, ...] = ("params", "param_names")
         if header["dequantized"]:
             left_out += STATE_FORMAT  # as torch.optim's state, it belongs to no format of ours
         else:
             _check_format(path, group, options)
         ids = list(itertools.islice(places, len(group["params"])))
-        groups.append({k: v for k, v in merged(group, options).items() if k not in left_out} | {"params": ids})
+        new = merged_from(path, optimizer, group, options, index)
+        groups.append({k: v for k, v in new.items() if k not in left_out} | {"params": ids})
         for place, param in zip(ids, group["params"], strict=True):
             name = names[id(param)]
             if name in found:
@@ -280,9 +305,12 @@ def _read_state(file: Any, wanted: _Wanted, name: str) -> StateDict:
     """This rank's part of a parameter's state, in the form that the optimizer keeps."""
     spec = wanted.spec
     scales = {spec.scales_name(moment) for moment in spec.moments}
+    floats = {moment.name: moment.signed for moment in spec.moments}
     state: StateDict = {}
     for key in wanted.entries:
         value = file.get_tensor(state_key(name, key))
+        if key in floats:
+            check_moment(value, key, name, signed=floats[key])
         state[key] = value if key == "step" else sharded(spec.shard, value, spec.grid if key in scales else None)
     if state.keys() == spec.state_names:
         return state
