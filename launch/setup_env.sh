@@ -1,10 +1,12 @@
 # Sourced by quickstart.sh and test.sh, from the repository's root. Makes .venv, installs the package
 # with an extra of pyproject.toml, and does neither again while nothing has changed.
 #
+#   use_torch X.Y.Z    before that, for an environment of its own with another PyTorch
 #   setup_env EXTRA    then programs are in $venv/bin
 
+pins=launch/requirements.txt
+torch=$(sed -n 's/^torch==//p' "$pins")
 venv="$PWD/.venv"
-requirements=launch/requirements.txt
 
 die() {
     echo "error: $*" >&2
@@ -19,6 +21,13 @@ quietly() {
     if [ "$status" -ne 0 ]; then cat "$log" >&2; fi
     rm -f "$log"
     return "$status"
+}
+
+# use_torch X.Y.Z: has setup_env make an environment of its own, with that PyTorch and otherwise the same pins.
+use_torch() {
+    [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || die "--torch: got '$1', expected a version such as $torch"
+    torch=$1
+    venv="$PWD/.venv-torch-$1"
 }
 
 find_python() {
@@ -56,16 +65,14 @@ sys.exit(not os.path.isfile(header))' ||
 }
 
 install_torch() {
-    local version
-    version=$(sed -n 's/^torch==//p' "$requirements")
     if "$venv/bin/python" -c "import sys, importlib.metadata as m
-sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null; then return; fi
-    echo "installing torch $version"
+sys.exit(m.version('torch').split('+')[0] != '$torch')" 2>/dev/null; then return; fi
+    echo "installing torch $torch"
     # Without a GPU the CPU build will do, and is much smaller, where the package index has it.
     if ! nvidia-smi -L >/dev/null 2>&1; then
-        "$venv/bin/pip" install -c "$requirements" "torch==$version+cpu" >/dev/null 2>&1 && return
+        "$venv/bin/pip" install -c "$requirements" "torch==$torch+cpu" >/dev/null 2>&1 && return
     fi
-    quietly "$venv/bin/pip" install -c "$requirements" "torch==$version" || die "pip could not install torch"
+    quietly "$venv/bin/pip" install -c "$requirements" "torch==$torch" || die "pip could not install torch"
 }
 
 # A digest of the files below the given paths, of the Python, and of the build's environment.
@@ -97,8 +104,10 @@ once() {
 }
 
 setup_env() {
-    local extra=$1 sources=(setup.py pyproject.toml MANIFEST.in README.md csrc shardopt "$requirements")
+    local extra=$1 requirements="$venv/requirements.txt"
+    local sources=(setup.py pyproject.toml MANIFEST.in README.md csrc shardopt "$requirements")
     make_venv
+    sed "s/^torch==.*/torch==$torch/" "$pins" >"$requirements"
     check_compiler
     install_torch
     once package "$(digest_of "${sources[@]}")" "shardopt" "$venv/bin/pip" install -c "$requirements" .

@@ -1,30 +1,44 @@
 #!/usr/bin/env bash
 # Installs the package with its test tools into .venv, then lints, type-checks and tests it.
 #
-#   launch/test.sh [--all] [PYTEST OPTIONS]
+#   launch/test.sh [--all] [--torch X.Y.Z] [PYTEST OPTIONS]
 #
-#   --all    also the tests marked slow, and with a GPU those marked gpu
+#   --all      also the tests marked slow, and with a GPU those marked gpu
+#   --torch    tests with this version of PyTorch, in .venv-torch-X.Y.Z; lints and types belong to the pinned one. Takes
+#              several GB where the package index has no CPU build of it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup_env.sh
 
 options=()
-for argument in "$@"; do
-    if [ "$argument" = --all ]; then
+pinned=1
+while [ $# -gt 0 ]; do
+    case $1 in
+    --all)
         markers="not gpu"
         if nvidia-smi -L >/dev/null 2>&1; then markers=; fi
         options+=(-m "$markers")
-    else
-        options+=("$argument")
-    fi
+        ;;
+    --torch)
+        pinned=
+        use_torch "${2:-}"
+        shift
+        ;;
+    *) options+=("$1") ;;
+    esac
+    shift
 done
 
 setup_env test
 unclean=
-"$venv/bin/ruff" check . || unclean=1
-"$venv/bin/ruff" format --check . || unclean=1
-"$venv/bin/mypy" || unclean=1
-MYPYPATH=launch "$venv/bin/mypy" --explicit-package-bases launch/lm launch/train.py launch/quickstart.py || unclean=1
+if [ -n "$pinned" ]; then
+    "$venv/bin/ruff" check . || unclean=1
+    "$venv/bin/ruff" format --check . || unclean=1
+    "$venv/bin/mypy" || unclean=1
+    MYPYPATH=launch "$venv/bin/mypy" --explicit-package-bases launch/lm launch/train.py launch/quickstart.py || unclean=1
+else
+    "$venv/bin/python" -c 'import sys, torch; print("testing with PyTorch", torch.__version__, "on Python", sys.version)'
+fi
 # Not "python -m pytest", which would import the source tree in place of what was installed.
 "$venv/bin/pytest" ${options[@]+"${options[@]}"}
 if [ -n "$unclean" ]; then die "the tests passed, but ruff or mypy found something: see above"; fi
