@@ -21,6 +21,7 @@ from torch import Tensor
 from ranks.pool import Pool, RankFailure
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.index import INDEX_NAME, load_index
+from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import (
     CheckpointError,
     PortableReader,
@@ -320,6 +321,7 @@ def _save_async(path: Path, layout: str, seed: int) -> None:
         storage_writer=PortableWriter(path, {"seed": seed, "rank": dist.get_rank()}),
         planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
         process_group=group,
+        async_stager=Stager(),
     )
     for tensor in tensors.values():
         tensor.zero_()
