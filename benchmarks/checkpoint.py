@@ -1,11 +1,13 @@
 """Seconds and bytes of saving and loading a decoder under FSDP2: 8-bit AdamW against torch's, interleaved.
 
-Contenders take turns, saving and then loading; medians over the rounds of the slowest rank's time are reported. The
-last is the measure of the others. DCP is torch.distributed.checkpoint with ``get_state_dict`` and ``set_state_dict``,
-which are timed with it. All write to the disk for good (fsync) and read what the system has in its cache.
+Contenders take turns, saving, saving asynchronously and loading; medians over the rounds of the slowest rank's time are
+reported. The last is the measure of the others. DCP is torch.distributed.checkpoint with ``get_state_dict`` and
+``set_state_dict``, which are timed with it. All write to the disk for good (fsync) and read what the system has in its
+cache. An asynchronous save blocks for the copy; its future is kept until the next one, as in a training loop.
 
     torchrun --nproc_per_node 2 benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --numel 10_000_000
+    python benchmarks/checkpoint.py --numel 400_000_000 --dtype bfloat16 --master-weight-bits 24
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +50,7 @@ class Contender:
     name: str
     optimizer: Optimizer
     save: Callable[[Path, nn.Module, Optimizer], None]
+    async_save: Callable[[Path, nn.Module, Optimizer], Future[Any]]
     load: Callable[[Path, nn.Module, Optimizer], object]
     state_bytes: Callable[[Path], int]  # of the moments, scales and step counts in a checkpoint
 
@@ -54,8 +59,12 @@ class Contender:
 class Result:
     contender: str
     save_s: float  # medians of the rounds
+    blocked_s: float  # until async_save returns
+    async_save_s: float  # until it is complete
     load_s: float
     fastest_save_s: float
+    fastest_blocked_s: float
+    fastest_async_save_s: float
     fastest_load_s: float
     bytes: int
     state_bytes: int
@@ -64,6 +73,13 @@ class Result:
 def dcp_save(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def dcp_async_save(path: Path, model: nn.Module, optimizer: Optimizer) -> Future[Any]:
+    weights, state = get_state_dict(model, optimizer)
+    saving = dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    assert isinstance(saving, Future)
+    return saving
 
 
 def dcp_load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -79,31 +95,31 @@ def dcp_state_bytes(path: Path) -> int:
     return sum(size for name, size in sizes.items() if name.startswith("optimizer."))
 
 
-def portable_state_bytes(path: Path) -> int:
+def state_bytes(path: Path) -> int:
     stored = read_index(path)
     return sum(chunk.bytes for name in stored if name.startswith("optimizer.") for chunk in stored[name].chunks)
 
 
-def make_model(numel: int) -> Decoder:
+def make_model(numel: int, dtype: torch.dtype) -> Decoder:
     """Each layer is sharded by itself, over all ranks."""
     torch.manual_seed(0)
-    model = Decoder(Architecture.of_numel(numel))
+    model = Decoder(Architecture.of_numel(numel)).to(dtype)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     return model
 
 
-def contenders(model: nn.Module) -> list[Contender]:
+def contenders(model: nn.Module, master_weight_bits: int | None) -> list[Contender]:
     """All over the same model; their state is that after one step."""
-    ours = shardopt.AdamW8bit(model.parameters(), lr=1e-5)
+    ours = shardopt.AdamW8bit(model.parameters(), lr=1e-5, master_weight_bits=master_weight_bits)
     torchs = torch.optim.AdamW(model.parameters(), lr=1e-5)
     set_gradients(model)
     for optimizer in (ours, torchs):
         optimizer.step()
     model.zero_grad()
-    portable = (shardopt.checkpoint.save, shardopt.checkpoint.load, portable_state_bytes)
-    through_dcp = (dcp_save, dcp_load, dcp_state_bytes)
+    portable = (shardopt.checkpoint.save, shardopt.checkpoint.async_save, shardopt.checkpoint.load, state_bytes)
+    through_dcp = (dcp_save, dcp_async_save, dcp_load, dcp_state_bytes)
     return [
         Contender("AdamW8bit, portable", ours, *portable),
         Contender("AdamW8bit, DCP", ours, *through_dcp),
@@ -113,39 +129,50 @@ def contenders(model: nn.Module) -> list[Contender]:
 
 def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int) -> list[Result]:
     """Interleaved rounds, after an unmeasured one."""
-    saves: dict[str, list[float]] = {contender.name: [] for contender in found}
-    loads: dict[str, list[float]] = {contender.name: [] for contender in found}
+    times: dict[str, list[tuple[float, ...]]] = {contender.name: [] for contender in found}
     sizes: dict[str, tuple[int, int]] = {}
+    saving: dict[str, Future[Any]] = {}
     for current in range(rounds + 1):
         for contender in found:
             save_s = _time(partial(contender.save, folder, model, contender.optimizer))
+            _remove(folder)
+            blocked_s, async_save_s = _times_of_async_save(contender, folder, model, saving)
             load_s = _time(partial(contender.load, folder, model, contender.optimizer))
             if current:
-                saves[contender.name].append(save_s)
-                loads[contender.name].append(load_s)
+                times[contender.name].append((save_s, blocked_s, async_save_s, load_s))
             in_all = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             sizes[contender.name] = (in_all, contender.state_bytes(folder))
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(folder)
+            _remove(folder)
     return [
-        Result(
-            name,
-            statistics.median(saves[name]),
-            statistics.median(loads[name]),
-            min(saves[name]),
-            min(loads[name]),
-            *sizes[name],
-        )
-        for name in saves
+        Result(name, *map(statistics.median, zip(*of, strict=True)), *map(min, zip(*of, strict=True)), *sizes[name])
+        for name, of in times.items()
     ]
 
 
-def _time(work: Callable[[], object]) -> float:
-    """Seconds of the slowest rank, once the disk has nothing else to do."""
-    if dist.get_rank() == 0:
-        os.sync()
+def _times_of_async_save(
+    contender: Contender, folder: Path, model: nn.Module, saving: dict[str, Future[Any]]
+) -> tuple[float, float]:
+    """Seconds until an asynchronous save returns, and until it is complete; ``saving`` keeps the futures."""
+
+    def begin() -> None:
+        saving[contender.name] = contender.async_save(folder, model, contender.optimizer)
+
+    blocked_s = _time(begin)
+    return blocked_s, blocked_s + _time(saving[contender.name].result, idle=False)
+
+
+def _remove(folder: Path) -> None:
     dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def _time(work: Callable[[], object], *, idle: bool = True) -> float:
+    """Seconds of the slowest rank, once the disk has nothing else to do unless not ``idle``."""
+    if idle:
+        if dist.get_rank() == 0:
+            os.sync()
+        dist.barrier()
     start = time.perf_counter()
     work()
     seconds = torch.tensor(time.perf_counter() - start)
@@ -178,11 +205,12 @@ def common_folder(parent: Path | None) -> Iterator[Path]:
 
 def print_table(results: list[Result]) -> None:
     base = results[-1]
-    print(f"{'':24}{'save s':>9}{'load s':>9}{'MB':>10}{'MB of state':>13}", end="")
+    print(f"{'':24}{'save s':>9}{'blocked s':>11}{'async s':>9}{'load s':>9}{'MB':>10}{'MB of state':>13}", end="")
     print(f"   over {base.contender}: {'save':>8}{'load':>8}{'bytes':>8}{'state':>8}")
     for result in results:
         print(
-            f"{result.contender:24}{result.save_s:9.3f}{result.load_s:9.3f}{result.bytes / 1e6:10.1f}"
+            f"{result.contender:24}{result.save_s:9.3f}{result.blocked_s:11.3f}{result.async_save_s:9.3f}"
+            f"{result.load_s:9.3f}{result.bytes / 1e6:10.1f}"
             f"{result.state_bytes / 1e6:13.1f}{'':{9 + len(base.contender)}}{result.save_s / base.save_s:8.2f}"
             f"{result.load_s / base.load_s:8.2f}{result.bytes / base.bytes:8.3f}"
             f"{result.state_bytes / base.state_bytes:8.3f}"
@@ -192,24 +220,27 @@ def print_table(results: list[Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel", type=int, default=100_000_000)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    parser.add_argument("--master-weight-bits", type=int, choices=[24, 32], help="of AdamW8bit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's for temporary files)")
     parser.add_argument("--json", type=Path, help="also write the results there")
     args = parser.parse_args()
     with process_group():
-        model = make_model(args.numel)
+        model = make_model(args.numel, getattr(torch, args.dtype))
         numel = sum(param.numel() for param in model.parameters())
         with common_folder(args.folder) as folder:
-            results = measure(model, contenders(model), folder, args.rounds)
+            results = measure(model, contenders(model, args.master_weight_bits), folder, args.rounds)
         first, ranks = dist.get_rank() == 0, dist.get_world_size()
     if not first:
         return
     threads = torch.get_num_threads()
     print(f"{machine()}, commit {commit()}, medians of {args.rounds} rounds")
-    print(f"{numel:,} parameters, FSDP2, {ranks} ranks, {threads} threads each")
+    print(f"{numel:,} parameters of {args.dtype}, FSDP2, {ranks} ranks, {threads} threads each")
     print_table(results)
     if args.json:
         header = {"machine": machine(), "commit": commit(), "command": sys.argv, "numel": numel, "ranks": ranks}
+        header |= {"dtype": args.dtype, "master_weight_bits": args.master_weight_bits}
         rows = [asdict(result) for result in results]
         args.json.write_text(json.dumps({**header, "threads": threads, "results": rows}, indent=2))
 

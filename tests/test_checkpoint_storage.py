@@ -21,6 +21,7 @@ from shardopt.checkpoint import data_file
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.pipeline import computed_ahead
+from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import (
     CheckpointError,
     PortableReader,
@@ -209,32 +210,53 @@ def test_async_save(tmp_path: Path) -> None:
     """What was there when it was called is saved, whatever happens to the tensors then."""
     tensors = {"first": values_of((8, 16), torch.float32), "second": values_of((8, 4), torch.uint8)}
     state = {"first": cut(tensors["first"], ((3,), (5,))), "second": tensors["second"]}
-    future = dcp.async_save(state, storage_writer=PortableWriter(tmp_path, {"seed": 0}), no_dist=True)
+    stager = Stager()
+    writer = PortableWriter(tmp_path, {"seed": 0})
+    future = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
     for tensor in tensors.values():
         tensor.zero_()
     with plain_errors():
         future.result()
     assert_only(tmp_path)
 
-    future = dcp.async_save(
-        {"lr": torch.ones(2)}, storage_writer=PortableWriter(tmp_path / INDEX_NAME, {}), no_dist=True
-    )
+    writer = PortableWriter(tmp_path / INDEX_NAME, {})
+    future = dcp.async_save({"lr": torch.ones(2)}, storage_writer=writer, async_stager=stager, no_dist=True)
     with pytest.raises(CheckpointError, match="cannot make this folder"), plain_errors():
         future.result()
     with pytest.raises(TypeError, match="got float for lr, expected Chunks or a plain tensor"):
-        dcp.async_save({"lr": 1.0}, storage_writer=PortableWriter(tmp_path, {}), no_dist=True)
+        dcp.async_save({"lr": 1.0}, storage_writer=writer, async_stager=stager, no_dist=True)
     assert_only(tmp_path)
 
 
 def test_staged_chunks_are_those_written() -> None:
     values = torch.arange(24.0).view(6, 4)
     chunks = Chunks((6, 4), torch.float32, [Chunk((0, 0), values)], [Chunk((0, 2), values[:, 2:])])
-    staged = chunks.staged()
+    staged = Stager().stage({"name": chunks})["name"]
     values.zero_()
     (item,) = staged.__create_write_items__("name", staged)
     copy = staged.__get_tensor_shard__(item.index)
     assert (item.index.offset, copy.tolist()) == ((0, 2), [[4.0 * row + 2, 4.0 * row + 3] for row in range(6)])
-    assert copy.untyped_storage().nbytes() == copy.nbytes
+    assert copy.untyped_storage().nbytes() == 64  # of the 48 that are written and no more
+
+
+def test_a_stager_uses_its_memory_again() -> None:
+    """Also for other tensors that need no more; for others it takes more."""
+    of = {"a": values_of((3, 5), torch.bfloat16), "b": values_of((), torch.float64), "c": values_of((0, 4), torch.bool)}
+    others = {"x": values_of((7,), torch.uint8), "y": values_of((2, 2), torch.int64)}
+    stager = Stager()
+
+    def staged(tensors: dict[str, torch.Tensor]) -> set[int]:
+        """The addresses of the memory with the copies."""
+        copies = {name: chunks.written for name, chunks in stager.stage(tensors).items()}
+        assert {k: [bits(x) for x in v] for k, v in copies.items()} == {
+            k: [bits(x)] if x.numel() else [] for k, x in tensors.items()
+        }
+        return {x.untyped_storage().data_ptr() for v in copies.values() for x in v}
+
+    first = staged(of)
+    assert len(first) == 1
+    assert staged(others) == staged(of) == first
+    assert len(staged({**of, **others})) == 1
 
 
 def test_computed_ahead() -> None:

@@ -280,7 +280,11 @@ def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
         "windows": (Parameter(torch.zeros(200).unfold(0, 40, 1)), torch.zeros(161, 40), r"strides \(1, 1\), whose"),
         "narrow gradient": (Parameter(weight), weight.bfloat16(), r"bfloat16 for a parameter of torch.float32"),
         "other half": (Parameter(weight.half()), weight.bfloat16(), r"the same dtype or float32; cast the gradient"),
-        "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*with to_empty\(\)"),
+        "other device": (
+            Parameter(weight.to("meta")),
+            weight.to("meta"),
+            r"got a parameter on meta.*with to_empty\(\)",
+        ),
     }
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import weakref
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch import nn
 import shardopt
 from ranks.layouts import values
 from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.state import ParameterState
 
@@ -117,6 +122,46 @@ def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     other, fresh = trained(seed=7, steps=0)
     shardopt.checkpoint.load(tmp_path, other, fresh)
     assert same(everything(other, fresh), expected)
+
+
+def memory_of(saving: Future[None]) -> int:
+    """The address of the memory that has an asynchronous save's copies."""
+    return saving.stager._buffer.data_ptr()
+
+
+def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
+    """As long as its future is there, and not before it is complete."""
+    model, optimizer = trained()
+    expected, saves = [], []
+    may_write = threading.Event()
+
+    def write_later(writer: DataFileWriter, write: Any = DataFileWriter.write) -> Any:
+        may_write.wait()
+        return write(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataFileWriter, "write", write_later)
+        for number in range(2):
+            expected.append(everything(model, optimizer))
+            saves.append(shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer))
+            step_with(model, optimizer, number)
+        may_write.set()
+        for saving in saves:
+            saving.result()
+    assert memory_of(saves[0]) != memory_of(saves[1])
+    expected.append(everything(model, optimizer))
+    saves.append(shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer))
+    assert memory_of(saves[2]) == memory_of(saves[1])
+    saves[2].result()
+    for number in range(3):
+        other, fresh = trained(seed=7, steps=0)
+        shardopt.checkpoint.load(tmp_path / str(number), other, fresh)
+        assert same(everything(other, fresh), expected[number])
+    memory = weakref.ref(saves[2].stager)
+    del saving
+    saves.clear()
+    gc.collect()
+    assert memory() is None
 
 
 def test_async_save_tells_its_errors(tmp_path: Path) -> None:

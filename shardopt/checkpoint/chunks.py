@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +62,23 @@ class Chunks(Tensor):
         chunks._planned = {}
         return chunks
 
-    def staged(self) -> Chunks:
-        """What this rank writes, copied to the CPU: training may go on while the copy is saved."""
-        copies = []
-        for offsets, tensor in self._written.items():
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            copies.append(Chunk(offsets, copy.copy_(tensor)))
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Chunks:
+        """A tensor that this rank holds all of."""
+        return cls(tensor.shape, tensor.dtype, [Chunk((0,) * tensor.dim(), tensor.detach())])
+
+    @property
+    def written(self) -> Collection[Tensor]:
+        """The rectangles that this rank saves."""
+        return self._written.values()
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Chunks:
+        """The same with copies of what this rank saves, and nothing else.
+
+        Args:
+            copy: gives the copy of a rectangle.
+        """
+        copies = [Chunk(offsets, copy(tensor)) for offsets, tensor in self._written.items()]
         return Chunks(self.shape, self.dtype, copies)
 
     # The protocol of DCP. It asks for a chunk by its offsets alone, at which one that is written may begin as well as a

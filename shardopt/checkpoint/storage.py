@@ -41,11 +41,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.data_file import (
     DataFileWriter,
     check_lengths,
@@ -86,8 +84,8 @@ __all__ = [
 ]
 
 
-class PortableWriter(StorageWriter, AsyncStager):
-    """Saves tensors, in :class:`Chunks` or plain, into a folder. For ``dcp.save`` and ``dcp.async_save``.
+class PortableWriter(StorageWriter):
+    """Saves tensors, in ``Chunks`` or plain, into a folder. For ``dcp.save``, and with a ``Stager`` ``dcp.async_save``.
 
     Args:
         path: the folder; made if there is none. A checkpoint in it is replaced.
@@ -176,20 +174,6 @@ class PortableWriter(StorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-    # For dcp.async_save, whose own stager cannot copy chunks.
-
-    _synchronize_after_execute = False
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies of the tensors on the CPU."""
-        return {name: _staged(name, value) for name, value in state_dict.items()}
-
-    def synchronize_staging(self) -> None:
-        """Does nothing: the copies are made at once."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
     def _files_in_use(self) -> dict[str, int] | None:
         """The data files of the checkpoint in the folder; None if it cannot be said."""
@@ -319,15 +303,6 @@ class PortableReader(StorageReader):
         if self._index is None:
             self._index = load_index(self._folder)
         return self._index
-
-
-def _staged(name: str, value: Any) -> Tensor:
-    if isinstance(value, Chunks):
-        return value.staged()
-    if type(value) in (Tensor, torch.nn.Parameter):
-        copy: Tensor = value.detach().to("cpu", copy=True)
-        return copy
-    raise TypeError(f"got {type(value).__name__} for {name}, expected Chunks or a plain tensor")
 
 
 def _check_filled(items: Iterable[WriteItem]) -> None:

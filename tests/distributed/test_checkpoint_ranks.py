@@ -23,6 +23,7 @@ from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, load_index
 from shardopt.checkpoint.replicas import ReplicaPlanner
+from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import (
     CheckpointError,
     PortableReader,
@@ -322,6 +323,7 @@ def _save_async(path: Path, layout: str, seed: int) -> None:
         storage_writer=PortableWriter(path, {"seed": seed, "rank": dist.get_rank()}),
         planner=ReplicaPlanner(),
         process_group=group,
+        async_stager=Stager(),
     )
     for tensor in tensors.values():
         tensor.zero_()
