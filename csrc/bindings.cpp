@@ -4,6 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <stdexcept>
+#include <string>
+
 #include "step/cpu.h"
 #include "step/instances.h"
 #include "watch.h"
@@ -64,11 +68,17 @@ class CpuStepOfTables {
     }
   }
 
-  int64_t run(const Table<GroupEntry>& groups, Phase phase, int threads, const std::string& target) {
-    if (phase == Phase::kStep) count_steps();
+  void prepare(Table<GroupEntry> groups, int threads, const std::string& target) {
+    step_.prepare(threads, target);
+    groups_ = std::move(groups);
+  }
+
+  int64_t run(Phase phase) {
+    if (!groups_) throw std::logic_error("CpuStep.run: got a step that was not prepared");
+    if (phase == Phase::kStep) count_steps();  // nothing after this can fail
     const auto tables = reinterpret_cast<const float* const*>(tables_.data());
     py::gil_scoped_release release;
-    return step_.run(groups.data(), tables, phase, threads, target);
+    return step_.run(groups_->data(), tables, phase);
   }
 
  private:
@@ -79,6 +89,7 @@ class CpuStepOfTables {
 
   const Table<TensorEntry> entries_;
   const Table<uint64_t> steps_, tables_;
+  std::optional<Table<GroupEntry>> groups_;
   CpuStep step_;
 };
 
@@ -125,7 +136,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<CpuStepOfTables>(m, "CpuStep", "Steps of the same entries on the CPU.")
       .def(py::init<Table<TensorEntry>, Table<uint64_t>, Table<uint64_t>>(), py::arg("entries").noconvert(),
            py::arg("steps"), py::arg("tables"))
-      .def("run", &CpuStepOfTables::run, py::arg("groups"), py::arg("phase"), py::arg("threads"), py::arg("target"),
+      .def("prepare", &CpuStepOfTables::prepare, py::arg("groups").noconvert(), py::arg("threads"), py::arg("target"),
+           "Takes the param groups of the next step, and on how many threads and with which kernels it runs.")
+      .def("run", &CpuStepOfTables::run, py::arg("phase"),
            "Steps the entries; returns the number of elements that were skipped.");
   bind_watch(m);
 #if defined(SHARDOPT_WITH_CUDA)

@@ -100,13 +100,15 @@ void CpuStep::run_tasks(void* context, int worker) {
   work.nonfinite += nonfinite;
 }
 
-int64_t CpuStep::run(const GroupEntry* groups, const float* const* tables, Phase phase, int threads,
-                     const std::string& target) {
+void CpuStep::prepare(int threads, const std::string& target) {
   if (target != target_) {
     kernel_of_ = kernels_of(target);
     target_ = target;
   }
   if (shares_.empty() || threads != threads_) deal_out(threads);
+}
+
+int64_t CpuStep::run(const GroupEntry* groups, const float* const* tables, Phase phase) noexcept {
   for (Share& share : shares_) share.next = share.begin;
   Work work{*this, {entries_, groups, tables, phase}};
   run_on_threads(static_cast<int>(shares_.size()), run_tasks, &work);

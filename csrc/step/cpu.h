@@ -20,10 +20,11 @@ class CpuStep {
   // The entries stay the caller's; their sizes must not change.
   CpuStep(const TensorEntry* entries, int64_t count);
 
-  // Steps all entries on at most `threads` threads and returns the number of elements that were skipped. The result
-  // does not depend on `threads` or `target`.
-  int64_t run(const GroupEntry* groups, const float* const* tables, Phase phase, int threads,
-              const std::string& target);
+  // Has the steps that follow run on at most `threads` threads with a target's kernels. Their results depend on neither.
+  void prepare(int threads, const std::string& target);
+
+  // Steps all entries and returns the number of elements that were skipped. Cannot fail.
+  int64_t run(const GroupEntry* groups, const float* const* tables, Phase phase) noexcept;
 
  private:
   struct Task {

@@ -2,10 +2,13 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cfenv>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -43,14 +46,11 @@ class ThreadPool {
     std::lock_guard<std::mutex> one_caller(callers_);
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      while (started_ < workers - 1) {
-        ++started_;
-        std::thread(&ThreadPool::serve, this, started_, generation_).detach();
-      }
+      start(workers - 1);
       work_ = work;
       context_ = context;
-      workers_ = workers;
-      running_ = workers - 1;
+      workers_ = std::min(workers, started_ + 1);
+      running_ = workers_ - 1;
       ++generation_;
     }
     wake_.notify_all();
@@ -60,6 +60,15 @@ class ThreadPool {
   }
 
  private:
+  // Starts threads until there are `threads`, or as many as the system allows.
+  void start(int threads) {
+    try {
+      for (; started_ < threads; ++started_) std::thread(&ThreadPool::serve, this, started_ + 1, generation_).detach();
+    } catch (const std::system_error&) {  // a limit on processes or on memory
+    } catch (const std::bad_alloc&) {
+    }
+  }
+
   void serve(int worker, uint64_t seen) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -92,6 +101,8 @@ const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPo
 
 }  // namespace
 
-void run_on_threads(int workers, void (*work)(void*, int), void* context) { pool->run(workers, work, context); }
+void run_on_threads(int workers, void (*work)(void*, int), void* context) noexcept {
+  pool->run(workers, work, context);
+}
 
 }  // namespace shardopt

@@ -112,7 +112,6 @@ class CpuCall:
     def __init__(self, tables: Tables) -> None:
         self._step = _C.CpuStep(tables.entries, addresses(tables.steps), addresses(tables.codec_tables))
         self._tables = tables  # kept alive: the step has addresses of them
-        self._groups: npt.NDArray[np.void] = np.zeros(0, dtype=_C.group_entry)
         self._off = False
         self._nonfinite = 0
 
@@ -120,16 +119,16 @@ class CpuCall:
         """Prepares a step; see :class:`Call`."""
         scale, found_inf = scaling
         self._off = found_inf is not None and bool(found_inf.item())
-        self._groups = groups
         if scale is not None:
-            self._groups = groups.copy()
-            self._groups["gradient_scale"] *= 1.0 / float(scale)
+            groups = groups.copy()
+            groups["gradient_scale"] *= 1.0 / float(scale)
+        self._step.prepare(groups, torch.get_num_threads(), _target)
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`."""
         if self._off:
             return
-        self._nonfinite += self._step.run(self._groups, phase, torch.get_num_threads(), _target)
+        self._nonfinite += self._step.run(phase)
 
     def nonfinite(self, *, wait: bool) -> int:
         """How many gradient elements were skipped; see :class:`Call`."""

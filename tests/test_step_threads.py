@@ -1,0 +1,87 @@
+"""A step goes on with the threads that it gets, and one that cannot begin leaves the step counts alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import everything
+from ranks.snapshot import assert_same
+from shardopt.kernels.dispatch import use_cpu_target
+from step_problem import make, params_of, step
+
+_PROGRAM = """
+import ctypes
+import sys
+
+import torch
+
+import shardopt
+
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "pthread_setattr_default_np"):
+    sys.exit(77)
+
+
+def refuse_threads():
+    attributes = ctypes.create_string_buffer(256)
+    assert libc.pthread_getattr_default_np(attributes) == 0
+    assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 60)) == 0  # no address space has room for it
+    assert libc.pthread_setattr_default_np(attributes) == 0
+
+
+def make():
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(300, 1000, generator=generator))
+    param.grad = torch.randn(300, 1000, generator=generator)
+    return param, shardopt.AdamW([param], lr=0.01)
+
+
+def step(optimizer, threads):
+    torch.set_num_threads(threads)  # else torch's own operations would start threads
+    try:
+        optimizer.step()
+    finally:
+        torch.set_num_threads(1)
+
+
+torch.set_num_threads(1)
+(param, optimizer), (other, expected) = make(), make()
+threads = [int(number) for number in sys.argv[1:]]
+for index, number in enumerate(threads):
+    if index == 1:
+        refuse_threads()
+    step(optimizer, number)
+    step(expected, 1)
+assert torch.equal(param, other)
+state, other_state = optimizer.state[param], expected.state[other]
+assert state["step"] == len(threads)
+assert all(torch.equal(state[key], other_state[key]) for key in other_state)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_step_does_with_the_threads_that_start(before: int, tmp_path: Path) -> None:
+    """With ``before`` threads running no other can start; the steps are those of one thread, bit for bit."""
+    command = [sys.executable, "-c", _PROGRAM, *map(str, (before, 8, 8, 2, 6))]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    if run.returncode == 77:
+        pytest.skip("needs glibc")
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_step_that_cannot_begin_changes_nothing() -> None:
+    optimizer, expected = make(), make()
+    for t in range(3):
+        step(optimizer, t)
+        step(expected, t)
+        before = everything(optimizer)
+        with use_cpu_target("none such"), pytest.raises(ValueError, match="got target 'none such'"):
+            step(optimizer, 50)
+        assert_same(everything(optimizer), before)
+    assert [float(optimizer.state[p]["step"]) for p in params_of(optimizer)] == [3] * 5
+    assert_same(everything(optimizer), everything(expected))
