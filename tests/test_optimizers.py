@@ -18,6 +18,7 @@ from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec import Codec
+from shardopt.kernels.dispatch import check_device
 from shardopt.optim import ShardedOptimizer
 
 SHAPES = ((64, 130), (300,))
@@ -275,7 +276,7 @@ def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
         "strided parameter": (Parameter(torch.zeros(130, 64).T), weight, r"parameter with strides \(1, 64\)"),
         "narrow gradient": (Parameter(weight), weight.bfloat16(), r"bfloat16 for a parameter of torch.float32"),
         "other half": (Parameter(weight.half()), weight.bfloat16(), r"the same dtype or float32; cast the gradient"),
-        "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*kernels for"),
+        "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*with to_empty\(\)"),
     }
 
 
@@ -297,6 +298,17 @@ def test_a_step_that_cannot_be_taken_changes_nothing(name: str, stepped: bool) -
     assert not optimizer.state.get(odd)
     del optimizer.param_groups[1]
     assert_same(everything(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("device", "remedy"),
+    [("meta", "to_empty() and load"), ("mps", "move it there, or step it with another"), ("xpu", "move it there")],
+)
+def test_devices_without_kernels(device: str, remedy: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^weight: got a parameter on {device}, expected one on cpu") as caught:
+        check_device("weight", torch.device(device))
+    assert remedy in str(caught.value)
+    assert "nvcc" not in str(caught.value)
 
 
 @pytest.mark.parametrize("optimizer", [shardopt.AdamW, shardopt.Adam, shardopt.Lion, shardopt.SGD])

@@ -91,9 +91,13 @@ def check_device(name: str, device: torch.device) -> None:
     if device.type == "cpu" or (device.type == "cuda" and _C.with_cuda):
         return
     built = "cpu and cuda" if _C.with_cuda else "cpu"
+    remedy = {
+        "meta": "give it memory with to_empty() and load or initialize its weights before the step",
+        "cuda": "install it again with nvcc on PATH and SHARDOPT_CUDA=1",
+    }.get(device.type, "move it there, or step it with another optimizer")
     raise RuntimeError(
-        f"{name}: got a parameter on {device}, but this build of shardopt has kernels for {built} only; "
-        "for CUDA, install it again with nvcc on PATH and SHARDOPT_CUDA=1"
+        f"{name}: got a parameter on {device}, expected one on {built}, for which this build of shardopt has kernels; "
+        f"{remedy}"
     )
 
 
