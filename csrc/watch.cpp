@@ -14,6 +14,7 @@ struct Torch {
   PyObject* grad;
   PyObject* grad_of_tensor;  // the attribute of the class
   PyObject* params;
+  PyObject* storage_offset;  // the method of the class
 };
 
 const Torch& torch() {
@@ -31,7 +32,7 @@ const Torch& torch() {
     }
     const auto type = [](const py::object& object) { return reinterpret_cast<PyTypeObject*>(object.inc_ref().ptr()); };
     return Torch{type(tensor), api, PyUnicode_InternFromString("grad"), py::object(tensor.attr("grad")).release().ptr(),
-                 PyUnicode_InternFromString("params")};
+                 PyUnicode_InternFromString("params"), py::object(tensor.attr("storage_offset")).release().ptr()};
   }();
   return found;
 }
@@ -41,6 +42,16 @@ bool read(PyObject* tensor, DLTensor& out) {
   if (torch().exchange->dltensor_from_py_object_no_sync(tensor, &out) == 0) return true;
   PyErr_Clear();
   return false;
+}
+
+// Whether a tensor's storage was freed by resize_: the tensor's address is then its offset in the storage. Addresses of
+// memory are mostly above all offsets, so that hardly ever one is asked for.
+bool is_freed(PyObject* tensor, uint64_t address, uint64_t element_bytes) {
+  constexpr uint64_t kAboveOffsets = uint64_t{1} << 40;
+  if (address >= kAboveOffsets) return false;
+  const auto offset = py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch().storage_offset, tensor));
+  if (!offset) throw py::error_already_set();
+  return address == offset.cast<uint64_t>() * element_bytes;
 }
 
 // This rank's part of a tensor. Of a DTensor parameter some state is plain, such as its step count.
@@ -201,12 +212,16 @@ bool Watch::same_state(const py::object& state) const {
   return true;
 }
 
-bool Watch::accept(Parameter& parameter, const DLTensor& gradient) const {
-  const uint8_t dtype = dtype_of(gradient);
+bool Watch::accept(Parameter& parameter, PyObject* gradient) const {
+  DLTensor tensor;
+  if (!read(gradient, tensor)) return false;
+  const uint8_t dtype = dtype_of(tensor);
   if (dtype != parameter.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
-  if (!has_shape_of(parameter, gradient) || !parameter.view.has_device_of(gradient)) return false;
-  if (contiguous_numel(gradient) < 0) return false;
-  parameter.gradient = address_of(gradient);
+  if (!has_shape_of(parameter, tensor) || !parameter.view.has_device_of(tensor)) return false;
+  const int64_t numel = contiguous_numel(tensor);
+  if (numel < 0) return false;
+  if (numel > 0 && is_freed(gradient, address_of(tensor), tensor.dtype.bits / 8)) return false;
+  parameter.gradient = address_of(tensor);
   parameter.gradient_dtype = dtype;
   return true;
 }
@@ -229,15 +244,13 @@ py::object Watch::refresh(const py::object& param_groups, const py::object& stat
     parameter.gradient_dtype = Watch::kNoGradient;
     if (gradient == Py_None) continue;
     if (!parameter.planned || !same_parameter(parameter)) return py::none();
-    DLTensor tensor;
-    if (parameter.shard.is_none() && !(read(gradient, tensor) && accept(parameter, tensor))) return py::none();
+    if (parameter.shard.is_none() && !accept(parameter, gradient)) return py::none();
   }
   return gradients;
 }
 
 bool Watch::take(size_t parameter, const py::object& gradient) {
-  DLTensor tensor;
-  return read(gradient.ptr(), tensor) && accept(parameters_.at(parameter), tensor);
+  return accept(parameters_.at(parameter), gradient.ptr());
 }
 
 py::bytes Watch::gradient_dtypes() const {

@@ -86,7 +86,7 @@ class Watch {
   bool same_entries(const Parameter& parameter, PyObject* entries) const;
   bool has_shape_of(const Parameter& parameter, const DLTensor& tensor) const;
   py::object gradient_of(const Parameter& parameter) const;
-  bool accept(Parameter& parameter, const DLTensor& gradient) const;
+  bool accept(Parameter& parameter, PyObject* gradient) const;
 
   std::vector<Group> groups_;
   std::vector<Parameter> parameters_;

@@ -265,6 +265,13 @@ def test_found_inf_leaves_the_step_out() -> None:
 # Errors: got, expected, remedy; and nothing changed.
 
 
+def resized(tensor: Tensor, nbytes: int) -> Tensor:
+    """A copy whose storage is that large."""
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(nbytes)
+    return copy
+
+
 def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
     """A parameter, a gradient that cannot be stepped with it, and what the error says."""
     weight = torch.zeros(64, 130)
@@ -276,7 +283,10 @@ def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
         "strided parameter": (Parameter(torch.zeros(130, 64).T), weight, r"parameter with strides \(1, 64\)"),
         "narrow gradient": (Parameter(weight), weight.bfloat16(), r"bfloat16 for a parameter of torch.float32"),
         "other half": (Parameter(weight.half()), weight.bfloat16(), r"the same dtype or float32; cast the gradient"),
-        "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*with to_empty\(\)"),
+        "freed gradient": (Parameter(weight), resized(weight, 0), r"gradient whose storage has 0 bytes"),
+        "cut gradient": (Parameter(weight), resized(weight, 33276), r"gradient whose storage has 33276 bytes.*resize_"),
+        "cut parameter": (Parameter(resized(weight, 4)), weight, r"parameter whose storage has 4 bytes"),
+        "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*to_empty\(\)"),
     }
 
 
