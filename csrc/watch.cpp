@@ -236,7 +236,7 @@ py::object Watch::gradient_of(const Parameter& parameter) const {
 
 py::object Watch::refresh(const py::object& param_groups, const py::object& state) {
   if (!same_groups(param_groups) || !same_state(state)) return py::none();
-  py::list gradients(parameters_.size());
+  py::list gradients(parameters_.size()), stepped;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     PyObject* gradient = gradient_of(parameter).release().ptr();
@@ -245,8 +245,9 @@ py::object Watch::refresh(const py::object& param_groups, const py::object& stat
     if (gradient == Py_None) continue;
     if (!parameter.planned || !same_parameter(parameter)) return py::none();
     if (parameter.shard.is_none() && !accept(parameter, gradient)) return py::none();
+    stepped.append(py::handle(parameter.param));
   }
-  return gradients;
+  return py::make_tuple(gradients, stepped);
 }
 
 bool Watch::take(size_t parameter, const py::object& gradient) {
@@ -312,7 +313,7 @@ void bind_watch(py::module_& m) {
       .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object>(),
            py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"))
       .def("refresh", &Watch::refresh, py::arg("param_groups"), py::arg("state"),
-           "The gradients, or None if the tables must be made anew.")
+           "The gradients, and the parameters that have one; or None if the tables must be made anew.")
       .def("take", &Watch::take, py::arg("parameter"), py::arg("gradient"),
            "Takes this rank's part of a gradient; False if the tables must be made anew.")
       .def("gradient_dtypes", &Watch::gradient_dtypes,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shardopt import _C
 from shardopt.codec import CODECS
@@ -71,6 +72,7 @@ class Plan:
         self._planned = planned
         self._flat = flat
         self._gradients: list[Tensor | None] = []  # kept alive until the step is taken
+        self._stepped: list[Tensor] = []  # the parameters that it changes
         shards = [None if p is None or p.spec.shard.plain else p.spec.shard for p in planned]
         self._sharded = [index for index, shard in enumerate(shards) if shard is not None]
         names = [None if p is None else p.spec.state_names for p in planned]
@@ -109,9 +111,10 @@ class Plan:
             state: the optimizer's.
             local: this rank's parts of gradients of sharded parameters, by the parameters' places, if they are known.
         """
-        gradients = self._watch.refresh(param_groups, state)
-        if gradients is None:
+        found = self._watch.refresh(param_groups, state)
+        if found is None:
             return False
+        gradients, self._stepped = found
         self._gradients = gradients
         for index in self._sharded:
             gradient, parameter = gradients[index], self._planned[index]
@@ -148,7 +151,8 @@ class Plan:
         """Carries out the step, in any thread."""
         for device in self._devices:
             device.run()
-        self._gradients = []
+        increment_version(self._stepped)  # a graph that has saved their old values is to notice
+        self._gradients, self._stepped = [], []
 
 
 class _Rows:
