@@ -14,6 +14,7 @@ struct Torch {
   PyObject* grad;
   PyObject* grad_of_tensor;  // the attribute of the class
   PyObject* params;
+  PyObject* storage_offset;  // the method of the class
 };
 
 const Torch& torch() {
@@ -31,7 +32,7 @@ const Torch& torch() {
     }
     const auto type = [](const py::object& object) { return reinterpret_cast<PyTypeObject*>(object.inc_ref().ptr()); };
     return Torch{type(tensor), api, PyUnicode_InternFromString("grad"), py::object(tensor.attr("grad")).release().ptr(),
-                 PyUnicode_InternFromString("params")};
+                 PyUnicode_InternFromString("params"), py::object(tensor.attr("storage_offset")).release().ptr()};
   }();
   return found;
 }
@@ -41,6 +42,16 @@ bool read(PyObject* tensor, DLTensor& out) {
   if (torch().exchange->dltensor_from_py_object_no_sync(tensor, &out) == 0) return true;
   PyErr_Clear();
   return false;
+}
+
+// Whether a tensor's storage was freed by resize_: the tensor's address is then its offset in the storage. Addresses of
+// memory are mostly above all offsets, so that hardly ever one is asked for.
+bool is_freed(PyObject* tensor, uint64_t address, uint64_t element_bytes) {
+  constexpr uint64_t kAboveOffsets = uint64_t{1} << 40;
+  if (address >= kAboveOffsets) return false;
+  const auto offset = py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch().storage_offset, tensor));
+  if (!offset) throw py::error_already_set();
+  return address == offset.cast<uint64_t>() * element_bytes;
 }
 
 // This rank's part of a tensor. Of a DTensor parameter some state is plain, such as its step count.
@@ -208,12 +219,16 @@ bool Watch::same_state(const py::object& state) const {
   return true;
 }
 
-bool Watch::accept(Parameter& parameter, const DLTensor& gradient) const {
-  const uint8_t dtype = dtype_of(gradient);
+bool Watch::accept(Parameter& parameter, PyObject* gradient) const {
+  DLTensor tensor;
+  if (!read(gradient, tensor)) return false;
+  const uint8_t dtype = dtype_of(tensor);
   if (dtype != parameter.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
-  if (!has_shape_of(parameter, gradient) || !parameter.view.has_device_of(gradient)) return false;
-  parameter.strided = !parameter.view.is_contiguous() || contiguous_numel(gradient) < 0;
-  parameter.gradient = address_of(gradient);
+  if (!has_shape_of(parameter, tensor) || !parameter.view.has_device_of(tensor)) return false;
+  const int64_t numel = contiguous_numel(tensor);  // below 0 where it is strided
+  if (numel != 0 && is_freed(gradient, address_of(tensor), tensor.dtype.bits / 8)) return false;
+  parameter.strided = !parameter.view.is_contiguous() || numel < 0;
+  parameter.gradient = address_of(tensor);
   parameter.gradient_dtype = dtype;
   return true;
 }
@@ -228,7 +243,7 @@ py::object Watch::gradient_of(const Parameter& parameter) const {
 
 py::object Watch::refresh(const py::object& param_groups, const py::object& state) {
   if (!same_groups(param_groups) || !same_state(state)) return py::none();
-  py::list gradients(parameters_.size());
+  py::list gradients(parameters_.size()), stepped;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     PyObject* gradient = gradient_of(parameter).release().ptr();
@@ -236,15 +251,14 @@ py::object Watch::refresh(const py::object& param_groups, const py::object& stat
     parameter.gradient_dtype = Watch::kNoGradient;
     if (gradient == Py_None) continue;
     if (!parameter.planned || !same_parameter(parameter)) return py::none();
-    DLTensor tensor;
-    if (parameter.shard.is_none() && !(read(gradient, tensor) && accept(parameter, tensor))) return py::none();
+    if (parameter.shard.is_none() && !accept(parameter, gradient)) return py::none();
+    stepped.append(py::handle(parameter.param));
   }
-  return gradients;
+  return py::make_tuple(gradients, stepped);
 }
 
 bool Watch::take(size_t parameter, const py::object& gradient) {
-  DLTensor tensor;
-  return read(gradient.ptr(), tensor) && accept(parameters_.at(parameter), tensor);
+  return accept(parameters_.at(parameter), gradient.ptr());
 }
 
 py::bytes Watch::gradient_dtypes() const {
@@ -308,7 +322,7 @@ void bind_watch(py::module_& m) {
       .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object>(),
            py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"))
       .def("refresh", &Watch::refresh, py::arg("param_groups"), py::arg("state"),
-           "The gradients, or None if the tables must be made anew.")
+           "The gradients, and the parameters that have one; or None if the tables must be made anew.")
       .def("take", &Watch::take, py::arg("parameter"), py::arg("gradient"),
            "Takes this rank's part of a gradient; False if the tables must be made anew.")
       .def("gradient_dtypes", &Watch::gradient_dtypes,

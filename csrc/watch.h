@@ -29,8 +29,9 @@ class Watch {
   Watch(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
         py::object shard_of);
 
-  // The gradients, None for a parameter without one; or None if anything else is not as it was, or if a gradient is not
-  // what the kernels can step. Gradients of parameters that are no plain tensors are still to be handed to `take`.
+  // The gradients, None for a parameter without one, and the parameters that have one; or None if anything else is not
+  // as it was, or if a gradient is not what the kernels can step. Gradients of parameters that are no plain tensors are
+  // still to be handed to `take`.
   py::object refresh(const py::object& param_groups, const py::object& state);
 
   // Takes this rank's part of the gradient of a parameter; false if the kernels cannot step it.
@@ -91,7 +92,7 @@ class Watch {
   bool has_shape_of(const Parameter& parameter, const DLTensor& tensor) const;
   bool has_strides_of(const Parameter& parameter, const DLTensor& tensor) const;
   py::object gradient_of(const Parameter& parameter) const;
-  bool accept(Parameter& parameter, const DLTensor& gradient) const;
+  bool accept(Parameter& parameter, PyObject* gradient) const;
 
   std::vector<Group> groups_;
   std::vector<Parameter> parameters_;

@@ -194,8 +194,11 @@ def test_one_huge_element_makes_nothing_nonfinite(rule: str, codec: str) -> None
             assert not bad.any(), f"{int(bad.sum())} elements of {name} after a gradient of {huge}"
 
 
-def test_bad_elements_are_reported() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_bad_elements_are_reported(scheduled: bool) -> None:
     optimizer = make()
+    if scheduled:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # which wraps step()
     give_gradients(optimizer, 0)
     optimizer.param_groups[0]["params"][0].grad[:2, 0] = torch.nan
     with warnings.catch_warnings():
@@ -265,6 +268,13 @@ def test_found_inf_leaves_the_step_out() -> None:
 # Errors: got, expected, remedy; and nothing changed.
 
 
+def resized(tensor: Tensor, nbytes: int) -> Tensor:
+    """A copy whose storage is that large."""
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(nbytes)
+    return copy
+
+
 def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
     """A parameter, a gradient that cannot be stepped with it, and what the error says."""
     weight = torch.zeros(64, 130)
@@ -280,11 +290,10 @@ def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
         "windows": (Parameter(torch.zeros(200).unfold(0, 40, 1)), torch.zeros(161, 40), r"strides \(1, 1\), whose"),
         "narrow gradient": (Parameter(weight), weight.bfloat16(), r"bfloat16 for a parameter of torch.float32"),
         "other half": (Parameter(weight.half()), weight.bfloat16(), r"the same dtype or float32; cast the gradient"),
-        "other device": (
-            Parameter(weight.to("meta")),
-            weight.to("meta"),
-            r"got a parameter on meta.*with to_empty\(\)",
-        ),
+        "freed gradient": (Parameter(weight), resized(weight, 0), r"gradient whose storage has 0 bytes"),
+        "cut gradient": (Parameter(weight), resized(weight, 33276), r"gradient whose storage has 33276 bytes.*resize_"),
+        "cut parameter": (Parameter(resized(weight, 4)), weight, r"parameter whose storage has 4 bytes"),
+        "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*to_empty\(\)"),
     }
 
 

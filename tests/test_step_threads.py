@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn import Parameter
 
-from helpers import RULES, everything, with_gradient
-from ranks.layouts import values
+from helpers import everything
 from ranks.snapshot import assert_same
 from shardopt.kernels.dispatch import use_cpu_target
 from step_problem import make, params_of, step

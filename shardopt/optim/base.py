@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -148,6 +150,7 @@ class ShardedOptimizer(Optimizer, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes a step on every parameter that has a gradient.
@@ -357,5 +360,13 @@ class ShardedOptimizer(Optimizer, ABC):
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",
                 RuntimeWarning,
-                stacklevel=5,  # past torch's wrappers of step()
+                stacklevel=_level_of_user(),
             )
+
+
+def _level_of_user() -> int:
+    """The ``stacklevel`` that has the caller's warning point at the user's line, past torch's wrappers of ``step``."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("shardopt", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

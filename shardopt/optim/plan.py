@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shardopt import _C
 from shardopt.codec import CODECS
@@ -73,6 +74,7 @@ class Plan:
         self._planned = planned
         self._flat = flat
         self._gradients: list[Tensor | None] = []  # kept alive until the step is taken
+        self._stepped: list[Tensor] = []  # the parameters that it changes
         shards = [None if p is None or p.spec.shard.plain else p.spec.shard for p in planned]
         self._sharded = [index for index, shard in enumerate(shards) if shard is not None]
         names = [None if p is None else p.spec.state_names for p in planned]
@@ -111,9 +113,10 @@ class Plan:
             state: the optimizer's.
             local: this rank's parts of gradients of sharded parameters, by the parameters' places, if they are known.
         """
-        gradients = self._watch.refresh(param_groups, state)
-        if gradients is None:
+        found = self._watch.refresh(param_groups, state)
+        if found is None:
             return False
+        gradients, self._stepped = found
         self._gradients = gradients
         for index in self._sharded:
             gradient, parameter = gradients[index], self._planned[index]
@@ -159,7 +162,8 @@ class Plan:
             for device in self._devices:
                 for _, call in device.strided_calls():
                     call.operands = None
-        self._gradients = []
+        increment_version(self._stepped)  # a graph that has saved their old values is to notice
+        self._gradients, self._stepped = [], []
 
     def _operands(self, params: Sequence[Tensor], index: int) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device
+from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Exchange, UnknownShardError
 from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.entries import Group, Noise, PlannedParameter
 from shardopt.optim.flat_state import AnyState, BufferState, flat_parts, state_of
-from shardopt.optim.placement import Place, StatePlaces
+from shardopt.optim.placement import StatePlaces
 from shardopt.optim.plan import FiniteCheck, FlatParameters, Plan
 from shardopt.optim.state import ParameterState
 
@@ -45,20 +45,26 @@ class _Parameter(NamedTuple):
         assert self.spec is not None
         return self.group, (self.name, self.spec.shard, gradient)
 
-    def planned(self, state: Mapping[Tensor, Any], flat: FlatCuts, place: Place) -> PlannedParameter:
-        """Its rows in the tables."""
+    def planned(self, state: Mapping[Tensor, Any], flat: FlatCuts, places: StatePlaces) -> PlannedParameter:
+        """Its rows in the tables; moves its state to where it lives."""
         assert self.spec is not None
-        local, own = self.spec.shard.local(self.param), state[self.param]
+        shard, own = self.spec.shard, state[self.param]
+        for key in self.spec.state_names & own.keys():
+            check_storage(self.name, f"state {key}", own[key] if key == "step" else shard.local(own[key]))
+        places.put(self.param, self.spec, own)
+        local, place = shard.local(self.param), places.place(self.param)
         return PlannedParameter.of(self.name, self.group, self.spec, local, own, self.noise, flat, place)
 
-    def planned_if_possible(self, state: Mapping[Tensor, Any], flat: FlatCuts, place: Place) -> PlannedParameter | None:
+    def planned_if_possible(
+        self, state: Mapping[Tensor, Any], flat: FlatCuts, places: StatePlaces
+    ) -> PlannedParameter | None:
         """The rows of one that has state but no gradient now, so that one coming needs no new plan."""
         if self.spec is None or not state.get(self.param):
             return None
         try:
             local = self.spec.shard.local(self.param)
             _check_tensors(self.name, local, local)
-            return self.planned(state, flat, place)
+            return self.planned(state, flat, places)
         except (RuntimeError, KeyError, ValueError):
             return None  # what is wrong with it is to be told when it is stepped
 
@@ -109,15 +115,12 @@ def make_plan(
         param, spec = parameter.param, parameter.spec
         flat = cuts.get(param.device) or FlatCuts([], param.device)
         if place not in gradients:
-            if spec is not None and state.get(param):
-                places.put(param, spec, state[param])
-            planned.append(parameter.planned_if_possible(state, flat, places.place(param)))
+            planned.append(parameter.planned_if_possible(state, flat, places))
             continue
         assert spec is not None
         if not state[param]:
             state[param].update(spec.new(places.place(param).state))
-        places.put(param, spec, state[param])
-        planned.append(parameter.planned(state, flat, places.place(param)))
+        planned.append(parameter.planned(state, flat, places))
     skipped.retire()
     plan = Plan(param_groups, state, groups, planned, FlatParameters(cuts, idle), skipped, places)
     if not plan.refresh(param_groups, state, gradients):
@@ -245,6 +248,7 @@ def _check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
         if tensor.dtype not in DTYPES:
             remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
             raise RuntimeError(f"{name}: got a {what} of {tensor.dtype}, expected {supported}; {remedy}")
+        check_storage(name, what, tensor)
     if _may_overlap(param):
         raise RuntimeError(
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "

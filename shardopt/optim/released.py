@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
@@ -86,6 +87,7 @@ class ReleasedParameters:
         """Gradient elements that were skipped; see :meth:`shardopt.kernels.skipped.SkippedElements.count`."""
         return sum(parameter.stepper.skipped.count(wait=wait) for parameter in self._parameters.values())
 
+    @_disable_dynamo  # backward passes within compiled functions call it, too
     @torch.no_grad()
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
@@ -120,12 +122,11 @@ class ReleasedParameters:
             order = parameter.place if self.overlaps_forward else next(self._arrivals)
             keeps = (param.detach(), list(optimizer.state[param].values()))  # their memory, should they be replaced
             parameter.pending = self._deferred.submit(param.device, order, step, keeps)
+            increment_version(param)  # now, too: the backward pass goes on, and may still need the old value
         else:
             step()
         param.grad = None
         parameter.stepped = True
-        # The backward pass goes on: where it still needs the old value, autograd is to notice.
-        increment_version(param)
 
     def _prepare(self, param: Tensor, parameter: _Parameter, group: dict[str, Any]) -> Callable[[], None]:
         optimizer = self._optimizer
@@ -139,13 +140,12 @@ class ReleasedParameters:
 
     def wait(self) -> None:
         """Waits for all steps that are taken in another thread."""
-        pending = [param for param, parameter in self._parameters.items() if parameter.pending is not None]
+        pending = [parameter for parameter in self._parameters.values() if parameter.pending is not None]
         try:
             self._deferred.wait()
         finally:
-            for param in pending:
-                self._parameters[param].pending = None
-                increment_version(param)
+            for parameter in pending:
+                parameter.pending = None
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
         """Waits for the steps of some parameters, which are to be read."""
@@ -155,7 +155,6 @@ class ReleasedParameters:
             pending, parameter.pending = parameter.pending, None
             if pending is not None:
                 pending.wait()
-                increment_version(param)  # a graph that has saved its value of before the step is to notice
 
     def end_forward(self) -> None:
         """Waits for all steps; notes for which of them nobody has waited until now."""
