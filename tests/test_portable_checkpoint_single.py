@@ -80,6 +80,27 @@ def test_all_comes_back(tmp_path: Path) -> None:
     assert torch.equal(loaded.extra["rng"], torch.get_rng_state())
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer as Accelerate does: what the callbacks of Hugging Face's Trainer are given."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+
+def test_a_wrapped_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, Wrapper(optimizer))
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(tmp_path, other, Wrapper(fresh))
+    assert same(everything(other, fresh), everything(model, optimizer))
+    with pytest.raises(TypeError, match="got an optimizer of Wrapper"):
+        shardopt.checkpoint.save(tmp_path, model, Wrapper(torch.optim.SGD(model.parameters())))
+
+
 def test_a_model_alone(tmp_path: Path) -> None:
     model, _ = trained()
     shardopt.checkpoint.save(tmp_path, model)

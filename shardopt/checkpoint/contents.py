@@ -33,12 +33,13 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Owner:
-        """Looks into a ZeroRedundancyOptimizer.
+        """Looks into a ZeroRedundancyOptimizer, and into the wrapper that Accelerate and Trainer's callbacks hand out.
 
         Raises:
             TypeError: the optimizer is none of shardopt's.
         """
-        inner = optimizer if isinstance(optimizer, ShardedOptimizer) else getattr(optimizer, "optim", None)
+        wrapped = getattr(optimizer, "optimizer", optimizer) if isinstance(optimizer, Optimizer) else optimizer
+        inner = wrapped if isinstance(wrapped, ShardedOptimizer) else getattr(wrapped, "optim", None)
         if not isinstance(inner, ShardedOptimizer):
             raise TypeError(
                 f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's; save others with "

@@ -75,8 +75,8 @@ def _refuse_saving(optimizer: Any) -> None:
     if _has_flat_shards(optimizer):
         raise RuntimeError(
             "got an optimizer of shardopt for torch's optim_state_dict of FSDP1, which carries state of the "
-            "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer); with Hugging Face's "
-            "Trainer set save_only_model=True, and call it in a callback"
+            "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer); in Hugging Face's "
+            "Trainer use FSDP2, whose state torch carries, or save_only_model=True and a callback that calls it"
         )
 
 
