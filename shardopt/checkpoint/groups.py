@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,29 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[str], index: int)
             "be alike; make param groups like those of the checkpoint"
         )
     return found[0] if found else {}
+
+
+def checked_groups(path: str | os.PathLike[str], found: object) -> list[SavedGroup]:
+    """The param groups in a checkpoint's header, which may be damaged: what :func:`describe` makes.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
+    if not isinstance(found, list):
+        raise CheckpointError(f"{path}: got param_groups as {type(found).__name__}, expected a list; {_REMEDY}")
+    for index, group in enumerate(found):
+        entries = group if isinstance(group, dict) else {}
+        names, options = entries.get("parameters"), entries.get("options")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(
+                f"{path}: param group {index}: got no parameters, expected a list of names; {_REMEDY}"
+            )
+        if not isinstance(options, dict):
+            raise CheckpointError(f"{path}: param group {index}: got no options, expected a dict of them; {_REMEDY}")
+    return found
+
+
+_REMEDY = "the header is damaged, load another checkpoint"
 
 
 def merged(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
