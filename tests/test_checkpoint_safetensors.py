@@ -6,6 +6,7 @@ import builtins
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -323,9 +324,100 @@ def test_other_parameters(tmp_path: Path) -> None:
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saving needs none."""
-    run = trained("single", 1)
+    """Saving and loading need none."""
+    model, optimizer = trained("single", STEPS)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    save_safetensors(tmp_path / "run", *run)
-    with pytest.raises(ImportError, match=r"pip install 'shardopt\[safetensors\]'"):
-        load_safetensors(tmp_path / "run", *run)
+    save_safetensors(tmp_path / "run", model, optimizer)
+    other_model, other = trained("single", 1)
+    load_safetensors(tmp_path / "run", other_model, other)
+    assert_same(snapshot_of(other_model, other), snapshot_of(model, optimizer))
+
+
+def test_files_of_the_library(tmp_path: Path) -> None:
+    """It orders and pads as it likes."""
+    from safetensors.torch import save_file
+
+    model, optimizer = trained("single", STEPS)
+    save_safetensors(tmp_path / "run", model, optimizer)
+    with library.safe_open(tmp_path / "run", framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in reversed(file.keys())}, file.metadata()
+    save_file(tensors, tmp_path / "again", metadata)
+    assert (tmp_path / "again").read_bytes() != (tmp_path / "run").read_bytes()
+    other_model, other = trained("single", 1)
+    load_safetensors(tmp_path / "again", other_model, other)
+    assert_same(snapshot_of(other_model, other), snapshot_of(model, optimizer))
+
+
+def test_names_outlast_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is on the disk before it gets its name, and the folder afterwards."""
+    model, optimizer = trained("single", 1)
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def syncing(file: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
+        fsync(file)
+
+    def replacing(old: Path, new: Path) -> None:
+        done.append("name")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "replace", replacing)
+    save_safetensors(tmp_path / "run", model, optimizer)
+    assert done == ["file", "name", "folder"]
+
+
+def failing_reads(good: int) -> Callable[..., int]:
+    """``os.preadv`` that fails after so many reads."""
+    left = iter(range(good))
+
+    def preadv(*args: Any) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        return PREADV(*args)
+
+    return preadv
+
+
+PREADV = os.preadv
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_read_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dequantize: bool) -> None:
+    """Whichever it is."""
+    path = tmp_path / "run"
+    save_safetensors(path, *trained("single", STEPS), dequantize=dequantize)
+    reads = 2 + len(read(path)[0])
+    model, optimizer = trained("single", 1)
+    before, groups = in_full(model, optimizer), [dict(group) for group in optimizer.param_groups]
+    for good in range(reads):
+        monkeypatch.setattr(os, "preadv", failing_reads(good))
+        with pytest.raises(CheckpointError, match=f"^{path}: cannot be read: Input/output error; save it again$"):
+            load_safetensors(path, model, optimizer)
+        assert_same(in_full(model, optimizer), before)
+        assert [dict(group) for group in optimizer.param_groups] == groups
+    monkeypatch.setattr(os, "preadv", failing_reads(reads))
+    load_safetensors(path, model, optimizer)
+
+
+def load_what_rank_1_cannot_read(way: str, path: Path, good: int) -> str:
+    model, optimizer = trained(way, 1)
+    before = in_full(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(os, "preadv", failing_reads(good))
+        with pytest.raises(CheckpointError) as raised:
+            load_safetensors(path, model, optimizer)
+    assert_same(in_full(model, optimizer), before)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("good", [0, 5, 30])
+def test_a_read_that_fails_on_one_rank(ranks: Pool, tmp_path: Path, good: int) -> None:
+    """Whole rows are coded by all ranks together: none may wait for the other."""
+    path = tmp_path / "run"
+    save_safetensors(path, *trained("single", STEPS), dequantize=True)
+    messages = ranks.run(2, load_what_rank_1_cannot_read, "fsdp columns", path, good)
+    assert messages[1] == f"{path}: cannot be read: Input/output error; save it again"
+    assert messages[0].endswith(messages[1])

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardopt.checkpoint.data_file import sync_folder
+
 #: The format's names of the dtypes.
 DTYPES = {
     torch.float64: "F64",
@@ -89,6 +91,7 @@ class SafetensorsWriter:
                 os.fsync(self._file.fileno())
                 self._file.close()
                 os.replace(self._temporary, self._path)
+                sync_folder(self._path.parent)
             except OSError as error:
                 self.failure = error
 

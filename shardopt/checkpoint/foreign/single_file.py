@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,9 +23,11 @@ from torch.nn import Module
 
 from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.foreign.plain_json import is_count, parsed, shown
+from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
-from shardopt.checkpoint.foreign.targets import names_of, sharded
-from shardopt.checkpoint.groups import checked_groups, describe, merged_from, saved_options
+from shardopt.checkpoint.foreign.targets import names_of, part_of, sharded
+from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, saved_options
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.codec import Moment
 from shardopt.layout import Shard, shard_of
@@ -37,6 +39,8 @@ from shardopt.optim.state import ParameterState, StateDict
 
 FORMAT_VERSION = 1
 _KEY = "shardopt"  # of the metadata
+_EXPECTED = "expected what save_safetensors writes; save it again"
+_MAX_LISTED = 4
 
 PathLike = str | os.PathLike[str]
 
@@ -46,6 +50,18 @@ class _Entry(NamedTuple):
 
     what: Description
     get: Callable[[], Tensor]
+
+
+class _Header(NamedTuple):
+    """What the metadata say.
+
+    Attributes:
+        dequantized: whether moments are in float32.
+        param_groups: names and options.
+    """
+
+    dequantized: bool
+    param_groups: list[SavedGroup]
 
 
 class _Wanted(NamedTuple):
@@ -108,8 +124,9 @@ def save_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer,
 def load_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer) -> None:
     """Loads what :func:`save_safetensors` saved, under whatever sharding. All ranks must call this.
 
-    Codes and scales come back bit for bit; float32 moments are quantized. Every rank reads the whole file, and needs
-    memory for one whole tensor at a time, beside its part of the new state.
+    Codes and scales come back bit for bit; float32 moments are quantized. Everything is read and verified before
+    anything is changed: every rank reads the whole file, and needs as much of the host's memory as its part of the file
+    takes, beside one whole tensor at a time.
 
     Args:
         path: of the file.
@@ -118,31 +135,30 @@ def load_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer)
             and other options of the state's format.
 
     Raises:
-        ImportError: the package safetensors is not there.
-        CheckpointError: the file is missing, cut off, of another kind, of a newer version, or of another model or
+        CheckpointError: the file is missing, damaged, of another kind, of a newer version, or of another model or
             optimizer; or it has hyper-parameters or state from which no step could go on.
         ValueError: the parameters are flat, or the optimizer has others than the model. In each case nothing was
             changed.
     """
     names = names_of(model, optimizer)
-    with on_every_rank(lambda: _opened(path)) as file:
-        tensors = _tensors_of(model)
+    tensors = _tensors_of(model)
+    with on_every_rank(lambda: SafetensorsReader(path)) as file:
         wanted, groups = on_every_rank(lambda: _plan(os.fspath(path), file, tensors, optimizer, names))
-        with _naming(path):  # what it reads is the same on all ranks
-            state = {index: _read_state(file, each, names[id(each.param)]) for index, each in wanted.items()}
-        on_every_rank(lambda: _check_values(path, wanted, state, names))
+        entries, values = on_every_rank(lambda: (_read_states(path, file, wanted, names), _read_model(file, tensors)))
+    state = {index: _encoded(each.spec, entries.pop(index)) for index, each in wanted.items()}
+    on_every_rank(lambda: _check_values(path, wanted, state, names))
+    with _naming(path):
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-        for name, value in tensors.items():
-            shard = shard_of(value)
-            shard.local(value).copy_(shard.part(file.get_tensor(model_key(name))))
+    for name, value in tensors.items():
+        shard_of(value).local(value).copy_(values[name])
 
 
 @contextmanager
 def _naming(path: PathLike) -> Iterator[None]:
-    """Raises a ValueError about a file's state as a CheckpointError that names the file."""
+    """Raises an error about a file's content as a CheckpointError that names the file."""
     try:
         yield
-    except ValueError as error:
+    except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error
 
 
@@ -198,53 +214,34 @@ def _decoded(name: str, spec: ParameterState, state: StateDict, moment: Moment) 
     return _Entry(Description(name, torch.float32, spec.shard.global_shape), lambda: spec.decode(state)[moment.name])
 
 
-def _opened(path: PathLike) -> Any:
-    """The file, as a context manager."""
-    try:
-        import safetensors  # type: ignore[import-not-found, import-untyped]
-    except ImportError as error:
-        raise ImportError(
-            "got no package safetensors, which load_safetensors needs; pip install 'shardopt[safetensors]'"
-        ) from error
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path}: got no such file, expected one that save_safetensors wrote; check the path")
-    try:
-        return safetensors.safe_open(path, framework="pt", device="cpu")
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path}: got {error}, expected a whole safetensors file; save it again") from error
-
-
 def _plan(
-    path: str, file: Any, tensors: Mapping[str, Tensor], optimizer: ShardedOptimizer, names: Mapping[int, str]
+    path: str,
+    file: SafetensorsReader,
+    tensors: Mapping[str, Tensor],
+    optimizer: ShardedOptimizer,
+    names: Mapping[int, str],
 ) -> tuple[dict[int, _Wanted], list[dict[str, Any]]]:
     """What to read for each of the optimizer's parameters, and the param groups to be. Nothing is read yet.
 
     Raises:
         CheckpointError: the file is not of this model and optimizer.
     """
-    text = (file.metadata() or {}).get(_KEY)
-    if text is None:
-        raise CheckpointError(f"{path}: got a safetensors file of another kind, expected one by save_safetensors")
-    header = json.loads(text)
-    if header["format_version"] > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: got format version {header['format_version']}, expected at most {FORMAT_VERSION}; update shardopt"
-        )
+    header = _header(path, file.metadata.get(_KEY))
     expected = {model_key(name): value for name, value in tensors.items()}
-    _check(path, file, "model", {name for name in file.keys() if name.startswith("model.")}, expected)  # noqa: SIM118
+    _check(path, file, "model", {name for name in file.tensors if name.startswith("model.")}, expected)
     found: dict[str, set[str]] = {}
-    for key in file.keys():  # noqa: SIM118  it is no dict
+    for key in file.tensors:
         if key.startswith("optimizer."):
             name = key.removeprefix("optimizer.").rpartition(".")[0]
             found.setdefault(name, set()).add(key)
-    saved_groups = checked_groups(path, header.get("param_groups"))
     wanted: dict[int, _Wanted] = {}
     groups: list[dict[str, Any]] = []
     places = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
-        options = saved_options(saved_groups, [names[id(param)] for param in group["params"]], index)
+        with _naming(path):
+            options = saved_options(header.param_groups, [names[id(param)] for param in group["params"]], index)
         left_out: tuple[str, ...] = ("params", "param_names")
-        if header["dequantized"]:
+        if header.dequantized:
             left_out += STATE_FORMAT  # as torch.optim's state, it belongs to no format of ours
         else:
             _check_format(path, group, options)
@@ -255,10 +252,35 @@ def _plan(
             name = names[id(param)]
             if name in found:
                 spec = ParameterState.of(param, group, optimizer.rule(group).moments)
-                entries = _saved_entries(spec, dequantized=header["dequantized"])
+                entries = _saved_entries(spec, dequantized=header.dequantized)
                 _check(path, file, name, found[name], {state_key(name, key): x for key, x in entries.items()})
                 wanted[place] = _Wanted(param, spec, entries)
     return wanted, groups
+
+
+def _header(path: str, text: str | None) -> _Header:
+    """What the metadata say, which may be damaged.
+
+    Raises:
+        CheckpointError: the file is of another kind, of a newer version, or says something else than what is saved.
+    """
+    if text is None:
+        raise CheckpointError(f"{path}: got a safetensors file of another kind, expected one by save_safetensors")
+    try:
+        header = parsed(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: got metadata with {error}, {_EXPECTED}") from error
+    fields = header if isinstance(header, dict) else {}
+    version, dequantized, groups = (fields.get(key) for key in ("format_version", "dequantized", "param_groups"))
+    if not is_count(version) or not isinstance(dequantized, bool):
+        raise CheckpointError(
+            f"{path}: got format_version {shown(version)} and dequantized {shown(dequantized)}, {_EXPECTED}"
+        )
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: got format version {version}, expected at most {FORMAT_VERSION}; update shardopt"
+        )
+    return _Header(dequantized, checked_groups(path, groups))
 
 
 def _saved_entries(spec: ParameterState, *, dequantized: bool) -> dict[str, Tensor]:
@@ -273,13 +295,14 @@ def _saved_entries(spec: ParameterState, *, dequantized: bool) -> dict[str, Tens
 def _check_format(path: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for option in STATE_FORMAT:
         if saved.get(option, group[option]) != group[option]:
+            got = shown(repr(saved[option]))
             raise CheckpointError(
-                f"{path}: got state saved with {option}={saved[option]!r}, expected {group[option]!r}; make the "
-                f"optimizer with {option}={saved[option]!r}, or save with dequantize=True"
+                f"{path}: got state saved with {option}={got}, expected {group[option]!r}; make the optimizer with "
+                f"{option}={got}, or save with dequantize=True"
             )
 
 
-def _check(path: str, file: Any, of: str, found: set[str], expected: Mapping[str, Tensor]) -> None:
+def _check(path: str, file: SafetensorsReader, of: str, found: set[str], expected: Mapping[str, Tensor]) -> None:
     """Checks that a file has the expected tensors, and none but these.
 
     Raises:
@@ -287,31 +310,50 @@ def _check(path: str, file: Any, of: str, found: set[str], expected: Mapping[str
     """
     if found != expected.keys():
         raise CheckpointError(
-            f"{path}: got {', '.join(sorted(found - expected.keys())) or 'nothing else'} for {of}, expected "
-            f"{', '.join(sorted(expected.keys() - found)) or 'none of it'}; load it into the model and optimizer that "
-            "were saved"
+            f"{path}: got {_few(found - expected.keys()) or 'nothing else'} for {of}, expected "
+            f"{_few(expected.keys() - found) or 'none of it'}; load it into the model and optimizer that were saved"
         )
     for name, like in expected.items():
-        described = file.get_slice(name)
-        got, dtype = tuple(described.get_shape()), described.get_dtype()
-        if (got, dtype) != (tuple(like.shape), DTYPES[like.dtype]):
+        stored = file.tensors[name]
+        if (stored.shape, stored.dtype) != (tuple(like.shape), like.dtype):
             raise CheckpointError(
-                f"{path}: got {name} of shape {got} and {dtype}, expected {tuple(like.shape)} and "
-                f"{DTYPES[like.dtype]}; load it into the model and optimizer that were saved"
+                f"{path}: got {name} of shape {stored.shape} and {DTYPES[stored.dtype]}, expected {tuple(like.shape)} "
+                f"and {DTYPES[like.dtype]}; load it into the model and optimizer that were saved"
             )
 
 
-def _read_state(file: Any, wanted: _Wanted, name: str) -> StateDict:
-    """This rank's part of a parameter's state, in the form that the optimizer keeps."""
-    spec = wanted.spec
-    scales = {spec.scales_name(moment) for moment in spec.moments}
-    floats = {moment.name: moment.signed for moment in spec.moments}
-    state: StateDict = {}
-    for key in wanted.entries:
-        value = file.get_tensor(state_key(name, key))
-        if key in floats:
-            check_moment(value, key, name, signed=floats[key])
-        state[key] = value if key == "step" else sharded(spec.shard, value, spec.grid if key in scales else None)
+def _few(names: Collection[str]) -> str:
+    """The first of some names from a file, on one line."""
+    listed = [shown(name) for name in sorted(names)[:_MAX_LISTED]]
+    return ", ".join(listed) + (f" and {len(names) - len(listed)} more" if len(names) > len(listed) else "")
+
+
+def _read_states(
+    path: PathLike, file: SafetensorsReader, wanted: Mapping[int, _Wanted], names: Mapping[int, str]
+) -> dict[int, StateDict]:
+    """This rank's parts of the states, as the file has them."""
+    found: dict[int, StateDict] = {}
+    for index, (param, spec, entries) in wanted.items():
+        scales = {spec.scales_name(moment) for moment in spec.moments}
+        floats = {moment.name: moment.signed for moment in spec.moments}
+        found[index] = {}
+        for key in entries:
+            value = file.read(state_key(names[id(param)], key))
+            if key in floats:
+                with _naming(path):
+                    check_moment(value, key, names[id(param)], signed=floats[key])
+            whole = key == "step"
+            found[index][key] = value if whole else sharded(spec.shard, value, spec.grid if key in scales else None)
+    return found
+
+
+def _read_model(file: SafetensorsReader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of the model's tensors."""
+    return {name: part_of(shard_of(like), file.read(model_key(name))) for name, like in tensors.items()}
+
+
+def _encoded(spec: ParameterState, state: StateDict) -> StateDict:
+    """A parameter's state in the form that the optimizer keeps. All ranks must call this."""
     if state.keys() == spec.state_names:
         return state
     return {"step": state["step"], **spec.encode(state)}  # float32 moments

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -62,5 +63,15 @@ def sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) -> 
         scales_of: set if it is not, but has the scales of this grid.
     """
     if scales_of is None:
-        return shard.like_parameter(shard.part(whole).contiguous())
-    return shard.like_scales(shard.scales_part(whole, scales_of).contiguous(), scales_of)
+        return shard.like_parameter(part_of(shard, whole))
+    return shard.like_scales(_apart(shard.scales_part(whole, scales_of), whole), scales_of)
+
+
+def part_of(shard: Shard, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor of the parameter's shape."""
+    return _apart(shard.part(whole), whole)
+
+
+def _apart(part: Tensor, whole: Tensor) -> Tensor:
+    """A part as a tensor that does not keep the memory of the whole."""
+    return part.contiguous() if part.numel() == whole.numel() else part.clone(memory_format=torch.contiguous_format)
