@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard
+from typing import Any, Literal, TypedDict, TypeGuard
 
 from torch import Tensor
 
@@ -207,23 +207,19 @@ def _check_weight_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"stochastic_rounding_seed: got {seed!r}, expected a whole number from 0 to 2**64 - 1")
 
 
-class _Range(NamedTuple):
-    """What a hyper-parameter may be, with both ends, and in words."""
-
-    least: float
-    largest: float
-    words: str
-
-
 #: The largest finite float32: the kernels compute in float32.
 LARGEST = 2.0**128 - 2.0**104
 
-_POSITIVE = _Range(0.0, LARGEST, "a number >= 0.0 that float32 can hold")
-_ANY = _Range(-LARGEST, LARGEST, "a number that float32 can hold")
-_BETA = _Range(0.0, 1.0 - 2.0**-53, "a number in [0.0, 1.0)")
+_BELOW_ONE = 1.0 - 2.0**-53
 
-#: The hyper-parameters that are single numbers.
-_RANGES = tuple({**dict.fromkeys(("lr", "eps", "weight_decay", "momentum"), _POSITIVE), "dampening": _ANY}.items())
+#: The hyper-parameters that are single numbers: least and largest value.
+_RANGES = (
+    ("lr", 0.0, LARGEST),
+    ("eps", 0.0, LARGEST),
+    ("weight_decay", 0.0, LARGEST),
+    ("momentum", 0.0, LARGEST),
+    ("dampening", -LARGEST, LARGEST),
+)
 
 
 def check_hyper(group: Mapping[str, Any]) -> None:
@@ -234,17 +230,17 @@ def check_hyper(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: one is out of range, or infinite in float32.
     """
-    for name, allowed in _RANGES:
+    for name, least, largest in _RANGES:
         if name in group:
             value = group[name]
-            if type(value) is not float or not allowed[0] <= value <= allowed[1]:
-                _check_range(name, value, allowed)
+            if type(value) is not float or not least <= value <= largest:
+                _check_range(name, value, least, largest)
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas: got {betas!r}, expected two numbers; {_CORRECT}")
     for index, beta in enumerate(betas):
         if type(beta) is not float or not 0.0 <= beta < 1.0:
-            _check_range(f"betas[{index}]", beta, _BETA)
+            _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
     if group.get("amsgrad"):
         raise ValueError(_unsupported("amsgrad"))
 
@@ -252,15 +248,19 @@ def check_hyper(group: Mapping[str, Any]) -> None:
 _CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
 
 
-def _check_range(name: str, value: float | Tensor, allowed: _Range) -> None:
+def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}: got a tensor of {value.numel()} elements, expected a single one")
         if name == "lr" and value.device.type != "cpu" and not value.is_complex():
             return  # reading it would wait for the device
         value = value.item()
-    if not (isinstance(value, Real) and allowed.least <= value <= allowed.largest):
-        raise ValueError(f"{name}: got {value!r}, expected {allowed.words}; {_CORRECT}")
+    if isinstance(value, Real) and least <= value <= largest:
+        return
+    bounds = "in [0.0, 1.0)" if largest == _BELOW_ONE else "that float32 can hold"
+    if least == 0 and largest == LARGEST:
+        bounds = f">= 0.0 {bounds}"
+    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {_CORRECT}")
 
 
 def _unsupported(name: str) -> str:
