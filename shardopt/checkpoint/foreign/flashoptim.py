@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, of_companding
 from shardopt.checkpoint.foreign.peer import Moments, Peer
+from shardopt.checkpoint.foreign.structure import are_floats, is_dense
+from shardopt.checkpoint.foreign.wording import kind_of
 from shardopt.codec import Moment
 
 _GROUP = 32
@@ -41,8 +42,8 @@ def _read(state: Mapping[str, Any], moment: Moment, name: str) -> CodedMoment:
     what = f"{name}: {moment.name}"
     codes, scales = state[moment.name + _CODES], state.get(moment.name + _SCALES)
     dtype = torch.int8 if moment.signed else torch.uint8
-    if not isinstance(scales, Tensor) or codes.dtype != dtype:
-        got = "no scales" if scales is None else f"codes of {codes.dtype}"
+    if not is_dense(codes) or codes.dtype != dtype or not are_floats(scales):
+        got = "no scales" if scales is None else f"scales of {kind_of(scales)} and codes of {kind_of(codes)}"
         raise ValueError(f"{what}: got {got}, expected {dtype} codes and float16 scales")
     if scales.dtype == torch.bfloat16:  # beside bfloat16 parameters they are float16's bits under that name
         scales = scales.view(torch.float16)

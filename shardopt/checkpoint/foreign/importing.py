@@ -14,8 +14,10 @@ from shardopt.checkpoint.foreign.flashoptim import Flashoptim
 from shardopt.checkpoint.foreign.moments import CodedMoment
 from shardopt.checkpoint.foreign.peer import Moments, Peer
 from shardopt.checkpoint.foreign.report import ImportReport, Outcome
+from shardopt.checkpoint.foreign.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.foreign.targets import check_not_flat, name_of, sharded
 from shardopt.checkpoint.foreign.torchao import Torchao
+from shardopt.checkpoint.foreign.wording import few, kind_of, named, shown
 from shardopt.checkpoint.groups import merged
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
@@ -124,7 +126,7 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
     place = 0
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _hyper(optimizer, own, source.group, peer)
-        found.ignored.extend(f"{key}={value!r} of param group {index}" for key, value in left_out.items())
+        found.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
         ids = list(range(place, place + len(own["params"])))
         place += len(ids)
         found.groups.append({**taken, "params": ids})
@@ -148,11 +150,8 @@ def _sources(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None
 ) -> Iterator[_Source]:
     """The source's param groups in the order of the optimizer's."""
-    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), Sequence):
-        raise ValueError(
-            f"got a state dict with {', '.join(map(str, list(state_dict)[:5]))}, expected state and param_groups; pass "
-            "what an optimizer's state_dict() or get_optimizer_state_dict() gives, not flattened"
-        )
+    known_options = {key for group in optimizer.param_groups for key in group if key != "params"}
+    check_structure(state_dict, known_options | {"amsgrad", "initial_lr"})
     saved, own = state_dict["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
         raise ValueError(
@@ -167,8 +166,8 @@ def _sources(
             ours = [known.get(id(param), name_of(group, index, at)) for at, param in enumerate(group["params"])]
             if set(ours) != set(keys):
                 raise ValueError(
-                    f"param group {index}: got a state dict of {', '.join(map(str, keys))}, expected "
-                    f"{', '.join(ours)}; make the optimizer with the same param groups, of the same model"
+                    f"param group {index}: got a state dict of {few(keys)}, expected {few(ours)}; make "
+                    "the optimizer with the same param groups, of the same model"
                 )
             keys = ours
         states = [_without_none(state_dict["state"].get(key, {})) for key in keys]
@@ -187,7 +186,7 @@ def _recognize(states: Sequence[Mapping[str, Any]]) -> Peer:
         if peer is None:
             forms = "; ".join(f"{peer.name} has {peer.form}" for peer in _PEERS)
             raise ValueError(
-                f"got the state of an unknown optimizer, with {', '.join(map(str, state))}, expected a known one: "
+                f"got the state of an unknown optimizer, with {few(state)}, expected a known one: "
                 f"{forms}. Load shardopt's own with load_state_dict"
             )
         found[peer] = None
@@ -232,6 +231,8 @@ def _check_layout(spec: ParameterState, param: Tensor, moments: Moments, name: s
     """
     for key, value in moments.items():
         found = value.codes if isinstance(value, CodedMoment) else value
+        if not (is_dense(found) if isinstance(value, CodedMoment) else are_floats(found)):
+            raise ValueError(f"{name}: got {key} as {kind_of(found)}, expected a dense tensor of floats")
         if tuple(found.shape) != spec.shard.global_shape:
             raise ValueError(f"{name}: got {key} of shape {tuple(found.shape)}, expected {spec.shard.global_shape}")
         if isinstance(found, DTensor):

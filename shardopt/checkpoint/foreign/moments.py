@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from shardopt.checkpoint.foreign.structure import are_floats
 from shardopt.codec import get_codec
 from shardopt.codec.base import are_finite
 from shardopt.codec.dynamic8 import dynamic_map
@@ -44,10 +45,15 @@ class CodedMoment(NamedTuple):
         return aligned and self.block_size == grid.block_size
 
 
+def is_map(values: object) -> TypeGuard[Tensor]:
+    """Whether a value has a number for each of 256 codes."""
+    return are_floats(values) and values.shape == (256,)
+
+
 def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
     """A moment whose codes are places in a map of 256 values, dynamic8's or another."""
     expected = dynamic_map(signed=signed).to(values.device)
-    same = values.shape == expected.shape and values.dtype == expected.dtype and torch.equal(values, expected)
+    same = values.dtype == expected.dtype and torch.equal(values, expected)
 
     def decode(blocks: Tensor, scales: Tensor) -> Tensor:
         return values[blocks.int()] * scales

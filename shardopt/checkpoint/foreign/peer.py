@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.checkpoint.foreign.moments import CodedMoment
+from shardopt.checkpoint.foreign.wording import few
 from shardopt.codec import Moment
 
 #: The moments of one parameter under our names, in float or in codes.
@@ -58,6 +59,6 @@ class Peer:
 
 def _other_optimizer(name: str, found: Sequence[str], expected: Sequence[Moment]) -> ValueError:
     return ValueError(
-        f"{name}: got state with {', '.join(found) or 'no moments'}, expected "
+        f"{name}: got state with {few(found) or 'no moments'}, expected "
         f"{', '.join(moment.name for moment in expected) or 'none'}; import it into the optimizer of the same kind"
     )

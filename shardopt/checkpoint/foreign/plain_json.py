@@ -6,7 +6,6 @@ import json
 from typing import Any, TypeGuard
 
 _MAX_NESTING = 16
-_MAX_SHOWN = 80  # characters
 
 
 def parsed(text: str | bytes) -> Any:
@@ -31,12 +30,6 @@ def parsed(text: str | bytes) -> Any:
 def is_count(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number that an offset or extent can be."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def shown(value: object) -> str:
-    """A value as errors show it: on one line, and not all of a long one."""
-    text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.foreign.plain_json import is_count, parsed, shown
+from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES
+from shardopt.checkpoint.foreign.wording import named, shown
 
 #: The library's limit.
 _MAX_HEADER_BYTES = 100_000_000
@@ -99,7 +100,7 @@ class SafetensorsReader:
         end = 0
         for name, stored in sorted(tensors.items(), key=lambda item: item[1][2:]):
             if stored.begin != end:
-                self._refuse(f"{shown(name)} at byte {stored.begin} of the data, which the one before ends at {end}")
+                self._refuse(f"{named(name)} at byte {stored.begin} of the data, which the one before ends at {end}")
             end = stored.end
         if end != size - self._data_begin:
             self._refuse(f"{size - self._data_begin} bytes of data, of which the header describes {end}")
@@ -107,16 +108,16 @@ class SafetensorsReader:
 
     def _stored(self, name: str, described: Any) -> StoredTensor:
         if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
-            self._refuse(f"{shown(name)} without dtype, shape and data_offsets, or with more")
+            self._refuse(f"{named(name)} without dtype, shape and data_offsets, or with more")
         dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            self._refuse(f"{shown(name)} of dtype {shown(dtype)}")
+            self._refuse(f"{named(name)} of dtype {shown(dtype)}")
         for counts in (shape, offsets):
             if not isinstance(counts, list) or len(counts) > _MAX_DIMS or not all(map(is_count, counts)):
-                self._refuse(f"{shown(name)} with {shown(counts)} for its shape or data_offsets")
+                self._refuse(f"{named(name)} with {shown(counts)} for its shape or data_offsets")
         stored = StoredTensor(_DTYPES[dtype], tuple(shape), *offsets) if len(offsets) == 2 else None
         if stored is None or stored.end - stored.begin != math.prod(shape) * stored.dtype.itemsize:
-            self._refuse(f"{shown(name)} of {dtype} and shape {shown(shape)} at {shown(offsets)}")
+            self._refuse(f"{named(name)} of {dtype} and shape {shown(shape)} at {shown(offsets)}")
         return stored
 
     def _bytes(self, position: int, count: int) -> Tensor:

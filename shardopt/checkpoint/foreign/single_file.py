@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,10 +23,11 @@ from torch.nn import Module
 
 from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.foreign.plain_json import is_count, parsed, shown
+from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
 from shardopt.checkpoint.foreign.targets import names_of, part_of, sharded
+from shardopt.checkpoint.foreign.wording import few, shown
 from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, saved_options
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.codec import Moment
@@ -40,7 +41,6 @@ from shardopt.optim.state import ParameterState, StateDict
 FORMAT_VERSION = 1
 _KEY = "shardopt"  # of the metadata
 _EXPECTED = "expected what save_safetensors writes; save it again"
-_MAX_LISTED = 4
 
 PathLike = str | os.PathLike[str]
 
@@ -295,7 +295,7 @@ def _saved_entries(spec: ParameterState, *, dequantized: bool) -> dict[str, Tens
 def _check_format(path: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for option in STATE_FORMAT:
         if saved.get(option, group[option]) != group[option]:
-            got = shown(repr(saved[option]))
+            got = shown(saved[option])
             raise CheckpointError(
                 f"{path}: got state saved with {option}={got}, expected {group[option]!r}; make the optimizer with "
                 f"{option}={got}, or save with dequantize=True"
@@ -310,8 +310,8 @@ def _check(path: str, file: SafetensorsReader, of: str, found: set[str], expecte
     """
     if found != expected.keys():
         raise CheckpointError(
-            f"{path}: got {_few(found - expected.keys()) or 'nothing else'} for {of}, expected "
-            f"{_few(expected.keys() - found) or 'none of it'}; load it into the model and optimizer that were saved"
+            f"{path}: got {few(found - expected.keys()) or 'nothing else'} for {of}, expected "
+            f"{few(expected.keys() - found) or 'none of it'}; load it into the model and optimizer that were saved"
         )
     for name, like in expected.items():
         stored = file.tensors[name]
@@ -320,12 +320,6 @@ def _check(path: str, file: SafetensorsReader, of: str, found: set[str], expecte
                 f"{path}: got {name} of shape {stored.shape} and {DTYPES[stored.dtype]}, expected {tuple(like.shape)} "
                 f"and {DTYPES[like.dtype]}; load it into the model and optimizer that were saved"
             )
-
-
-def _few(names: Collection[str]) -> str:
-    """The first of some names from a file, on one line."""
-    listed = [shown(name) for name in sorted(names)[:_MAX_LISTED]]
-    return ", ".join(listed) + (f" and {len(names) - len(listed)} more" if len(names) > len(listed) else "")
 
 
 def _read_states(

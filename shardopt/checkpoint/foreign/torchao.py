@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, of_map
+from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, is_map, of_map
 from shardopt.checkpoint.foreign.peer import Moments, Peer
+from shardopt.checkpoint.foreign.structure import are_floats, is_dense
+from shardopt.checkpoint.foreign.wording import kind_of, shown
 from shardopt.codec import Moment
 
 _EIGHT_BIT = "OptimState8bit"
@@ -34,13 +36,32 @@ class Torchao(Peer):
 def _read(value: Any, what: str, *, signed: bool) -> Tensor | CodedMoment:
     kind = type(value).__name__
     if kind in _OTHERS:
-        dequantized: Tensor = value.dequantize()
-        return dequantized
+        return _dequantized(value, what)
     if kind != _EIGHT_BIT:
         return value  # type: ignore[no-any-return]
-    codes, scales = value.codes, value.scale
-    size = codes.numel() // max(scales.numel(), 1)
-    if codes.dtype != torch.uint8 or value.signed != signed:
-        raise ValueError(f"{what}: got codes of {codes.dtype}, signed={value.signed}, expected uint8, signed={signed}")
+    codes, scales, values, of_sign = (getattr(value, key, None) for key in ("codes", "scale", "qmap", "signed"))
+    if not is_dense(codes) or codes.dtype != torch.uint8 or of_sign is not signed:
+        raise ValueError(
+            f"{what}: got codes of {kind_of(codes)}, signed={shown(of_sign)}, expected uint8, signed={signed}"
+        )
+    if not are_floats(scales) or not is_map(values):
+        raise ValueError(
+            f"{what}: got scales of {kind_of(scales)} and a map of {kind_of(values)}, expected floats, and 256 of them "
+            "in the map"
+        )
+    size = max(codes.numel() // max(scales.numel(), 1), 1)
     check_blocks(codes, scales, size, what)
-    return of_map(codes, scales.float(), value.qmap, size, signed=signed)
+    return of_map(codes, scales.float(), values, size, signed=signed)
+
+
+def _dequantized(value: Any, what: str) -> Tensor:
+    try:
+        found = value.dequantize()
+    except Exception as error:  # torchao's own: it checks nothing
+        raise ValueError(
+            f"{what}: got {type(value).__name__} that torchao cannot dequantize ({type(error).__name__}), expected a "
+            "whole one; save the state dict again"
+        ) from error
+    if not are_floats(found):
+        raise ValueError(f"{what}: got {kind_of(found)} from dequantize(), expected floats")
+    return found
