@@ -194,8 +194,11 @@ def test_one_huge_element_makes_nothing_nonfinite(rule: str, codec: str) -> None
             assert not bad.any(), f"{int(bad.sum())} elements of {name} after a gradient of {huge}"
 
 
-def test_bad_elements_are_reported() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_bad_elements_are_reported(scheduled: bool) -> None:
     optimizer = make()
+    if scheduled:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # which wraps step()
     give_gradients(optimizer, 0)
     optimizer.param_groups[0]["params"][0].grad[:2, 0] = torch.nan
     with warnings.catch_warnings():

@@ -129,7 +129,7 @@ def run(code: str) -> str:
 
 
 def test_importing_is_light_and_silent() -> None:
-    """No deepspeed, no FSDP, no network, no warning, no output."""
+    """No deepspeed, no FSDP, no compiler, no network, no warning, no output."""
     code = """
 import sys, socket, warnings
 warnings.simplefilter("error")
@@ -139,7 +139,8 @@ def refuse(*args, **kwargs):
     raise AssertionError("a socket was opened")
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
 import shardopt
-heavy = ("deepspeed", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+distributed = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+heavy = ("deepspeed", "torch._dynamo", *distributed)
 loaded = [name for name in set(sys.modules) - before if name.startswith(heavy)]
 assert not loaded, loaded
 assert not torch.distributed.is_initialized()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -26,6 +26,7 @@ from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
 from shardopt.optim.stepper import Stepper
+from shardopt.optim.warn import warn_user
 
 #: In the param groups of a state dict: what is not taken over.
 _KEPT = frozenset([HELD, *PLACEMENT])
@@ -158,6 +159,7 @@ class ShardedOptimizer(Optimizer, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes a step on every parameter that has a gradient.
@@ -357,11 +359,10 @@ class ShardedOptimizer(Optimizer, ABC):
         new = known - self._skipped_reported
         if new > 0:
             self._skipped_reported = known
-            warnings.warn(
+            warn_user(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",
                 RuntimeWarning,
-                stacklevel=5,  # past torch's wrappers of step()
             )
 
 

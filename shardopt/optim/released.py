@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
@@ -86,6 +87,7 @@ class ReleasedParameters:
         """Gradient elements that were skipped; see :meth:`shardopt.kernels.skipped.SkippedElements.count`."""
         return sum(parameter.stepper.skipped.count(wait=wait) for parameter in self._parameters.values())
 
+    @_disable_dynamo  # backward passes within compiled functions call it, too
     @torch.no_grad()
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.

@@ -1,0 +1,137 @@
+"""``torch.compile`` around a step: it is a graph break, and the bits are those of the same loop without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import shardopt
+from helpers import everything
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Loop:
+    """A model, its optimizer, a schedule of the learning rate, and ways to train them."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 33))
+        self.optimizer: ShardedOptimizer = shardopt.AdamW8bit(
+            self.model.parameters(), **copy.deepcopy({"lr": 1e-2, **options})
+        )
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def gradients(self, x: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def train(self, x: Tensor) -> None:
+        self.gradients(x)
+        self.optimizer.step()
+
+    def train_by_closure(self, x: Tensor) -> None:
+        self.optimizer.step(lambda: self.gradients(x))
+
+    def run(self, train: Callable[[Tensor], object]) -> list[dict[str, int]]:
+        """Trains; returns dynamo's count of compiled frames after each step."""
+        frames = []
+        for t in range(STEPS):
+            train(values((4, 64), t))
+            self.schedule.step()
+            frames.append(dict(counters["frames"]))
+        return frames
+
+
+def compiled_step(loop: Loop, backend: str) -> Callable[[Tensor], object]:
+    step = torch.compile(loop.optimizer.step, backend=backend)
+
+    def train(x: Tensor) -> None:
+        loop.gradients(x)
+        step()
+
+    return train
+
+
+#: What is compiled: the step alone, or what has a step in it.
+WAYS: dict[str, Callable[[Loop, str], Callable[[Tensor], object]]] = {
+    "step": compiled_step,
+    "train step": lambda loop, backend: torch.compile(loop.train, backend=backend),
+    "closure": lambda loop, backend: torch.compile(loop.train_by_closure, backend=backend),
+}
+BACKENDS = ["eager", "aot_eager"]
+
+
+def assert_as_without_compiling(way: str, backend: str, **options: Any) -> None:
+    compiled, plain = Loop(**options), Loop(**options)
+    plain.run(plain.train)
+    frames = compiled.run(WAYS[way](compiled, backend))
+    assert frames[0], "something is compiled"
+    assert frames[2:] == [frames[1]] * (STEPS - 2), "nothing is compiled again, with new learning rates and tables"
+    assert_same(everything(compiled.optimizer), everything(plain.optimizer))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_step(way: str, backend: str) -> None:
+    assert_as_without_compiling(way, backend)
+
+
+def test_a_learning_rate_in_a_tensor() -> None:
+    assert_as_without_compiling("train step", "aot_eager", lr=torch.tensor(1e-2))
+
+
+def test_inductor() -> None:
+    """With a step in the compiled function or after it: inductor's arithmetic is not always that of eager execution."""
+    inside, after = Loop(), Loop()
+    gradients = torch.compile(after.gradients, backend="inductor")
+
+    def train(x: Tensor) -> None:
+        gradients(x)
+        after.optimizer.step()
+
+    after.run(train)
+    inside.run(torch.compile(inside.train, backend="inductor"))
+    assert_same(everything(inside.optimizer), everything(after.optimizer))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_autograd(backend: str) -> None:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert_as_without_compiling("train step", backend)
+
+
+@pytest.mark.parametrize(("what", "compiled_autograd"), [("model", False), ("train step", False), ("train step", True)])
+def test_released_gradients(what: str, compiled_autograd: bool) -> None:
+    """Hooks step parameters during the backward pass of a compiled model, and within a compiled train step."""
+    released, plain = Loop(), Loop()
+    plain.run(plain.train)
+    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+        shardopt.release_gradients(released.model, released.optimizer)
+        train = released.train
+        if what == "model":
+            released.model.compile(backend="aot_eager")
+        else:
+            train = torch.compile(train, backend="aot_eager")
+        frames = released.run(train)
+    assert frames[2:] == [frames[1]] * (STEPS - 2)
+    assert_same(everything(released.optimizer), everything(plain.optimizer))
