@@ -228,8 +228,10 @@ def test_only_changed_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_misspelt_options_in_param_groups(key: str, meant: str) -> None:
-    with pytest.warns(UserWarning, match=f"got '{key}' in a param group, which is no option .*expected '{meant}'"):
+    message = f"got '{key}' in a param group, which is no option .*expected '{meant}'"
+    with pytest.warns(UserWarning, match=message) as caught:
         shardopt.AdamW8bit([{"params": [Parameter(torch.zeros(3))], key: 1}])
+    assert caught[0].filename == __file__
 
 
 def test_other_keys_in_param_groups_are_let_pass() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
 from shardopt.optim.stepper import Stepper
+from shardopt.optim.warn import warn_user
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -356,17 +355,8 @@ class ShardedOptimizer(Optimizer, ABC):
         new = known - self._skipped_reported
         if new > 0:
             self._skipped_reported = known
-            warnings.warn(
+            warn_user(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",
                 RuntimeWarning,
-                stacklevel=_level_of_user(),
             )
-
-
-def _level_of_user() -> int:
-    """The ``stacklevel`` that has the caller's warning point at the user's line, past torch's wrappers of ``step``."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("shardopt", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level

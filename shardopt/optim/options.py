@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Collection, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
+from shardopt.optim.warn import warn_user
 
 if sys.version_info >= (3, 11):
     from typing import Unpack as Unpack
@@ -182,11 +182,10 @@ def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:
     for key in keys:
         near = get_close_matches(key, known, n=1, cutoff=0.8)
         if key not in known and near and not set(near[0].split("_")) <= set(key.split("_")):  # as no_weight_decay
-            warnings.warn(
+            warn_user(
                 f"got {key!r} in a param group, which is no option and is ignored, expected {near[0]!r}; rename it if "
                 "that is meant",
                 UserWarning,
-                stacklevel=3,
             )
 
 

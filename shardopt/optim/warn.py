@@ -1,0 +1,14 @@
+"""Warnings that point at the user's line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warns at the user's line: the innermost one outside torch, which wraps methods of optimizers, and shardopt."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardopt", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
