@@ -153,3 +153,34 @@ def test_order_of_imports(order: tuple[str, str], tmp_path: Path) -> None:
         "    assert getattr(engine.DeepSpeedEngine, method).__module__.startswith('shardopt.'), method",
         "assert shardopt.AdamW8bit in zero.utils.ZERO_SUPPORTED_OPTIMIZERS",
     )
+
+
+#: What of Accelerate's module of that name matters here: the function is looked up when it is called.
+ACCELERATOR = """
+def map_pytorch_optim_to_deepspeed(optimizer):
+    return "DeepSpeedCPUAdam"
+
+def prepare(optimizer):
+    return map_pytorch_optim_to_deepspeed(optimizer)
+"""
+
+
+@pytest.mark.parametrize("order", [("shardopt", "accelerate.accelerator"), ("accelerate.accelerator", "shardopt")])
+@pytest.mark.parametrize(
+    ("text", "replaced"),
+    [(ACCELERATOR, "'DeepSpeedCPUAdam'"), ("def prepare(optimizer):\n    return optimizer\n", "theirs")],
+)
+def test_accelerate_keeps_our_optimizers(order: tuple[str, str], text: str, replaced: str, tmp_path: Path) -> None:
+    """A stand-in for Accelerate: with what it does where DeepSpeed is installed, and without."""
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (tmp_path / "accelerate" / "accelerator.py").write_text(text)
+    _run(
+        tmp_path,
+        *(f"import {name}" for name in order),
+        "import accelerate.accelerator, torch",
+        "params = [torch.nn.Parameter(torch.zeros(2))]",
+        "ours, theirs = shardopt.AdamW8bit(params), torch.optim.AdamW(params)",
+        "assert accelerate.accelerator.prepare(ours) is ours",
+        f"assert accelerate.accelerator.prepare(theirs) == {replaced}",
+    )

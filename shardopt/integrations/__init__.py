@@ -82,3 +82,12 @@ def _hook_zero_redundancy(module: ModuleType) -> None:
 
 
 after_import("torch.distributed.optim.zero_redundancy_optimizer", _hook_zero_redundancy)
+
+
+def _hook_accelerate(module: ModuleType) -> None:
+    from shardopt.integrations.accelerate import install
+
+    install(module)
+
+
+after_import("accelerate.accelerator", _hook_accelerate)

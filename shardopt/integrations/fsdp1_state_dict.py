@@ -1,8 +1,8 @@
 """torch's own gathering of optimizer state under FSDP1: it cannot carry codes and scales, and is told so at once.
 
 ``FullyShardedDataParallel.optim_state_dict`` puts a unit's state together from flat tensors of the parameters' shapes
-and of one dtype. Scales are of other shapes, and blocks may be cut; some dtypes it would cast without a word. State in
-torch.optim's form (``state_dict(dequantize=True)``, or what torch's own optimizer saved) passes in both directions.
+and of one dtype; scales are of other shapes, and blocks may be cut. State in torch.optim's form passes in both
+directions: ``state_dict(dequantize=True)``, and what torch's own optimizer saved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardopt.optim.options import STATE_FORMAT
+from shardopt.optim.options import is_own
 
 
 def hook_fsdp1(module: Any) -> None:
@@ -104,7 +104,7 @@ def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: An
 def _has_flat_shards(optimizer: Any) -> bool:
     """Whether an optimizer is one of ours, or a wrapper of one, and has parameters of FSDP1."""
     return any(
-        _says_format(group) and any(getattr(param, "_fsdp_flattened", False) for param in group["params"])
+        is_own(group) and any(getattr(param, "_fsdp_flattened", False) for param in group["params"])
         for group in optimizer.param_groups
     )
 
@@ -113,9 +113,5 @@ def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
     """Whether a state dict is in our form, also where torch has flattened it (``param_groups.<name>.<option>``)."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
-        return any(_says_format(group) for group in state_dict["param_groups"])
-    return _says_format({key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")})
-
-
-def _says_format(options: Any) -> bool:
-    return all(option in options for option in STATE_FORMAT)
+        return any(is_own(group) for group in state_dict["param_groups"])
+    return is_own({key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")})

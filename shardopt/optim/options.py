@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Real
@@ -109,6 +109,11 @@ PLACEMENT = ("offload", "device_state_budget", "pin_memory")
 
 #: What the tables of a step depend on.
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed", "exact_cut_blocks")
+
+
+def is_own(options: Container[str]) -> bool:
+    """Whether the options of a param group, or of one in a state dict, are those of an optimizer of this package."""
+    return all(option in options for option in STATE_FORMAT)
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -283,6 +283,19 @@ def test_wrong_config_for_a_given_optimizer(deepspeed_ranks: Pool, zero: dict[st
     deepspeed_ranks.run(2, _raises, config(2, None, zero=zero), ValueError, f"{name}.*: got", True)
 
 
+def _replaced(zero: dict[str, Any]) -> None:
+    import_deepspeed()
+    model = make_net()
+    theirs = torch.optim.AdamW(shardopt.AdamW8bit(model.parameters()).param_groups)
+    with pytest.raises(ValueError, match=r'got AdamW with .* set "zero_force_ds_cpu_optimizer": false'):
+        make_engine(model, config(2, None, zero=zero), optimizer=theirs, model_parameters=None)
+
+
+def test_a_replaced_optimizer_is_refused(deepspeed_ranks: Pool) -> None:
+    """Frameworks put DeepSpeedCPUAdam in the place of a given optimizer under offload, with its param groups."""
+    deepspeed_ranks.run(2, _replaced, OFFLOAD)
+
+
 @pytest.mark.parametrize(
     ("version", "known"),
     [

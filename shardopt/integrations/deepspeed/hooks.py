@@ -31,7 +31,7 @@ from shardopt.integrations.deepspeed.offload import accepting_bf16_masters, load
 from shardopt.integrations.deepspeed.partitions import assign_partitions
 from shardopt.integrations.deepspeed.universal import loading_universal, read_natively, saving
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.options import DEFAULTS
+from shardopt.optim.options import DEFAULTS, is_own
 
 #: The versions of DeepSpeed whose insides are known: [first, end).
 VERSIONS = ((0, 19, 8), (0, 20))
@@ -86,6 +86,8 @@ def install(engine_module: ModuleType) -> None:
                     self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
             return optimizer
 
+        if self.zero_use_cpu_optimizer():
+            _refuse_replacement(client_optimizer)
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
             make = client_optimizer
             client_optimizer = lambda params: accepted(make(params))  # noqa: E731
@@ -122,6 +124,16 @@ def install(engine_module: ModuleType) -> None:
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
     known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
+
+
+def _refuse_replacement(optimizer: Any) -> None:
+    """Raises if a framework has put another optimizer in the place of one of ours, as Accelerate does under offload."""
+    groups = getattr(optimizer, "param_groups", [])
+    if not isinstance(optimizer, ShardedOptimizer) and any(is_own(group) for group in groups):
+        raise ValueError(
+            f"got {type(optimizer).__name__} with the param groups of one of shardopt's optimizers, expected that "
+            'optimizer, which may be offloaded; set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config'
+        )
 
 
 def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) -> None:
