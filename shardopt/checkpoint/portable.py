@@ -39,6 +39,7 @@ from shardopt.checkpoint.storage import PortableReader, PortableWriter
 from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
 
 _TRIES = 10  # of a load that other saves overtake
+_ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of torch's
 
 
 class Loaded(NamedTuple):
@@ -102,6 +103,8 @@ def async_save(
     with deferred_interrupts():
         tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
         done = _Saving(_free_stager())
+        if not dist.is_initialized():  # for good: the warning comes from a thread of torch's, whenever it begins
+            warnings.filterwarnings("ignore", _ONE_PROCESS)
         saving = state_dict_saver.async_save(
             tensors,
             storage_writer=writer,
@@ -236,7 +239,7 @@ def _group_of_saves() -> dist.ProcessGroup | None:
 def _no_warning_of_one_process() -> Iterator[None]:
     """Keeps torch.distributed.checkpoint from warning that there is no process group, which it was told."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", _ONE_PROCESS)
         yield
 
 

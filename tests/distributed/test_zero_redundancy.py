@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,29 @@ def test_state_of_torch_is_refused(ranks: Pool, tmp_path: Path) -> None:
     step_with(model, theirs, 0)
     torch.save(theirs.state_dict(), tmp_path / "optimizer")
     ranks.run(2, _of_torch, tmp_path / "optimizer")
+
+
+def _damaged(path: Path, key: str, value: float) -> None:
+    """Every rank refuses it, whoever owns the parameter, and keeps what it had."""
+    model = _model()
+    optimizer = _optimizer(model.parameters(), "adamw")
+    step_with(model, optimizer, 0)
+    inner = optimizer.optim
+    before = {param: dict(state) for param, state in inner.state.items()}
+    state_dict = torch.load(path, weights_only=True)
+    entry = state_dict["state"][0][key]
+    entry.view(-1)[0] = value
+    with pytest.raises(ValueError, match="parameter 0 of param group 0: got"):
+        optimizer.load_state_dict(state_dict)
+    assert inner.state.keys() == before.keys()
+    assert all(inner.state[param][k] is x for param, state in before.items() for k, x in state.items())
+
+
+@pytest.mark.parametrize(("key", "value"), [("exp_avg_scales", math.nan), ("step", -5.0), ("exp_avg_sq_scales", -1.0)])
+def test_damaged_state_is_refused(ranks: Pool, tmp_path: Path, key: str, value: float) -> None:
+    whole, optimizer = _whole(STEPS, "adamw", torch.float32)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer")
+    ranks.run(2, _damaged, tmp_path / "optimizer", key, value)
 
 
 def _groups(params: list[Any]) -> list[dict[str, Any]]:
