@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from shardopt.optim.flat_state import (
 )
 from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_options
 from shardopt.optim.planning import listed_name
-from shardopt.optim.state import StateDict
+from shardopt.optim.state import StateDict, local_entries
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer
@@ -72,37 +72,44 @@ def adopt(optimizer: ShardedOptimizer, state_dict: StateDict) -> StateDict:
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
     groups, loaded = all_or_none(now, lambda: _read(optimizer, state_dict))
     specs = [each.spec for each in loaded]
-    is_own = _is_own(optimizer, state_dict["param_groups"])
+    _demand_own(optimizer, state_dict["param_groups"], specs)
+    given = encode_flat_moments(specs, [each.entries for each in loaded])
+    loaded = [each._replace(entries=entries) for each, entries in zip(loaded, given, strict=True)]
+    # Of torch, or dequantized: neither knows of low bits.
+    of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
+    all_or_none(specs, lambda: _check_entries(loaded, of_torch=of_torch))
+    places = optimizer.places
+    state = {
+        index: Adopted(spec.adopt(entries, places.place(param).state, name) if entries else {})
+        for param, index, name, spec, entries in loaded
+        if entries is not None
+    }
+    all_or_none(specs, lambda: _check_values(loaded, state))
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _demand_own(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], specs: Sequence[AnyState]) -> None:
+    """Raises on all ranks if one was given the state of elements that it does not hold, as far as that can be seen."""
+    pairs = zip(saved, optimizer.param_groups, strict=True)
+    held = [(group.get(HELD), held_elements(own["params"])) for group, own in pairs]
+    is_own = all(here is None or there in (None, here) for there, here in held)
     if on_any_rank(specs, not is_own):  # all must know: the others would wait for one that gives up
         raise ValueError(
             f"got the state of other elements than {'another' if is_own else 'this'} rank's, expected what it itself "
             "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
         )
-    given = encode_flat_moments(specs, [each.entries for each in loaded])
-    loaded = [each._replace(entries=entries) for each, entries in zip(loaded, given, strict=True)]
-    # Of torch, or dequantized: neither knows of low bits.
-    of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
 
-    def check_entries() -> None:
-        for each in loaded:
-            if each.entries:
-                each.spec.check_loaded(each.entries, each.name, of_torch=of_torch)
 
-    all_or_none(specs, check_entries)
-    state: dict[Any, StateDict] = {}
-    for param, index, name, spec, entries in loaded:
-        if entries is not None:
-            state[index] = spec.adopt(entries, optimizer.places.place(param).state, name) if entries else {}
+def _check_entries(loaded: Sequence[_Loaded], *, of_torch: bool) -> None:
+    for each in loaded:
+        if each.entries:
+            each.spec.check_loaded(each.entries, each.name, of_torch=of_torch)
 
-    def check_values() -> None:
-        for each in loaded:
-            if each.entries:
-                local = each.spec.shard.local
-                parts = {key: x if key == "step" else local(x) for key, x in state[each.index].items()}
-                each.spec.check_local(parts, each.name)
 
-    all_or_none(specs, check_values)
-    return {**state_dict, "state": {i: Adopted(entries) for i, entries in state.items()}, "param_groups": groups}
+def _check_values(loaded: Sequence[_Loaded], state: Mapping[Any, Adopted]) -> None:
+    for each in loaded:
+        if each.entries:
+            each.spec.check_local(local_entries(each.spec.shard, state[each.index].state), each.name)
 
 
 def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded]]:
@@ -148,10 +155,3 @@ def _merged_groups(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> 
         except ValueError as error:
             raise ValueError(f"param group {index}: {error}") from None
     return groups
-
-
-def _is_own(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> bool:
-    """Whether the state is of the elements that this rank holds in flat shards, as far as the state dict says."""
-    pairs = zip(saved, optimizer.param_groups, strict=True)
-    held = [(group.get(HELD), held_elements(own["params"])) for group, own in pairs]
-    return all(here is None or there in (None, here) for there, here in held)

@@ -258,7 +258,7 @@ class ParameterState:
         """Checks what this rank's part of the state stands for.
 
         Args:
-            state: the entries that the state has, as plain tensors.
+            state: what :func:`local_entries` gives.
             name: the parameter's name in errors.
 
         Raises:
@@ -371,6 +371,11 @@ class ParameterState:
 def _elements(band: Band) -> slice:
     """The elements of a band in the flattened local tensor."""
     return slice(band.element, band.element + band.rows * band.cols)
+
+
+def local_entries(shard: Shard, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """This rank's part of a state, as plain tensors."""
+    return {key: value if key == "step" else shard.local(value) for key, value in state.items()}
 
 
 def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:

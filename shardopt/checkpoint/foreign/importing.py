@@ -24,7 +24,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.flat_state import all_or_none
 from shardopt.optim.loaded_entries import check_dense, check_moment, checked_step
 from shardopt.optim.options import DEFAULTS
-from shardopt.optim.state import ParameterState, StateDict
+from shardopt.optim.state import ParameterState, StateDict, local_entries
 
 _TORCH = Peer()
 _PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), _TORCH)
@@ -109,8 +109,7 @@ def import_state(
 
     def check_values() -> None:
         for index, (name, spec, *_) in found.states.items():
-            local = {key: x if key == "step" else spec.shard.local(x) for key, x in state[index].items()}
-            spec.check_local(local, name)
+            spec.check_local(local_entries(spec.shard, state[index]), name)
 
     all_or_none(specs, check_values)
     optimizer.load_state_dict({"state": state, "param_groups": found.groups})

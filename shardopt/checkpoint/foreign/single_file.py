@@ -36,7 +36,7 @@ from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loaded_entries import check_moment
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.state import ParameterState, StateDict
+from shardopt.optim.state import ParameterState, StateDict, local_entries
 
 FORMAT_VERSION = 1
 _KEY = "shardopt"  # of the metadata
@@ -167,9 +167,8 @@ def _check_values(
 ) -> None:
     """Checks what this rank's parts of the states stand for."""
     for index, (param, spec, _) in wanted.items():
-        local = {key: x if key == "step" else spec.shard.local(x) for key, x in state[index].items()}
         with _naming(path):
-            spec.check_local(local, names[id(param)])
+            spec.check_local(local_entries(spec.shard, state[index]), names[id(param)])
 
 
 def _demand_written(path: PathLike, size: int, failure: OSError | None) -> None:
