@@ -199,7 +199,7 @@ def _damaged(path: Path, key: str, value: float) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("exp_avg_scales", math.nan), ("step", -5.0), ("exp_avg_sq_scales", -1.0)])
 def test_damaged_state_is_refused(ranks: Pool, tmp_path: Path, key: str, value: float) -> None:
-    whole, optimizer = _whole(STEPS, "adamw", torch.float32)
+    _, optimizer = _whole(STEPS, "adamw", torch.float32)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer")
     ranks.run(2, _damaged, tmp_path / "optimizer", key, value)
 
