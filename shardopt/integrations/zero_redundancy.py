@@ -12,6 +12,7 @@ from typing import Any
 
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.planning import listed_name
+from shardopt.optim.state import ParameterState
 
 
 def install(module: ModuleType) -> None:
@@ -63,5 +64,6 @@ def _check_entries(outer: Any, state_dict: dict[str, Any]) -> None:
                 continue
             spec, name = inner.state_spec(param, group), listed_name(group, number, position)
             spec.check_loaded(entries, name, of_torch=of_torch)
-            if all(spec.codes_name(moment) in entries for moment in spec.moments):  # others the next step refuses
+            is_coded = isinstance(spec, ParameterState) and all(spec.codes_name(m) in entries for m in spec.moments)
+            if is_coded:  # anything else the next step refuses
                 spec.check_local(entries, name)
