@@ -21,17 +21,20 @@ T* pointer(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+using Batch = std::tuple<int, int, int, int64_t, int64_t, int64_t>;  // CudaBatch
+
 py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups) {
   const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data());
   py::list batches;
-  for (const CudaBatch& batch : made.batches) batches.append(py::make_tuple(batch.rule, batch.begin, batch.end));
+  for (const CudaBatch& b : made.batches)
+    batches.append(py::make_tuple(b.rule, b.codec, b.format, b.begin, b.aligned_end, b.end));
   return py::make_tuple(py::array_t<CudaTask>(static_cast<py::ssize_t>(made.tasks.size()), made.tasks.data()), batches);
 }
 
 void step_on_cuda(int device, uint64_t entries, uint64_t groups, uint64_t tasks, uint64_t steps, uint64_t tables,
                   uint64_t prepared, uint64_t grad_scale, uint64_t found_inf, uint64_t nonfinite, int64_t entry_count,
-                  int64_t step_count, Phase phase, const std::vector<std::tuple<int, int64_t, int64_t>>& batches,
-                  uint64_t stream) {
+                  int64_t step_count, Phase phase, const std::vector<Batch>& batches, uint64_t stream) {
+  const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
   const CudaCall call{pointer<TensorEntry>(entries),
                       pointer<GroupEntry>(groups),
@@ -46,7 +49,8 @@ void step_on_cuda(int device, uint64_t entries, uint64_t groups, uint64_t tasks,
                       step_count,
                       phase};
   if (phase == Phase::kStep) prepare_cuda(call, pointer<void>(stream));
-  for (const auto& [rule, begin, end] : batches) step_cuda(call, {rule, begin, end}, pointer<void>(stream));
+  for (const auto& [rule, codec, format, begin, aligned_end, end] : batches)
+    step_cuda(call, {rule, codec, format, begin, aligned_end, end}, pointer<void>(stream));
 }
 
 void copy_on_cuda(int device, const Table<uint64_t>& to, const Table<uint64_t>& from, const Table<int64_t>& nbytes,
@@ -65,7 +69,8 @@ void bind_cuda(py::module_& m) {
   m.attr("cuda_prepared_bytes") = kPreparedBytes;
   m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
   m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"),
-        "The entries cut into the tasks of warps, and the tasks' batches: (rule, begin, end).");
+        "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, "
+        "aligned_end, end.");
   m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("groups"), py::arg("tasks"),
         py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"), py::arg("found_inf"),
         py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"), py::arg("batches"),

@@ -86,6 +86,11 @@ def numpy_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
+def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The products of float32 numbers, in a type that has room for them and for a whole number beside them."""
+    return a.astype(np.longdouble) * b
+
+
 def dynamic8_by_the_formula(y: Tensor, *, signed: bool) -> Tensor:
     """The codes as the README defines them, by NumPy's operations and lines from exact fractions."""
     counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(7)]

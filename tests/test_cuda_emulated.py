@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import cuda_emulated
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, step
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, at_odd_offset, step
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
 from step_tables import FORMATS, HYPER, PIECES, Problem
-from test_kernels import DTYPES, FP32, gradients, make, start, using
+from test_kernels import BF16, DTYPES, FP32, gradients, make, start, using
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (97, 257), (1, 1032))
 
@@ -51,6 +51,49 @@ def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str) -> None:
         param_dtype, gradient_dtype = DTYPES[dtypes]
         steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
         compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
+
+
+#: Of whole, aligned blocks: less than a turn, turns and a rest, several tasks.
+ALIGNED = ((2, 128), (9, 128), (3, 1152), (1, 6528))
+ALIGNED_FORMATS: dict[str, tuple[torch.dtype, dict[str, object]]] = {
+    "fp32": (FP32, {}),
+    "bf16": (BF16, {}),
+    "bf16+8": (BF16, {"master_weight_bits": 24}),
+    "bf16+16": (BF16, {"master_weight_bits": 32}),
+    "bf16 stochastic": (BF16, {"stochastic_rounding": True}),
+}
+
+
+def aligned_gradients(t: int, dtype: torch.dtype) -> Named:
+    """NaN and Inf in step 3, a row without gradients in step 4, huge and tiny ones in step 6."""
+    found = {name: gradient.clone() for name, gradient in gradients(t, dtype, ALIGNED).items()}
+    for gradient in found.values():
+        if t == 4:
+            gradient[0] = 0.0
+        elif t == 6:
+            gradient[-1, ::7] *= 1e17
+            gradient[-1, 1::5] *= 1e-30
+    return found
+
+
+@pytest.mark.parametrize("weights", ALIGNED_FORMATS)
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "sgd"])
+def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
+    dtype, options = ALIGNED_FORMATS[weights]
+    steps = [aligned_gradients(t, dtype) for t in (1, 2, 3, 4, 5, 6, 7, 8)]
+    before = emulated.aligned_turns()
+    compare(emulated, rule, codec, start(dtype, ALIGNED), steps, **options)
+    turns = len(steps) * (9 // 4 + 27 // 4 + 51 // 4)
+    assert turns / 4 < emulated.aligned_turns() - before < turns
+
+
+def test_misaligned_addresses(emulated: ModuleType) -> None:
+    """Gradients that do not begin where vectors may: the other kernels do it."""
+    steps = [{name: at_odd_offset(x) for name, x in aligned_gradients(t, BF16).items()} for t in (1, 2)]
+    before = emulated.aligned_turns()
+    compare(emulated, "adamw", "log8", start(BF16, ALIGNED), steps)
+    assert emulated.aligned_turns() == before
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256, 512, 4096])

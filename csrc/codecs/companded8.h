@@ -8,6 +8,7 @@ SHARDOPT_BEGIN_NAMESPACE
 struct Companded8 {
   static constexpr const char* kName = "companded8";
   using Code = uint8_t;
+  static constexpr int kCoderTable = 0;
   static constexpr bool kRoot = true;
   static constexpr bool kRelative = false;
 
@@ -15,20 +16,32 @@ struct Companded8 {
   struct Unsigned : ScaledByMaximum<true> {
     static constexpr bool kMeasuresSmallest = false;
 
-    float inverse, unit;
+    float inverse255, unit;
 
-    SHARDOPT_HD Unsigned(const float* scales, const float*)
-        : ScaledByMaximum(scales), inverse(units_in(255.0f)), unit(scale / 255.0f) {}
+    SHARDOPT_HD Unsigned(const float* scales, const float* table)
+        : Unsigned(scales, table, reciprocal(inverted(scales))) {}
+    SHARDOPT_HD Unsigned(const float* scales, const float*, float inverse)
+        : ScaledByMaximum(scales), inverse255(255.0f * inverse), unit(scale * (1.0f / 255.0f)) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F u) const {
-      const IntOf<F> q = round_to_int(u * inverse);
+      const IntOf<F> q = round_fma_to_int(u, inverse255, 0.0f);
       return max_int(q, select(u > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));
+    }
+
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode_above_zero(F u) const {
+      return max_int(round_fma_to_int(u, inverse255, 0.0f), spread<IntOf<F>>(1));
     }
 
     template <class I>
     SHARDOPT_HD auto decode(I c) const {
       return to_float(c) * unit;
+    }
+
+    template <class I>
+    SHARDOPT_HD auto decode_above_zero(I c) const {
+      return decode(c);
     }
   };
 
@@ -36,12 +49,13 @@ struct Companded8 {
   struct Signed : CodedByTable<true> {
     float inverse, inverse254;
 
-    SHARDOPT_HD Signed(const float* scales, const float* t)
-        : CodedByTable(scales, t), inverse(units_in(1.0f)), inverse254(units_in(254.0f)) {}
+    SHARDOPT_HD Signed(const float* scales, const float* t) : Signed(scales, t, reciprocal(inverted(scales))) {}
+    SHARDOPT_HD Signed(const float* scales, const float* t, float inverse_scale)
+        : CodedByTable(scales, t), inverse(inverse_scale), inverse254(254.0f * inverse_scale) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x) const {
-      return signed_code_of(x * inverse254 / fma(magnitude(x), inverse, 1.0f));
+      return signed_code_of(x * inverse254, reciprocal(fma(magnitude(x), inverse, 1.0f)));
     }
   };
 };

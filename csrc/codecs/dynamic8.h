@@ -30,6 +30,7 @@ struct DynamicMap {
 struct Dynamic8 {
   static constexpr const char* kName = "dynamic8";
   using Code = uint8_t;
+  static constexpr int kCoderTable = 2 * DynamicMap::kSize;
   static constexpr bool kRoot = false;
   static constexpr bool kRelative = false;
 
@@ -43,8 +44,9 @@ struct Dynamic8 {
     SHARDOPT_HD static const float* entries(const float* table) {
       return kUnsigned ? table + DynamicMap::kSize : table;
     }
-    SHARDOPT_HD Coder(const float* scales, const float* t)
-        : CodedByTable(scales, entries(t)), inverse(units_in(1.0f)) {}
+    SHARDOPT_HD Coder(const float* scales, const float* t) : Coder(scales, t, reciprocal(inverted(scales))) {}
+    SHARDOPT_HD Coder(const float* scales, const float* t, float inverse_scale)
+        : CodedByTable(scales, entries(t)), inverse(inverse_scale) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x) const {
@@ -60,7 +62,20 @@ struct Dynamic8 {
   };
 
   using Signed = Coder<false>;
-  using Unsigned = Coder<true>;
+
+  struct Unsigned : Coder<true> {
+    using Coder<true>::Coder;
+
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode_above_zero(F x) const {
+      return max_int(DynamicMap::nearest(table, x * inverse), spread<IntOf<F>>(1));
+    }
+
+    template <class I>
+    SHARDOPT_HD auto decode_above_zero(I c) const {
+      return decode(c);
+    }
+  };
 };
 
 SHARDOPT_END_NAMESPACE

@@ -9,6 +9,7 @@ SHARDOPT_BEGIN_NAMESPACE
 struct Log8 {
   static constexpr const char* kName = "log8";
   using Code = uint8_t;
+  static constexpr int kCoderTable = 0;
   static constexpr bool kRoot = true;
   static constexpr bool kRelative = true;
 
@@ -19,7 +20,7 @@ struct Log8 {
     static constexpr int32_t kLevels = 254;
     static constexpr int32_t kMaxRange = 32 << 23;
 
-    int32_t top, step;
+    int32_t top, step, base;  // base: the bits that a code of 0 would stand for
     float inverse_step;
 
     SHARDOPT_HD static void measure(const Extremes& extremes, float* scales) {
@@ -28,17 +29,28 @@ struct Log8 {
       scales[1] = static_cast<float>(max_int(1, (range + kLevels - 1) / kLevels));
     }
 
-    SHARDOPT_HD Unsigned(const float* scales, const float*)
-        : top(bits(scales[0])), step(static_cast<int32_t>(scales[1])), inverse_step(1.0f / scales[1]) {}
+    SHARDOPT_HD static float inverted(const float* scales) { return scales[1]; }
+
+    SHARDOPT_HD static bool is_even(const Extremes& extremes) {
+      return extremes.high - (kInfinityBits - extremes.low) <= kMaxRange;
+    }
+
+    SHARDOPT_HD Unsigned(const float* scales, const float* table)
+        : Unsigned(scales, table, reciprocal(inverted(scales))) {}
+    SHARDOPT_HD Unsigned(const float* scales, const float*, float inverse)
+        : top(bits(scales[0])),
+          step(static_cast<int32_t>(scales[1])),
+          base(opaque(top - 255 * step)),
+          inverse_step(inverse) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F u, F& decoded) const {
       using I = IntOf<F>;
-      const F distance = to_float(top - bits(u)) * inverse_step;  // >= 0: as integers the bits are ordered alike
-      const I levels = round_to_int(float_from_bits(min_int(bits(distance), spread<I>(bits(254.0f)))));
+      const F below = to_float(bits(u) - top);  // <= 0: as integers the bits are ordered alike
+      const I q = max_int(round_fma_to_int(below, inverse_step, 255.0f), spread<I>(1));
       const auto is_zero = bits(u) == 0;
-      decoded = float_from_bits(select(is_zero, I{}, top - levels * step));
-      return select(is_zero, I{}, 255 - levels);
+      decoded = float_from_bits(select(is_zero, I{}, q * step + base));
+      return select(is_zero, I{}, q);
     }
 
     template <class F>
@@ -47,9 +59,21 @@ struct Log8 {
       return encode(u, decoded);
     }
 
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode_above_zero(F u, F& decoded) const {
+      const IntOf<F> q = bits(fma(to_float(bits(u) - top), inverse_step, kWhole + 255.0f));
+      decoded = float_from_bits(q * step + opaque(base - kWholeBits * step));
+      return q;
+    }
+
     template <class I>
     SHARDOPT_HD auto decode(I c) const {
-      return float_from_bits(select(c == 0, I{}, c * step + (top - 255 * step)));
+      return float_from_bits(select(c == 0, I{}, c * step + base));
+    }
+
+    template <class I>
+    SHARDOPT_HD auto decode_above_zero(I c) const {
+      return float_from_bits(c * step + base);
     }
   };
 
@@ -57,12 +81,14 @@ struct Log8 {
   struct Signed : CodedByTable<true> {
     float inverse;
 
-    SHARDOPT_HD Signed(const float* scales, const float* t) : CodedByTable(scales, t), inverse(units_in(1.0f)) {}
+    SHARDOPT_HD Signed(const float* scales, const float* t) : Signed(scales, t, reciprocal(inverted(scales))) {}
+    SHARDOPT_HD Signed(const float* scales, const float* t, float inverse_scale)
+        : CodedByTable(scales, t), inverse(inverse_scale) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F r) const {
       const F y = r * inverse;
-      return signed_code_of(y * fma(-0.7f * 127.0f, magnitude(y), 1.7f * 127.0f));
+      return signed_code_of(y, fma(-0.7f * 127.0f, magnitude(y), 1.7f * 127.0f));
     }
   };
 };

@@ -2,6 +2,7 @@
 //
 // A codec is a struct with
 //   kName, Code        its name and the type of one code
+//   kCoderTable        floats of `table` that coders look up, except for the values of signed codes
 //   kRoot              whether unsigned moments are coded by their square root
 //   kRelative          whether a signed moment with an unsigned one beside it is coded in units of the latter's coded
 //   root Signed, Unsigned   a coder for each kind of moment:
@@ -9,10 +10,14 @@
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
 //     measure(e, s)      the block's scales from its extremes
-//     Coder(s, table)    the coder of a block with these scales
+//     inverted(s)        the scale whose reciprocal a coder needs, above zero
+//     Coder(s, table, i) the coder of a block with these scales; i: that reciprocal, computed where it is left out
 //     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
 //     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
 //     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
+//   and of unsigned coders, for blocks without zeros, before and after the step:
+//     is_even(e)         whether a block with these extremes, the smallest above zero, needs no more than these:
+//     decode_above_zero, encode_above_zero   as above, of codes and numbers that are not zero
 // and knows nothing of rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
 
@@ -33,10 +38,10 @@ SHARDOPT_HD I code_magnitude(I q) {
   return min_int(select(q < 0, -q, q), spread<I>(127));
 }
 
-// The whole number nearest to x, |x| < 2^22, ties to even, in the low byte as two's complement.
+// The whole number nearest to the exact product x * y, below 2^22, ties to even, in the low byte as two's complement.
 template <class F>
-SHARDOPT_HD IntOf<F> signed_code_of(F x) {
-  return bits(x + kWhole);
+SHARDOPT_HD IntOf<F> signed_code_of(F x, F y) {
+  return bits(fma(x, y, spread<F>(kWhole)));
 }
 
 // The least scale of a block that is not all zeros, so that 254 times its reciprocal is finite and its smallest code is
@@ -58,10 +63,12 @@ struct ScaledByMaximum {
     scales[0] = float_from_bits(extremes.high == 0 ? 0 : max_int(extremes.high, least));
   }
 
-  SHARDOPT_HD explicit ScaledByMaximum(const float* scales) : scale(scales[0]) {}
+  // Of a block of zeros, any number.
+  SHARDOPT_HD static float inverted(const float* scales) { return scales[0] > 0.0f ? scales[0] : 1.0f; }
 
-  // How often the scale goes into `number`; of a block of zeros, any number.
-  SHARDOPT_HD float units_in(float number) const { return number / (scale > 0.0f ? scale : 1.0f); }
+  SHARDOPT_HD static bool is_even(const Extremes&) { return true; }
+
+  SHARDOPT_HD explicit ScaledByMaximum(const float* scales) : scale(scales[0]) {}
 };
 
 // The base of a coder by table: a code stands for its entry times the scale. Either all 256 codes have an entry, or,

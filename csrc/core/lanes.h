@@ -102,6 +102,10 @@ struct Floats {
   SHARDOPT_COMPARISON(Floats, >, greater)
   SHARDOPT_COMPARISON(Floats, <, less)
   SHARDOPT_COMPARISON(Floats, !=, not_equal)
+  friend SHARDOPT_HD Floats operator-(Floats a) {
+    SHARDOPT_EACH a.x[i] = -a.x[i];
+    return a;
+  }
 };
 
 #undef SHARDOPT_OPERATOR
@@ -159,6 +163,11 @@ SHARDOPT_HD Floats<kPack> fma(Floats<kPack> a, float b, float c) {
 template <int kPack>
 SHARDOPT_HD Floats<kPack> fma(float a, Floats<kPack> b, float c) {
   return fma(Floats<kPack>(a), b, Floats<kPack>(c));
+}
+
+template <int kPack>
+SHARDOPT_HD Floats<kPack> reciprocal(Floats<kPack> a) {
+  return Floats<kPack>(1.0f) / a;
 }
 
 template <int kSize, int kPack>

@@ -54,6 +54,15 @@ SHARDOPT_HD float square_root(float x) {
 #endif
 }
 
+// 1 / x, correctly rounded.
+SHARDOPT_HD float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(x);
+#else
+  return 1.0f / x;
+#endif
+}
+
 SHARDOPT_HD int32_t max_int(int32_t a, int32_t b) { return a > b ? a : b; }
 SHARDOPT_HD int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
 
@@ -67,6 +76,14 @@ SHARDOPT_HD float lookup(const float* table, int32_t index) {
 }
 
 SHARDOPT_HD bool any(bool condition) { return condition; }
+
+// x, of which nvcc is not to know how it was computed: it would take c * step + x apart.
+SHARDOPT_HD int32_t opaque(int32_t x) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+r"(x));
+#endif
+  return x;
+}
 
 // A number or vector whose elements are all x.
 template <class F>
@@ -109,6 +126,12 @@ SHARDOPT_HD IntOf<F> round_to_int(F x) {
   return bits(x + kWhole) - kWholeBits;
 }
 
+// The same of the exact x * y + z, z whole.
+template <class F>
+SHARDOPT_HD IntOf<F> round_fma_to_int(F x, float y, float z) {
+  return bits(fma(x, y, kWhole + z)) - kWholeBits;
+}
+
 // x >= 0 with the sign of the code q.
 template <class F>
 SHARDOPT_HD F with_sign_of(F x, IntOf<F> q) {
@@ -127,7 +150,7 @@ SHARDOPT_HD IntOf<F> bf16_from_float(F x) {
   using I = IntOf<F>;
   const auto b = as_unsigned(bits(x));  // a NaN may carry into the sign and beyond
   const I rounded = as_signed((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
-  return select(x != x, spread<I>(0x7fc0), rounded);
+  return select(x != x, spread<I>(0x7fff), rounded);  // as NVIDIA's instruction has it
 }
 
 template <class I>

@@ -5,6 +5,7 @@
 //   Kept               the moments it keeps, in the order of `moment`: at most one unsigned
 //   make(hyper, step)  the scalars, computed once per step in double from operations that round alike everywhere
 //   update(...)        the mathematics of one element. `root` receives the square root of the unsigned moment, if any
+//   root_limit()       of a rule with an unsigned moment: see Adam
 // and knows nothing of codecs, devices or shards.
 #pragma once
 

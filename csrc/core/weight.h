@@ -11,6 +11,17 @@ SHARDOPT_BEGIN_NAMESPACE
 // more bits of mantissa (5 bits of exponent, 26 of mantissa). Its upper half is the parameter, what is below the
 // optimizer's.
 
+// A word rounded to 16 + kLowBits bits, to nearest even; what stands below is undefined.
+template <int kLowBits, class I>
+SHARDOPT_HD I rounded_word(I word) {
+  const auto w = as_unsigned(word);
+  return as_signed(kLowBits == 16 ? w : w + 0x7fu + ((w >> 8) & 1u));
+}
+
+// What a bfloat16's master weight would round to infinity, less one last place of the word.
+template <int kLowBits>
+constexpr int32_t kLargestWord = kInfinityBits - (1 << (16 - kLowBits));
+
 // Of a float: the word rounded to 16 + kLowBits bits, to nearest even; what stands below is undefined. Finite weights
 // stay finite.
 template <DType kDType, int kLowBits, class F>
@@ -18,14 +29,9 @@ SHARDOPT_HD IntOf<F> master_word(F x) {
   using I = IntOf<F>;
   constexpr int kDropped = 16 - kLowBits;
   const I b = magnitude_bits(x), sign = bits(x) & kSignMask;
-  const auto rounded = [](I word) {
-    const auto w = as_unsigned(word);
-    return as_signed(kDropped == 0 ? w : w + 0x7fu + ((w >> 8) & 1u));
-  };
   if constexpr (kDType == DType::kBFloat16) {
-    // What would be rounded to infinity, less one last place of the word.
-    constexpr int32_t kLargest = kInfinityBits - (1 << kDropped);
-    const I word = rounded(bits(x));
+    constexpr int32_t kLargest = kLargestWord<kLowBits>;
+    const I word = rounded_word<kLowBits>(bits(x));
     if (!any(b > kLargest)) return word;
     const I large = select(b < kInfinityBits, spread<I>(kLargest), b);
     const I tamed = select(b > kInfinityBits, spread<I>(0x7fc00000), large);
@@ -33,7 +39,7 @@ SHARDOPT_HD IntOf<F> master_word(F x) {
   } else {
     // The largest below 65536 whose word is no infinity. From 65520 the float16 is one, the master weight is not.
     constexpr int32_t kLargest = kLowBits == 16 ? 0x477fffff : 0x477fffe0;
-    const I normal = rounded((min_int(b, spread<I>(kLargest)) - (112 << 23)) << 3);
+    const I normal = rounded_word<kLowBits>((min_int(b, spread<I>(kLargest)) - (112 << 23)) << 3);
     // Below 2^-14 a float16 is a multiple of 2^-24; what is missing has kLowBits more.
     const F y = magnitude(x), shifted = y + 0.5f;
     const I low = round_to_int((y - (shifted - 0.5f)) * (16777216.0f * (1 << kLowBits)));

@@ -11,7 +11,7 @@ struct Adam {
   using Kept = Moments<MomentKind::kSigned, MomentKind::kUnsigned>;
   static constexpr const char* kHyper[] = {"lr", "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay"};
 
-  float beta2, one_minus_beta1, one_minus_beta2, eps;
+  float one_minus_beta1, one_minus_beta2, eps;
   float coupled_decay;             // added to the gradient, times the parameter (Adam)
   float decoupled_decay;           // share of the parameter that goes first (AdamW)
   float step_size;                 // lr / (1 - beta1^t)
@@ -20,7 +20,6 @@ struct Adam {
   SHARDOPT_HD static Adam make(const double* hyper, double step) {
     const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2];
     Adam rule;
-    rule.beta2 = static_cast<float>(beta2);
     rule.one_minus_beta1 = static_cast<float>(1.0 - beta1);
     rule.one_minus_beta2 = static_cast<float>(1.0 - beta2);
     rule.eps = static_cast<float>(hyper[3]);
@@ -31,14 +30,22 @@ struct Adam {
     return rule;
   }
 
+  // Roots of v below it come from gradients that are not large, and from kLeastQuickRoot up to it all that is computed
+  // of them is a normal number. 0: of no root.
+  SHARDOPT_HD float root_limit() const {
+    const bool is_usual = (coupled_decay == 0.0f || coupled_decay >= 1e-9f) && step_size < 1e3f && eps < 1e9f &&
+                          inverse_root_correction2 < 1e9f;
+    return is_usual ? 0x1p62f * square_root(one_minus_beta2) : 0.0f;
+  }
+
   template <class F>
   SHARDOPT_HD void update(F& param, F gradient, F* moment, F& root) const {
     const F g = add_scaled(coupled_decay, param, gradient);
     const F m = fma(one_minus_beta1, g - moment[0], moment[0]);
-    const F v = fma(beta2, moment[1], (one_minus_beta2 * g) * g);
+    const F v = fma(one_minus_beta2, fma(g, g, -moment[1]), moment[1]);  // >= 0: so is 1 - beta2, and at most 1
     root = square_root(v);
     const F denominator = fma(root, inverse_root_correction2, eps);
-    param = fma(-step_size, m / denominator, decayed(param, decoupled_decay));
+    param = fma(-step_size, m * reciprocal(denominator), decayed(param, decoupled_decay));
     moment[0] = m;
     moment[1] = v;
   }

@@ -279,7 +279,7 @@ class BlockStepper {
             F unit, &moment = kept[b].x[kSigned][i / kStep];
             const I code = coder.encode(x, unit);
             if (stores) store_lanes(blocks[b].codes[kUnsigned] + i, code);
-            moment = select(bits(x) == 0, F{}, moment / unit);
+            moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
             extremes.add_signed(moment);
           } else if (stores) {
             store_lanes(blocks[b].codes[kUnsigned] + i, unsigned_table_.encode(coder, x));

@@ -33,10 +33,29 @@ struct CudaCall {
   Phase phase;
 };
 
-// Tasks [begin, end), all of one rule.
+// Blocks of this size, if whole and aligned and in a usual format, have kernels of their own (step/cuda_aligned.h).
+constexpr int kAlignedBlock = 128;
+constexpr int kMaxTaskBlocks = 8192 / kAlignedBlock;  // of a task of these
+
+// Weights and gradients of such blocks.
+struct AlignedFormat {
+  WeightFormat weight;
+  DType gradient;
+};
+constexpr AlignedFormat kAlignedFormats[] = {
+    {WeightFormat::kFloat32, DType::kFloat32},
+    {WeightFormat::kBFloat16, DType::kBFloat16},
+    {WeightFormat::kBFloat16Plus8, DType::kBFloat16},
+    {WeightFormat::kBFloat16Plus16, DType::kBFloat16},
+    {WeightFormat::kBFloat16Stochastic, DType::kBFloat16},
+};
+constexpr int kAlignedFormatCount = sizeof kAlignedFormats / sizeof *kAlignedFormats;
+
+// Tasks [begin, end), all of one rule. Those before aligned_end are of whole, aligned blocks of one codec and format.
 struct CudaBatch {
   int rule;
-  int64_t begin, end;
+  int codec, format;  // of the aligned ones; format: in kAlignedFormats, or -1 where there are none
+  int64_t begin, aligned_end, end;
 };
 
 // The entries cut into tasks, and these by rule.

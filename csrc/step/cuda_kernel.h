@@ -3,12 +3,13 @@
 
 #include <type_traits>
 
-#include "step/cuda_stepper.h"
+#include "step/cuda_aligned.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kThreads = 128;
 constexpr int kResident = 5;  // thread blocks per multiprocessor that its registers must suffice for
+constexpr int kAlignedResident = 4;
 constexpr int kPrepareThreads = 256;
 
 SHARDOPT_DEVICE bool is_off(const CudaCall& call) { return call.found_inf && *call.found_inf != 0.0f; }
@@ -50,6 +51,10 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call) {
   for (int64_t i = threadIdx.x; i < call.entry_count; i += blockDim.x) prepare_entry(call, i, Rules{});
 }
 
+SHARDOPT_DEVICE void count_skipped(const CudaCall& call, int skipped) {
+  if (skipped) atomicAdd(call.nonfinite, static_cast<unsigned long long>(skipped));
+}
+
 // Functions of their own, so that no codec takes registers from another, nor the rare kind of block from the usual one.
 template <class Rule, class Codec, bool kOnce>
 __device__ __noinline__ int step_task(const CudaTask task, const TensorEntry& entry, const Prepared<Rule>& prepared,
@@ -76,16 +81,59 @@ SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const 
 template <class Rule>
 using CodecsOf = std::conditional_t<Rule::Kept::kCount == 0, List<Float32>, Codecs>;
 
+template <class Rule>
+SHARDOPT_DEVICE void step_any(const CudaCall& call, const CudaTask& task) {
+  const TensorEntry& entry = call.entries[task.entry];
+  if (call.phase != Phase::kStep && !entry.cut) return;
+  count_skipped(call, step_task<Rule>(call, task, entry, CodecsOf<Rule>{}));
+}
+
 // A warp per task, all of one rule.
 template <class Rule>
 __global__ void __launch_bounds__(kThreads, kResident) step_tasks(CudaCall call, CudaBatch batch) {
   const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (i >= batch.end || is_off(call)) return;
-  const CudaTask task = call.tasks[i];
+  step_any<Rule>(call, call.tasks[i]);
+}
+
+template <class Rule, class Codec, class Stepper>
+SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, const typename Stepper::Table& table,
+                                 typename Stepper::Ring& ring) {
   const TensorEntry& entry = call.entries[task.entry];
-  if (call.phase != Phase::kStep && !entry.cut) return;
-  const int skipped = step_task<Rule>(call, task, entry, CodecsOf<Rule>{});
-  if (skipped) atomicAdd(call.nonfinite, static_cast<unsigned long long>(skipped));
+  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
+  const int turns = Stepper::is_aligned(entry) ? task.blocks / kTurnBlocks : 0;
+  static_assert(kMaxTaskBlocks <= 32 * kTurnBlocks, "a bit per turn");
+  uint32_t left = 0;  // turns that were not taken
+  Stepper stepper(entry, prepared, table, task.first_block, ring);
+  stepper.begin(turns);
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    if (!stepper.step(turns - turn)) left |= 1u << turn;
+  }
+  int skipped = 0;
+  for (int turn = 0; turn * kTurnBlocks < task.blocks; ++turn) {
+    const int first = turn * kTurnBlocks, blocks = min_int(kTurnBlocks, task.blocks - first);
+    if (turn < turns && !(left >> turn & 1)) continue;
+    const CudaTask rest{task.first_block + first, task.entry, blocks};
+    skipped += step_task<Rule, Codec, true>(rest, entry, prepared, call.tables[entry.codec], Phase::kStep);
+  }
+  return skipped;
+}
+
+// The same with tasks of whole, aligned blocks before the others.
+template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
+__global__ void __launch_bounds__(kThreads, kAlignedResident) step_aligned_tasks(CudaCall call, CudaBatch batch) {
+  using Stepper = AlignedStepper<Rule, Codec, kWeight, kGradient>;
+  __shared__ typename Stepper::Table table;
+  __shared__ typename Stepper::Ring rings[kThreads / kWarp];
+  if (is_off(call)) return;
+  table.fill(call.tables[batch.codec]);
+  __syncthreads();
+  const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
+  if (i >= batch.end) return;
+  if (i >= batch.aligned_end) return step_any<Rule>(call, call.tasks[i]);
+  if (call.phase != Phase::kStep) return;
+  count_skipped(call, step_aligned<Rule, Codec, Stepper>(call, call.tasks[i], table, rings[threadIdx.x / kWarp]));
 }
 
 SHARDOPT_END_NAMESPACE

@@ -82,24 +82,17 @@ SHARDOPT_DEVICE void store_lane(uint64_t address, const Vector<T>& v, const Span
   }
 }
 
-// bf16_from_float of all elements. The instruction for two differs in nothing but the bits of NaN.
 SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
   Vector<uint16_t> v;
+#pragma unroll
+  for (int i = 0; i < kLane; i += 2) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  bool has_nan = false;
-#pragma unroll
-  for (int i = 0; i < kLane; ++i) has_nan |= x[i] != x[i];
-  if (!has_nan) {
-#pragma unroll
-    for (int i = 0; i < kLane; i += 2) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[i], x[i + 1]);
-      __builtin_memcpy(&v.x[i], &pair, sizeof pair);
-    }
-    return v;
-  }
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[i], x[i + 1]);
+    __builtin_memcpy(&v.x[i], &pair, sizeof pair);
+#else
+    for (int j = i; j < i + 2; ++j) v.x[j] = static_cast<uint16_t>(bf16_from_float(x[j]));
 #endif
-#pragma unroll
-  for (int i = 0; i < kLane; ++i) v.x[i] = static_cast<uint16_t>(bf16_from_float(x[i]));
+  }
   return v;
 }
 

@@ -245,8 +245,8 @@ class WarpStepper {
           float unit;
           codes.x[i] = static_cast<Code>(coder.encode(x, unit));
           const bool is_zero = bits(x) == 0;
-          const float quotient = kept_[kSigned][i] / (is_zero ? 1.0f : unit);  // a quotient by 0 takes long
-          kept_[kSigned][i] = is_zero ? 0.0f : quotient;
+          const float in_units = kept_[kSigned][i] * reciprocal(is_zero ? 1.0f : unit);  // that of 0 takes long
+          kept_[kSigned][i] = is_zero ? 0.0f : in_units;
         } else {
           codes.x[i] = static_cast<Code>(coder.encode(x));
         }

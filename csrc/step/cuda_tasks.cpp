@@ -1,32 +1,84 @@
+#define SHARDOPT_TARGET tasks
 #include <algorithm>
 
 #include "step/cuda.h"
+#include "step/instances.h"
 
 namespace shardopt {
 namespace {
 
-constexpr int64_t kTaskElements = 8192;
+// Fewer per task where a step is short, so that the last tasks to end do not keep most of the device waiting.
+int64_t task_elements(int64_t elements) {
+  constexpr int64_t kMany = 500'000'000, kSome = 50'000'000, kMost = kMaxTaskBlocks * kAlignedBlock;
+  return elements >= kMany ? kMost : elements >= kSome ? kMost / 2 : kMost / 4;
+}
+
+template <class... Rule>
+bool has_moments(int rule, tasks::List<Rule...>) {
+  constexpr bool has[] = {(Rule::Kept::kCount > 0)...};
+  return has[rule];
+}
+
+template <class... Codec>
+bool has_blocks(int codec, tasks::List<Codec...>) {
+  constexpr bool has[] = {(Codec::Signed::kScales > 0)...};
+  return has[codec];
+}
+
+// The entry's format in kAlignedFormats if it is whole blocks, one after the other; -1 otherwise. Addresses, which
+// change from step to step, are left to the kernels.
+int aligned_format(const TensorEntry& entry, int rule) {
+  const bool contiguous =
+      entry.rows == 1 || (entry.row_stride == entry.cols && entry.global_row_numel == entry.cols &&
+                          entry.scales_row_stride * kAlignedBlock == entry.cols);
+  if (entry.cut || entry.block_size != kAlignedBlock || entry.cols % kAlignedBlock != 0 || !contiguous) return -1;
+  if (!has_moments(rule, tasks::Rules{}) || !has_blocks(entry.codec, tasks::Codecs{})) return -1;
+  for (int i = 0; i < kAlignedFormatCount; ++i) {
+    if (entry.weight_format == static_cast<int32_t>(kAlignedFormats[i].weight) &&
+        entry.gradient_dtype == static_cast<int32_t>(kAlignedFormats[i].gradient))
+      return i;
+  }
+  return -1;
+}
 
 }  // namespace
 
 CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups) {
   CudaTasks made;
-  int rules = 0;
-  for (int64_t i = 0; i < entry_count; ++i) rules = std::max(rules, groups[entries[i].group].rule + 1);
-  for (int rule = 0; rule < rules; ++rule) {
-    const int64_t begin = static_cast<int64_t>(made.tasks.size());
-    for (int64_t i = 0; i < entry_count; ++i) {
-      const TensorEntry& entry = entries[i];
-      if (groups[entry.group].rule != rule) continue;
-      const int64_t blocks = entry.rows * ((entry.cols + entry.block_size - 1) / entry.block_size);
-      const int64_t blocks_per_task = std::max<int64_t>(1, kTaskElements / entry.block_size);
-      for (int64_t first = 0; first < blocks; first += blocks_per_task) {
-        const int64_t count = std::min(blocks_per_task, blocks - first);
-        made.tasks.push_back({first, static_cast<int32_t>(i), static_cast<int32_t>(count)});
+  int64_t elements = 0;
+  for (int64_t i = 0; i < entry_count; ++i) elements += entries[i].rows * entries[i].cols;
+  const int64_t per_task = task_elements(elements);
+  const auto made_count = [&] { return static_cast<int64_t>(made.tasks.size()); };
+  const auto add = [&](int64_t i) {
+    const TensorEntry& entry = entries[i];
+    const int64_t blocks = entry.rows * ((entry.cols + entry.block_size - 1) / entry.block_size);
+    const int64_t blocks_per_task = std::max<int64_t>(1, per_task / entry.block_size);
+    for (int64_t first = 0; first < blocks; first += blocks_per_task) {
+      const int64_t count = std::min(blocks_per_task, blocks - first);
+      made.tasks.push_back({first, static_cast<int32_t>(i), static_cast<int32_t>(count)});
+    }
+  };
+  // The aligned entries by rule, codec and format; a rule's other ones go with the last of its batches.
+  for (int rule = 0; rule < tasks::Rules::kCount; ++rule) {
+    const auto is_its = [&](int64_t i) { return groups[entries[i].group].rule == rule; };
+    CudaBatch batch{rule, 0, -1, made_count(), made_count(), made_count()};
+    for (int codec = 0; codec < tasks::Codecs::kCount; ++codec) {
+      for (int format = 0; format < kAlignedFormatCount; ++format) {
+        const int64_t begin = made_count();
+        for (int64_t i = 0; i < entry_count; ++i) {
+          if (is_its(i) && entries[i].codec == codec && aligned_format(entries[i], rule) == format) add(i);
+        }
+        const int64_t end = made_count();
+        if (end == begin) continue;
+        if (batch.end > batch.begin) made.batches.push_back(batch);
+        batch = {rule, codec, format, begin, end, end};
       }
     }
-    const int64_t end = static_cast<int64_t>(made.tasks.size());
-    if (end > begin) made.batches.push_back({rule, begin, end});
+    for (int64_t i = 0; i < entry_count; ++i) {
+      if (is_its(i) && aligned_format(entries[i], rule) < 0) add(i);
+    }
+    batch.end = made_count();
+    if (batch.end > batch.begin) made.batches.push_back(batch);
   }
   return made;
 }

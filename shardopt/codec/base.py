@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.numeric import divide
+from shardopt.kernels.numeric import reciprocal, round_fma
 
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
@@ -109,13 +109,13 @@ def are_finite(x: Tensor, *, signed: bool) -> bool:
 
 
 def units_in(number: float, scales: Tensor) -> Tensor:
-    """How often the scales go into a number; in blocks of zeros, any number."""
-    return divide(torch.full_like(scales, number), torch.where(scales > 0, scales, 1.0))
+    """A number times the reciprocal of the scales; in blocks of zeros, any number."""
+    return number * reciprocal(torch.where(scales > 0, scales, 1.0))
 
 
-def int8_codes(x: Tensor) -> Tensor:
-    """The nearest whole numbers, ties to even, as two's complement int8 in uint8."""
-    return torch.round(x).to(torch.int8).view(torch.uint8)
+def int8_codes(x: Tensor, y: Tensor) -> Tensor:
+    """The whole numbers nearest to the exact products, ties to even, as two's complement int8 in uint8."""
+    return round_fma(x, y).to(torch.int8).view(torch.uint8)
 
 
 def signed_lookup(table: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

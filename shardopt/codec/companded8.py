@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
-from shardopt.kernels.numeric import divide, float32, fma
+from shardopt.kernels.numeric import divide, float32, fma, reciprocal, round_fma
 
 
 class Companded8(Codec):
@@ -22,11 +22,11 @@ class Companded8(Codec):
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
-            return int8_codes(x * units_in(254, scales) / fma(x.abs(), units_in(1, scales), float32(1)))
-        q = torch.round(x * units_in(255, scales))
+            return int8_codes(x * units_in(254, scales), reciprocal(fma(x.abs(), units_in(1, scales), float32(1))))
+        q = round_fma(x, units_in(255, scales))
         return torch.where(x > 0, q.clamp(min=1), q).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
             return signed_lookup(self.table, codes, scales)
-        return codes.float() * divide(scales, 255)
+        return codes.float() * (scales * divide(float32(1), 255))

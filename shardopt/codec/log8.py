@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
-from shardopt.kernels.numeric import INFINITY_BITS, bits, divide, float32, float_from_bits, fma
+from shardopt.kernels.numeric import INFINITY_BITS, bits, float32, float_from_bits, fma, reciprocal, round_fma
 
 _LEVELS = 254
 _MAX_RANGE = 32 << 23  # 32 octaves
@@ -45,10 +45,9 @@ class Log8(Codec):
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
             y = x * units_in(1, scales)
-            return int8_codes(y * fma(float32(-0.7) * 127, y.abs(), float32(1.7) * 127))
+            return int8_codes(y, fma(float32(-0.7) * 127, y.abs(), float32(1.7) * 127))
         top, step = bits(scales[..., :1]), scales[..., 1:]
-        distance = (top - bits(x)).float() * divide(torch.ones_like(step), step)
-        q = 255 - torch.round(distance).clamp(max=_LEVELS)
+        q = round_fma((bits(x) - top).float(), reciprocal(step), 255).clamp(min=1)
         return torch.where(x > 0, q, 0).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, Coded
-from shardopt.kernels.numeric import square_root
+from shardopt.kernels.numeric import reciprocal, square_root
 
 
 class Moment(NamedTuple):
@@ -46,7 +46,7 @@ def encode_moments(
         if not moment.signed:
             x = x if not codec.root else square_root(x) if root is None else root
         elif unit is not None:
-            x = torch.where(unit > 0, x / unit, 0.0)
+            x = torch.where(unit > 0, x * reciprocal(unit), 0.0)
         scales = codec.measure(x, signed=moment.signed) if codec.blockwise else x
         codes = codec.encode(x, scales, signed=moment.signed)
         if codec.relative and not moment.signed:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, are_finite
+from shardopt.kernels.numeric import to_bf16
 
 
 class _Plain(Codec):
@@ -37,7 +38,7 @@ class BFloat16(_Plain):
     code_dtype = torch.bfloat16
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        codes = x.bfloat16()
+        codes = to_bf16(x)
         if signed:
             return codes
         smallest = torch.ones_like(codes, dtype=torch.int16).view(torch.bfloat16)

@@ -62,6 +62,23 @@ def divide(a: Tensor, b: Tensor | float) -> Tensor:
     return a / torch.as_tensor(b, dtype=torch.float32, device=a.device).expand_as(a)
 
 
+def reciprocal(x: Tensor) -> Tensor:
+    """``1 / x``, correctly rounded."""
+    return divide(torch.ones_like(x), x)
+
+
+def round_fma(x: Tensor, y: Tensor, z: int = 0) -> Tensor:
+    """The whole number nearest to ``x * y + z``, below 2^22, ties to even: int32."""
+    whole = 1.5 * 2**23  # where the float32 grid is the integers
+    return bits(fma(x, y, float32(whole + z))) - int(bits(float32(whole)))
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """The nearest bfloat16, ties to even, and of any NaN the one with all bits but the sign's set."""
+    nan = torch.tensor(0x7FFF, dtype=torch.int16, device=x.device).view(torch.bfloat16)
+    return torch.where(x.isnan(), nan, x.bfloat16())
+
+
 def to_blocks(x: Tensor, block_size: int, fill: int = 0) -> Tensor:
     """Cuts every row into blocks.
 

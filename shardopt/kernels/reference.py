@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.kernels.numeric import float32, fma, from_blocks, square_root, to_blocks
+from shardopt.kernels.numeric import float32, fma, from_blocks, reciprocal, square_root, to_blocks
 from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
 
 Scalars = Mapping[str, float]
@@ -63,12 +63,12 @@ def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: 
     m, v = moments
     g = add_scaled(hyper["coupled_decay"], p, g)
     m = fma(float32(1 - beta1), g - m, m)
-    v = fma(float32(beta2), v, (float32(1 - beta2) * g) * g)
+    v = fma(float32(1 - beta2), fma(g, g, -v), v)
     root = square_root(v)
     inverse_root_correction2 = float32(1 / math.sqrt(1 - power(beta2, step)))
     denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
     rate = float32(lr / (1 - power(beta1, step)))
-    p = fma(-rate, m / denominator, decayed(p, lr * hyper["decoupled_decay"]))
+    p = fma(-rate, m * reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
     return Updated(p, [m, v], root)
 
 

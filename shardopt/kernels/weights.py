@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits
+from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits, to_bf16
 
 _WORD = 2**32 - 1
 _TWO_WORDS = 2**64 - 1
@@ -108,7 +108,7 @@ class WeightFormat:
         if self.stochastic:
             assert noise is not None
             return StoredWeights(bf16_at_random(x, noise), None)
-        return StoredWeights(x.to(self.dtype), None)
+        return StoredWeights(to_bf16(x) if self.dtype == torch.bfloat16 else x.to(self.dtype), None)
 
 
 def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
     b = bits(x).long()
     rounded = ((b >> 16) & 0xFFFF) + (((b & 0xFFFF) + (random & 0xFFFF)) >> 16)
     at_random = _from_words(rounded, torch.bfloat16)
-    return torch.where((b & 0x7FFFFFFF) >= INFINITY_BITS, x.bfloat16(), at_random)
+    return torch.where((b & 0x7FFFFFFF) >= INFINITY_BITS, to_bf16(x), at_random)
 
 
 def noise_key(seed: int, parameter: int) -> int:

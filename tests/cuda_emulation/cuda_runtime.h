@@ -4,8 +4,11 @@
 
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <type_traits>
@@ -16,6 +19,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __shared__ static
 
 struct Index {
   unsigned x;
@@ -42,6 +46,7 @@ void __stcs(T* to, T value) {
 }
 
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
   const unsigned long long old = *to;
@@ -53,12 +58,20 @@ namespace emulation {
 
 constexpr unsigned kWarp = 32;
 
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
 struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   bool done = false;
   int32_t value = 0;  // what it hands to the lanes of its warp
   int64_t waits = 0;  // how often it has waited
+  std::vector<Copy> begun;                // asynchronous copies, not yet committed
+  std::deque<std::vector<Copy>> batches;  // committed ones that nobody has waited for
 };
 
 struct Block {
@@ -67,6 +80,7 @@ struct Block {
   std::function<void()> kernel;
 };
 inline Block* running = nullptr;
+inline int64_t agreements = 0;  // of all lanes of a warp: what they asked of each other was so
 
 inline Thread& current() { return running->threads[threadIdx.x]; }
 
@@ -127,4 +141,33 @@ inline int32_t __shfl_xor_sync(uint32_t, int32_t value, int lane_bits) {
   const int32_t got = emulation::running->threads[threadIdx.x ^ static_cast<unsigned>(lane_bits)].value;
   emulation::wait();  // nobody may hand over the next value before all have read this one
   return got;
+}
+
+inline bool __all_sync(uint32_t mask, bool condition) {
+  int32_t all = condition;
+  for (int lane_bit = 1; lane_bit < static_cast<int>(emulation::kWarp); lane_bit *= 2)
+    all &= __shfl_xor_sync(mask, all, lane_bit);
+  emulation::agreements += all != 0 && threadIdx.x % emulation::kWarp == 0;
+  return all != 0;
+}
+
+// Asynchronous copies are done as late as they may be, so that a kernel that does not wait for them reads what was there
+// before. A misaligned one is an error, as on the device.
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) {
+  if (bytes != 4 && bytes != 8 && bytes != 16) abort();
+  if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) abort();
+  emulation::current().begun.push_back({to, from, bytes});
+}
+
+inline void __pipeline_commit() {
+  emulation::Thread& thread = emulation::current();
+  thread.batches.push_back(std::move(thread.begun));
+  thread.begun.clear();
+}
+
+inline void __pipeline_wait_prior(size_t batches) {
+  std::deque<std::vector<emulation::Copy>>& waiting = emulation::current().batches;
+  for (; waiting.size() > batches; waiting.pop_front()) {
+    for (const emulation::Copy& copy : waiting.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+  }
 }

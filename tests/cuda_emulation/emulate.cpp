@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstring>
+#include <utility>
 
 #include "step/cuda_kernel.h"
 
@@ -13,20 +14,44 @@ void prepare_cuda(const CudaCall& call, void*) {
   emulation::run_block(emulated::kPrepareThreads, [&] { emulated::prepare(call); });
 }
 
+using Kernel = void (*)(CudaCall, CudaBatch);
+using Formats = std::make_integer_sequence<int, kAlignedFormatCount>;
+
+template <class Rule, class Codec, int kFormat>
+Kernel aligned_kernel() {
+  if constexpr (Rule::Kept::kCount > 0 && Codec::Signed::kScales > 0) {
+    constexpr AlignedFormat kIts = kAlignedFormats[kFormat];
+    return emulated::step_aligned_tasks<Rule, Codec, kIts.weight, kIts.gradient>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class Rule, class Codec, int... kFormat>
+Kernel kernel_of_format(int format, std::integer_sequence<int, kFormat...>) {
+  const Kernel kernels[] = {aligned_kernel<Rule, Codec, kFormat>()...};
+  return kernels[format];
+}
+
+template <class Rule, class... Codec>
+Kernel kernel_of_codec(const CudaBatch& batch, emulated::List<Codec...>) {
+  if (batch.format < 0) return emulated::step_tasks<Rule>;
+  const Kernel kernels[] = {kernel_of_format<Rule, Codec>(batch.format, Formats{})...};
+  return kernels[batch.codec];
+}
+
 template <class... Rule>
-void step_block(const CudaCall& call, const CudaBatch& batch, emulated::List<Rule...>) {
-  int index = 0;
-  ((batch.rule == index++ ? emulation::run_block(emulated::kThreads, [&] { emulated::step_tasks<Rule>(call, batch); })
-                          : void()),
-   ...);
+Kernel kernel_of(const CudaBatch& batch, emulated::List<Rule...>) {
+  const Kernel kernels[] = {kernel_of_codec<Rule>(batch, emulated::Codecs{})...};
+  return kernels[batch.rule];
 }
 
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void*) {
   constexpr int64_t kTasks = emulated::kThreads / emulated::kWarp;
+  const Kernel kernel = kernel_of(batch, emulated::Rules{});
   blockIdx.x = 0;
-  for (int64_t first = batch.begin; first < batch.end; first += kTasks, ++blockIdx.x) {
-    step_block(call, batch, emulated::Rules{});
-  }
+  for (int64_t first = batch.begin; first < batch.end; first += kTasks, ++blockIdx.x)
+    emulation::run_block(emulated::kThreads, [&] { kernel(call, batch); });
 }
 
 void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void*) {
@@ -43,4 +68,7 @@ void bind_cuda(pybind11::module_& m);
 
 }  // namespace shardopt
 
-PYBIND11_MODULE(cuda_emulated, m) { shardopt::bind_cuda(m); }
+PYBIND11_MODULE(cuda_emulated, m) {
+  shardopt::bind_cuda(m);
+  m.def("aligned_turns", [] { return emulation::agreements; }, "How many turns were taken by the kernels of aligned blocks.");
+}

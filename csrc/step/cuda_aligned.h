@@ -1,0 +1,460 @@
+// The step of whole blocks of 128 elements that lie one after the other, aligned, in a usual format: a block per eight
+// lanes, sixteen elements per lane, copied asynchronously into a ring in shared memory two turns ahead.
+//
+// A turn of a warp is four blocks. Zeros, numbers out of the ordinary and updates that would be lost are left to
+// WarpStepper, which does the whole turn: nothing is stored before all lanes know that there are none.
+#pragma once
+
+#include "step/cuda_quick.h"
+#include "step/cuda_stepper.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kEach = 16;                                // elements of a lane in a turn
+constexpr int kBlockLanes = kAlignedBlock / kEach;       // lanes of a block
+constexpr int kTurnBlocks = kWarp / kBlockLanes;         // blocks of a turn
+constexpr int kTurn = kTurnBlocks * kAlignedBlock;       // elements of a turn
+constexpr int kAlignedWarps = 4;                         // of a thread block
+constexpr size_t kSharedBytes = 48 * 1024;
+
+// Consecutive elements, moved at once.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Words {
+  T x[kCount];
+};
+
+// The type that the device moves so many bytes by.
+template <size_t kBytes>
+using Moved = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
+
+template <class T>
+SHARDOPT_DEVICE void store_streaming(void* to, const T& words) {
+  Moved<sizeof(T)> v;
+  static_assert(sizeof v == sizeof words);
+  __builtin_memcpy(&v, &words, sizeof v);
+  __stcs(static_cast<Moved<sizeof(T)>*>(to), v);
+}
+
+template <WeightFormat kFormat>
+struct WeightTypes {
+  using High = uint16_t;
+  using Low = void;
+};
+template <>
+struct WeightTypes<WeightFormat::kFloat32> {
+  using High = float;
+  using Low = void;
+};
+template <>
+struct WeightTypes<WeightFormat::kBFloat16Plus8> {
+  using High = uint16_t;
+  using Low = int8_t;
+};
+template <>
+struct WeightTypes<WeightFormat::kBFloat16Plus16> {
+  using High = uint16_t;
+  using Low = int16_t;
+};
+
+template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
+class AlignedStepper {
+  static constexpr int kMoments = Rule::Kept::kCount;
+  static constexpr int kUnsigned = Rule::Kept::kUnsigned;
+  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;
+  static constexpr bool kHasUnsigned = kUnsigned >= 0;
+  static constexpr bool kRelative = Codec::kRelative && kHasUnsigned;
+  using Unsigned = typename Codec::Unsigned;
+  using Signed = typename Codec::Signed;
+  using High = typename WeightTypes<kWeight>::High;
+  static constexpr bool kHasLow = !std::is_void_v<typename WeightTypes<kWeight>::Low>;
+  using Low = std::conditional_t<kHasLow, typename WeightTypes<kWeight>::Low, int8_t>;
+  static constexpr int kLowBits = 8 * sizeof(Low);
+  using Gradient = std::conditional_t<kGradient == DType::kFloat32, float, uint16_t>;
+  // Elements that a lane has side by side: as many as 16 bytes hold of the widest type.
+  static constexpr int kPart = sizeof(High) == 4 || sizeof(Gradient) == 4 ? 4 : 8;
+  static constexpr int kParts = kEach / kPart;
+  template <class T>
+  using Part = Words<T, kPart>;
+  using UnsignedScales = Words<float, Unsigned::kScales>;
+  using SignedScales = Words<float, Signed::kScales>;
+
+  // What a lane reads in a turn. It copied all of it itself, so that it need not wait for others.
+  struct alignas(16) InputsWithoutLow {
+    Part<High> high[kParts];
+    Part<Gradient> gradient[kParts];
+    Part<uint8_t> codes[kParts][kMoments];
+    UnsignedScales unsigned_scales;
+    SignedScales signed_scales;
+  };
+  struct InputsWithLow : InputsWithoutLow {
+    Part<Low> low[kParts];
+  };
+  using Inputs = std::conditional_t<kHasLow, InputsWithLow, InputsWithoutLow>;
+  // From lane to lane an odd number of 16 bytes, so that they use different banks of the shared memory.
+  static constexpr int kUnits = static_cast<int>(sizeof(Inputs) / 16) | 1;
+  struct alignas(16) Stage {
+    char bytes[kWarp][kUnits * 16];
+
+    SHARDOPT_DEVICE Inputs* of(int lane) { return reinterpret_cast<Inputs*>(bytes[lane]); }
+  };
+
+ public:
+  // What is looked up, in shared memory: the values of signed codes, and the codec's table where its coders need it.
+  struct Table {
+    static constexpr int kFloats = Codec::kCoderTable;
+    float values[256];
+    float codec[kFloats ? kFloats : 1];
+
+    SHARDOPT_DEVICE void fill(const float* from) {
+      for (int i = static_cast<int>(threadIdx.x); i < 256; i += static_cast<int>(blockDim.x))
+        values[i] = Signed::value(Signed::entries(from), i);
+      for (int i = static_cast<int>(threadIdx.x); i < kFloats; i += static_cast<int>(blockDim.x)) codec[i] = from[i];
+    }
+  };
+
+  // As many turns as static shared memory has room for, at most three.
+  static constexpr int kStages = kAlignedWarps * 3 * sizeof(Stage) + sizeof(Table) <= kSharedBytes ? 3 : 2;
+  using Ring = Stage[kStages];
+  static_assert(kAlignedWarps * sizeof(Ring) + sizeof(Table) <= kSharedBytes, "too much shared memory");
+
+  SHARDOPT_DEVICE AlignedStepper(const TensorEntry& entry, const Prepared<Rule>& prepared, const Table& table,
+                                 int64_t first_block, Ring& ring)
+      : rule_(prepared.rule),
+        gradient_scale_(prepared.gradient_scale),
+        root_limit_(bits(rule_root_limit(rule_))),
+        values_(table.values),
+        table_(table.codec),
+        lane_(static_cast<int>(threadIdx.x) % kWarp) {
+    const int64_t block = first_block + lane_ / kBlockLanes;
+    const int64_t element = block * kAlignedBlock + lane_ % kBlockLanes * kPart;
+    for (int i = 0; i < kStages; ++i) inputs_[i] = ring[i].of(lane_);
+    high_ = at<High>(entry.param, element);
+    gradient_ = at<Gradient>(entry.gradient, element);
+    low_ = at<Low>(entry.low_bits, element);
+    for (int k = 0; k < kMoments; ++k) codes_[k] = at<uint8_t>(entry.codes[k], element);
+    if constexpr (kHasUnsigned) unsigned_scales_ = at<float>(entry.scales[kUnsigned], block * Unsigned::kScales);
+    signed_scales_ = at<float>(entry.scales[kSigned], block * Signed::kScales);
+    if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
+      noise_ = Noise(entry.noise_key, prepared.step, entry.first_element + element);
+    }
+  }
+
+  // Whether an entry's addresses are as they have to be.
+  SHARDOPT_DEVICE static bool is_aligned(const TensorEntry& entry) {
+    uint64_t codes = 0;
+    for (int k = 0; k < kMoments; ++k) codes |= entry.codes[k];
+    bool aligned = (entry.param | entry.gradient | entry.low_bits) % 16 == 0 && codes % 8 == 0;
+    if constexpr (kHasUnsigned) aligned &= entry.scales[kUnsigned] % sizeof(UnsignedScales) == 0;
+    return aligned;
+  }
+
+  // Copies what the first turns of `turns` read.
+  SHARDOPT_DEVICE void begin(int turns) {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i < turns) fetch(*inputs_[i], i);
+      __pipeline_commit();
+    }
+  }
+
+  // Steps the next turn; false if it was left as it is.
+  SHARDOPT_DEVICE bool step(int turns_left) {
+    __pipeline_wait_prior(kStages - 2);
+    if (turns_left >= kStages) fetch(*inputs_[kStages - 1], kStages - 1);
+    __pipeline_commit();
+    Inputs* const inputs = inputs_[0];
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) inputs_[i] = inputs_[i + 1];
+    inputs_[kStages - 1] = inputs;
+    float high[kEach], root[kEach], moment[kEach];
+    const bool usual = update(*inputs, high, root, moment);
+    const bool stepped = finish(usual, high, root, moment);
+    advance();
+    return stepped;
+  }
+
+ private:
+  template <class T>
+  SHARDOPT_DEVICE static T* at(uint64_t address, int64_t index) {
+    return reinterpret_cast<T*>(address) + index;
+  }
+
+  // Elements from the lane's first one to the first of part h.
+  SHARDOPT_DEVICE static constexpr int part(int h) { return h * kPart * kBlockLanes; }
+
+  template <class T>
+  SHARDOPT_DEVICE static void copy(Part<T> (&to)[kParts], const T* from) {
+#pragma unroll
+    for (int h = 0; h < kParts; ++h) __pipeline_memcpy_async(&to[h], from + part(h), sizeof to[h]);
+  }
+
+  // Begins to copy what the turn after `ahead` others reads.
+  SHARDOPT_DEVICE void fetch(Inputs& to, int ahead) const {
+    copy(to.high, high_ + ahead * kTurn);
+    copy(to.gradient, gradient_ + ahead * kTurn);
+    if constexpr (kHasLow) copy(to.low, low_ + ahead * kTurn);
+#pragma unroll
+    for (int k = 0; k < kMoments; ++k) {
+#pragma unroll
+      for (int h = 0; h < kParts; ++h)
+        __pipeline_memcpy_async(&to.codes[h][k], codes_[k] + ahead * kTurn + part(h), sizeof to.codes[h][k]);
+    }
+    const int blocks = ahead * kTurnBlocks;
+    if constexpr (kHasUnsigned) {
+      __pipeline_memcpy_async(&to.unsigned_scales, unsigned_scales_ + blocks * Unsigned::kScales,
+                              sizeof to.unsigned_scales);
+    }
+    __pipeline_memcpy_async(&to.signed_scales, signed_scales_ + blocks * Signed::kScales, sizeof to.signed_scales);
+  }
+
+  SHARDOPT_DEVICE void advance() {
+    high_ += kTurn;
+    gradient_ += kTurn;
+    if constexpr (kHasLow) low_ += kTurn;
+#pragma unroll
+    for (int k = 0; k < kMoments; ++k) codes_[k] += kTurn;
+    if constexpr (kHasUnsigned) unsigned_scales_ += kTurnBlocks * Unsigned::kScales;
+    signed_scales_ += kTurnBlocks * Signed::kScales;
+    if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_.first += kTurn;
+  }
+
+  // Words of 32 bits, as the codes and 16-bit floats of a part are best taken apart.
+  template <class T>
+  struct Packed {
+    uint32_t words[kPart * sizeof(T) / 4];
+
+    SHARDOPT_DEVICE explicit Packed(const Part<T>& part) {
+      const auto v = *reinterpret_cast<const Moved<sizeof part>*>(&part);
+      __builtin_memcpy(words, &v, sizeof words);
+    }
+    SHARDOPT_DEVICE int32_t code(int j) const { return byte_of(words[j / 4], j % 4); }
+    SHARDOPT_DEVICE float number(int j) const {
+      return sizeof(T) == 4 ? float_from_bits(static_cast<int32_t>(words[j])) : bf16_of(words[j / 2], j % 2);
+    }
+  };
+
+  // The lane's new weights and moments, the unsigned one's root where the codec wants that. Returns whether they can be
+  // encoded.
+  SHARDOPT_DEVICE bool update(const Inputs& inputs, float (&weight)[kEach], float (&root)[kEach],
+                              float (&moment)[kEach]) {
+    const Signed signed_coder(inputs.signed_scales.x, table_);
+    const Unsigned unsigned_coder = make_unsigned(inputs);
+    uint32_t zeros = 0, low = ~0u, high = 0;
+    int32_t flips = 0;  // below 0 if low bits turn the sign of a weight
+    float largest_gradient = 0.0f, largest_weight = 0.0f;
+#pragma unroll
+    for (int h = 0; h < kParts; ++h) {
+      const Packed<High> weights(inputs.high[h]);
+      const Packed<Gradient> gradients(inputs.gradient[h]);
+      const Packed<uint8_t> signed_codes(inputs.codes[h][kSigned]);
+      const Packed<uint8_t> unsigned_codes(inputs.codes[h][kHasUnsigned ? kUnsigned : kSigned]);
+      if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) zeros |= zero_bytes(unsigned_codes);
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) {
+        const int i = h * kPart + j;
+        Quick param = weights.number(j), r = 0.0f, m[kMoments + 1];
+        if constexpr (kHasLow) {
+          const Packed<Low> low_bits(inputs.low[h]);
+          const int32_t nearest = bits(param);
+          const int32_t joined = nearest + (kLowBits == 8 ? signed_byte_of(low_bits.words[j / 4], j % 4)
+                                                          : signed_half_of(low_bits.words[j / 2], j % 2));
+          param = float_from_bits(joined);
+          flips |= joined ^ nearest;
+        }
+        const Quick gradient = gradients.number(j) * gradient_scale_;
+        if constexpr (kHasUnsigned) {
+          r = unsigned_coder.decode_above_zero(unsigned_codes.code(j));
+          m[kUnsigned] = Codec::kRoot ? r * r : r;
+        } else {
+          largest_gradient = larger(largest_gradient, fabsf(gradient.x));
+        }
+        m[kSigned] = shared_entry(values_, signed_codes.words[j / 4], j % 4) * signed_coder.scale;
+        if (kRelative) m[kSigned] = m[kSigned] * r;
+        rule_.update(param, gradient, m, r);
+        weight[i] = param.x;
+        if constexpr (kHasLow) largest_weight = larger(largest_weight, fabsf(param.x));
+        moment[i] = m[kSigned].x;
+        if constexpr (kHasUnsigned) {
+          const auto b = static_cast<uint32_t>(bits(r));
+          low = min(low, b);
+          high = max(high, b);
+          root[i] = Codec::kRoot ? r.x : m[kUnsigned].x;
+        }
+      }
+    }
+    const bool usual_weights = !kHasLow || (flips >= 0 && largest_weight <= float_from_bits(kLargestWord<kLowBits>));
+    if constexpr (!kHasUnsigned) return usual_weights && largest_gradient < float_from_bits(kLargeGradientBits);
+    extremes_ = {static_cast<int32_t>(high), static_cast<int32_t>(low)};
+    return usual_weights && zeros == 0 && low >= static_cast<uint32_t>(bits(kLeastQuickRoot)) &&
+           high < static_cast<uint32_t>(root_limit_);
+  }
+
+  // Stores it all, if all lanes can.
+  SHARDOPT_DEVICE bool finish(bool usual, const float (&weight)[kEach], float (&root)[kEach], float (&moment)[kEach]) {
+    float unsigned_scales[Unsigned::kScales], signed_scales[Signed::kScales];
+    Part<uint8_t> unsigned_codes[kParts], signed_codes[kParts];
+    uint32_t codes[kEach];
+    Part<High> high[kParts];
+    Part<Low> low[kParts];
+    round(weight, high, low);
+    float largest = 0.0f;
+    if constexpr (kHasUnsigned) {
+      Extremes e;
+      if constexpr (Codec::kRoot) {
+        e = extremes_;
+      } else {
+        e = {0, 0};
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) e.high = max_int(e.high, bits(root[i]));
+      }
+#pragma unroll
+      for (int lane_bit = 1; lane_bit < kBlockLanes; lane_bit *= 2) {
+        e.high = max_int(e.high, exchange(e.high, lane_bit));
+        if (Unsigned::kMeasuresSmallest) e.low = min_int(e.low, exchange(e.low, lane_bit));
+      }
+      e.low = kInfinityBits - e.low;
+      usual = usual && Unsigned::is_even(e);
+      if (!__all_sync(0xffffffffu, usual)) return false;
+      Unsigned::measure(e, unsigned_scales);
+      const Unsigned coder(unsigned_scales, table_, quick_reciprocal(Unsigned::inverted(unsigned_scales)));
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if constexpr (kRelative) {
+          Quick unit;
+          codes[i] = static_cast<uint32_t>(coder.encode_above_zero(Quick(root[i]), unit));
+          moment[i] = moment[i] * reciprocal(unit).x;
+        } else {
+          codes[i] = static_cast<uint32_t>(coder.encode_above_zero(Quick(root[i])));
+        }
+      }
+      pack_bytes(unsigned_codes, codes, 0);
+    } else {
+      if (!__all_sync(0xffffffffu, usual)) return false;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) largest = larger(largest, fabsf(moment[i]));
+#pragma unroll
+    for (int lane_bit = 1; lane_bit < kBlockLanes; lane_bit *= 2) {
+      largest = larger(largest, float_from_bits(exchange(bits(largest), lane_bit)));
+    }
+    Signed::measure({bits(largest), 0}, signed_scales);
+    const Signed coder(signed_scales, table_, quick_reciprocal(Signed::inverted(signed_scales)));
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) codes[i] = static_cast<uint32_t>(coder.encode(Quick(moment[i])));
+    pack_bytes(signed_codes, codes, 0);
+#pragma unroll
+    for (int h = 0; h < kParts; ++h) {
+      store_streaming(high_ + part(h), high[h]);
+      if constexpr (kHasLow) store_streaming(low_ + part(h), low[h]);
+      if constexpr (kHasUnsigned) store_streaming(codes_[kUnsigned] + part(h), unsigned_codes[h]);
+      store_streaming(codes_[kSigned] + part(h), signed_codes[h]);
+    }
+    if (lane_ % kBlockLanes == 0) {
+      if constexpr (kHasUnsigned) {
+        UnsignedScales scales;
+        for (int i = 0; i < Unsigned::kScales; ++i) scales.x[i] = unsigned_scales[i];
+        store_streaming(unsigned_scales_, scales);
+      }
+      SignedScales scales;
+      for (int i = 0; i < Signed::kScales; ++i) scales.x[i] = signed_scales[i];
+      store_streaming(signed_scales_, scales);
+    }
+    return true;
+  }
+
+  SHARDOPT_DEVICE void round(const float (&weight)[kEach], Part<High> (&high)[kParts], Part<Low> (&low)[kParts]) const {
+    if constexpr (kWeight == WeightFormat::kFloat32) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) high[i / kPart].x[i % kPart] = weight[i];
+    } else if constexpr (kHasLow) {
+      uint32_t word[kEach], nearest[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        word[i] = static_cast<uint32_t>(rounded_word<kLowBits>(bits(weight[i])));
+        nearest[i] = word[i] + 0x8000u;
+      }
+      pack_halves(high, nearest, 1);
+      if constexpr (kLowBits == 8) {
+        pack_bytes(low, word, 1);
+      } else {
+        pack_halves(low, word, 0);
+      }
+    } else if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int32_t index = part(i / kPart) + i % kPart;
+        high[i / kPart].x[i % kPart] = static_cast<uint16_t>(bf16_at_random(weight[i], noise_.bits_at(index)));
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < kParts; ++h) {
+        float part_of[kLane];
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) part_of[j] = weight[h * kPart + j];
+        const Vector<uint16_t> words = bf16_lane(part_of);
+        __builtin_memcpy(&high[h], &words, sizeof words);
+      }
+    }
+  }
+
+  // Half k of each word.
+  template <class T>
+  SHARDOPT_DEVICE static void pack_halves(Part<T> (&to)[kParts], const uint32_t (&word)[kEach], int k) {
+    uint32_t packed[kEach / 2];
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) packed[i / 2] = halves_of(word[i], word[i + 1], k);
+    static_assert(sizeof packed == sizeof to);
+    __builtin_memcpy(to, packed, sizeof packed);
+  }
+
+  // Byte k of each word.
+  template <class T>
+  SHARDOPT_DEVICE static void pack_bytes(Part<T> (&to)[kParts], const uint32_t (&word)[kEach], int k) {
+    uint32_t packed[kEach / 4];
+#pragma unroll
+    for (int i = 0; i < kEach; i += 4) packed[i / 4] = bytes_of(word + i, k);
+    static_assert(sizeof packed == sizeof to);
+    __builtin_memcpy(to, packed, sizeof packed);
+  }
+
+  SHARDOPT_DEVICE Unsigned make_unsigned(const Inputs& inputs) const {
+    const float none[2] = {1.0f, 1.0f};
+    return Unsigned(kHasUnsigned ? inputs.unsigned_scales.x : none, table_, 0.0f);  // it decodes only
+  }
+
+  SHARDOPT_DEVICE static float quick_reciprocal(float x) { return reciprocal(Quick(x)).x; }
+
+  SHARDOPT_DEVICE static float rule_root_limit(const Rule& rule) {
+    if constexpr (kHasUnsigned) {
+      return rule.root_limit();
+    } else {
+      return 0.0f;
+    }
+  }
+
+  // Not zero if one of the codes is.
+  SHARDOPT_DEVICE static uint32_t zero_bytes(const Packed<uint8_t>& codes) {
+    uint32_t found = 0;
+#pragma unroll
+    for (const uint32_t word : codes.words) found |= (word - 0x01010101u) & ~word;
+    return found & 0x80808080u;
+  }
+
+  const Rule rule_;
+  const float gradient_scale_;
+  const int32_t root_limit_;
+  const float *const values_, *const table_;
+
+  const int lane_;
+  Inputs* inputs_[kStages];  // the lane's ones of this turn and those after it
+  High* high_;
+  const Gradient* gradient_;
+  Low* low_;
+  uint8_t* codes_[kMoments];
+  float* unsigned_scales_ = nullptr;
+  float* signed_scales_;
+  Noise noise_;
+  Extremes extremes_;
+};
+
+SHARDOPT_END_NAMESPACE

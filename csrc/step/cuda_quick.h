@@ -1,0 +1,138 @@
+// Numbers whose square roots and reciprocals go without the guards that any float needs: the instructions that nvcc
+// makes of the guarded ones, where the guards let a number pass.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include "step/cuda_lane.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+#if defined(__CUDA_ARCH__)
+SHARDOPT_DEVICE float near_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+SHARDOPT_DEVICE float near_reciprocal_root(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+// The roots that a Quick may have: normal numbers, whose residuals are, too.
+constexpr float kLeastQuickRoot = 8.8817841970012523e-16f;  // 2^-50
+constexpr float kLargestQuickRoot = 4.611686018427387904e18f;  // 2^62
+
+// The larger one; NaN if one is.
+SHARDOPT_DEVICE float larger(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+#else
+  return a != a || a > b ? a : b;
+#endif
+}
+
+// Byte k of a word.
+SHARDOPT_DEVICE int32_t byte_of(uint32_t word, int k) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int32_t>(__byte_perm(word, 0, 0x4440 + k));
+#else
+  return static_cast<int32_t>(word >> (8 * k) & 0xff);
+#endif
+}
+
+// Bytes k of a word as a signed number, times 2^8; and its half k.
+SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int32_t>(__byte_perm(word, 0, 0x8804 + k * 0x1110));
+#else
+  return static_cast<int8_t>(word >> (8 * k)) * 256;
+#endif
+}
+SHARDOPT_DEVICE int32_t signed_half_of(uint32_t word, int k) {
+  return static_cast<int16_t>(word >> (16 * k));
+}
+
+// Half k of two words; byte k of four.
+SHARDOPT_DEVICE uint32_t halves_of(uint32_t a, uint32_t b, int k) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(a, b, k == 0 ? 0x5410 : 0x7632);
+#else
+  return (a >> (16 * k) & 0xffff) | (b >> (16 * k)) << 16;
+#endif
+}
+SHARDOPT_DEVICE uint32_t bytes_of(const uint32_t* words, int k) {
+#if defined(__CUDA_ARCH__)
+  const int selector = k | (4 + k) << 4;
+  return __byte_perm(__byte_perm(words[0], words[1], selector), __byte_perm(words[2], words[3], selector), 0x5410);
+#else
+  uint32_t packed = 0;
+  for (int i = 0; i < 4; ++i) packed |= (words[i] >> (8 * k) & 0xff) << (8 * i);
+  return packed;
+#endif
+}
+
+// table[byte k of the word] of a table in shared memory.
+SHARDOPT_DEVICE float shared_entry(const float* table, uint32_t word, int k) {
+#if defined(__CUDA_ARCH__)
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(table));
+  float x;
+  asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__dp4a(word, 4u << (8 * k), base)));
+  return x;
+#else
+  return table[byte_of(word, k)];
+#endif
+}
+
+// Half k of a word, a bfloat16.
+SHARDOPT_DEVICE float bf16_of(uint32_t word, int k) {
+  return float_from_bits(static_cast<int32_t>(k == 0 ? word << 16 : word & 0xffff0000u));
+}
+
+struct Quick {
+  float x;
+
+  Quick() = default;
+  SHARDOPT_DEVICE Quick(float value) : x(value) {}
+
+  friend SHARDOPT_DEVICE Quick operator+(Quick a, Quick b) { return a.x + b.x; }
+  friend SHARDOPT_DEVICE Quick operator-(Quick a, Quick b) { return a.x - b.x; }
+  friend SHARDOPT_DEVICE Quick operator*(Quick a, Quick b) { return a.x * b.x; }
+  friend SHARDOPT_DEVICE Quick operator-(Quick a) { return -a.x; }
+  friend SHARDOPT_DEVICE bool operator<(Quick a, Quick b) { return a.x < b.x; }
+  friend SHARDOPT_DEVICE bool operator>(Quick a, Quick b) { return a.x > b.x; }
+  friend SHARDOPT_DEVICE bool operator!=(Quick a, Quick b) { return a.x != b.x; }
+
+  friend SHARDOPT_DEVICE int32_t bits(Quick a) { return shardopt::SHARDOPT_TARGET::bits(a.x); }
+  friend SHARDOPT_DEVICE Quick magnitude(Quick a) { return fabsf(a.x); }
+  friend SHARDOPT_DEVICE Quick select(bool condition, Quick yes, Quick no) { return condition ? yes.x : no.x; }
+  friend SHARDOPT_DEVICE Quick fma(Quick a, Quick b, Quick c) {
+    return shardopt::SHARDOPT_TARGET::fma(a.x, b.x, c.x);
+  }
+
+  // Correctly rounded if x and 1 / x are normal numbers.
+  friend SHARDOPT_DEVICE Quick reciprocal(Quick a) {
+#if defined(__CUDA_ARCH__)
+    const float y = near_reciprocal(a.x);
+    return __fmaf_rn(y, __fmaf_rn(-a.x, y, 1.0f), y);
+#else
+    return 1.0f / a.x;
+#endif
+  }
+
+  // Correctly rounded from 2^-100 to 2^124; NaN of zero, of what is below it, of infinity and of NaN.
+  friend SHARDOPT_DEVICE Quick square_root(Quick a) {
+#if defined(__CUDA_ARCH__)
+    const float y = near_reciprocal_root(a.x), s = a.x * y;
+    return __fmaf_rn(__fmaf_rn(-s, s, a.x), 0.5f * y, s);
+#else
+    return a.x > 0.0f && a.x < 3.4e38f ? shardopt::SHARDOPT_TARGET::square_root(a.x) : __builtin_nanf("");
+#endif
+  }
+};
+
+SHARDOPT_END_NAMESPACE
