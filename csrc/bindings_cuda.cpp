@@ -31,7 +31,7 @@ py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>&
   return py::make_tuple(py::array_t<CudaTask>(static_cast<py::ssize_t>(made.tasks.size()), made.tasks.data()), batches);
 }
 
-void step_on_cuda(int device, uint64_t entries, uint64_t groups, uint64_t tasks, uint64_t steps, uint64_t tables,
+void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t groups, uint64_t tasks, uint64_t steps, uint64_t tables,
                   uint64_t prepared, uint64_t grad_scale, uint64_t found_inf, uint64_t nonfinite, int64_t entry_count,
                   int64_t step_count, Phase phase, const std::vector<Batch>& batches, uint64_t stream) {
   const py::gil_scoped_release release;
@@ -48,7 +48,7 @@ void step_on_cuda(int device, uint64_t entries, uint64_t groups, uint64_t tasks,
                       entry_count,
                       step_count,
                       phase};
-  if (phase == Phase::kStep) prepare_cuda(call, pointer<void>(stream));
+  if (phase == Phase::kStep) prepare_cuda(call, pointer<const uint64_t>(gradients), pointer<void>(stream));
   for (const auto& [rule, codec, format, begin, aligned_end, end] : batches)
     step_cuda(call, {rule, codec, format, begin, aligned_end, end}, pointer<void>(stream));
 }
@@ -67,16 +67,17 @@ void copy_on_cuda(int device, const Table<uint64_t>& to, const Table<uint64_t>& 
 void bind_cuda(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(CudaTask, first_block, entry, blocks);
   m.attr("cuda_prepared_bytes") = kPreparedBytes;
+  m.attr("cuda_launched_gradients") = kLaunchedGradients;
   m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
   m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"),
         "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, "
         "aligned_end, end.");
-  m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("groups"), py::arg("tasks"),
-        py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"), py::arg("found_inf"),
+  m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("gradients"), py::arg("groups"),
+        py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"), py::arg("found_inf"),
         py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"), py::arg("batches"),
         py::arg("stream"),
         "Steps the entries in a stream, without synchronization. Arguments without an _C type are addresses on the "
-        "device.");
+        "device; of the gradients' addresses, too, on the host for up to cuda_launched_gradients entries and steps.");
   m.def("copy_cuda", &copy_on_cuda, py::arg("device"), py::arg("to"), py::arg("source"), py::arg("nbytes"),
         py::arg("stream"), "Copies ranges between host and device in a stream: addresses, and bytes.");
 }

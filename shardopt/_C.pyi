@@ -54,11 +54,12 @@ with_cuda: bool
 
 # With CUDA only, up to step_cuda.
 cuda_prepared_bytes: int
+cuda_launched_gradients: int
 
 def cuda_device_count() -> int: ...
 def cuda_tasks(
     entries: npt.NDArray[Any], groups: npt.NDArray[Any]
-) -> tuple[npt.NDArray[Any], list[tuple[int, int, int]]]: ...
+) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, int, int, int]]]: ...
 def copy_cuda(
     device: int,
     to: npt.NDArray[np.uint64],
@@ -69,6 +70,7 @@ def copy_cuda(
 def step_cuda(
     device: int,
     entries: int,
+    gradients: int,
     groups: int,
     tasks: int,
     steps: int,
@@ -80,7 +82,7 @@ def step_cuda(
     entry_count: int,
     step_count: int,
     phase: Phase,
-    batches: list[tuple[int, int, int]],
+    batches: list[tuple[int, int, int, int, int, int]],
     stream: int,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...

@@ -42,7 +42,7 @@ def build(folder: Path) -> ModuleType:
 
 def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets optimizers step tensors on the CPU as if they were on a GPU."""
-    for name in ("cuda_tasks", "step_cuda", "cuda_prepared_bytes"):
+    for name in ("cuda_tasks", "step_cuda", "cuda_prepared_bytes", "cuda_launched_gradients"):
         monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
     monkeypatch.setattr(dispatch_cuda, "_pinned", _pageable)
     monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: False)

@@ -118,6 +118,12 @@ def test_weight_formats_and_cut_blocks(emulated: ModuleType, codec: str, weights
             assert skipped == wanted > 0, name
 
 
+def test_more_gradients_than_a_launch_takes(emulated: ModuleType) -> None:
+    shapes = tuple((n,) for n in range(1, emulated.cuda_launched_gradients + 3))
+    steps = [gradients(t, FP32, shapes) for t in (1, 2, 4)]
+    compare(emulated, "adamw", "log8", start(FP32, shapes), steps)
+
+
 def test_captured_steps_between_others(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 4, 5, 6)]
     wanted, _ = run("adamw", "log8", start(FP32, SHAPES), steps)

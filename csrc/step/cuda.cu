@@ -4,6 +4,7 @@
 #define SHARDOPT_TARGET cuda
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -66,8 +67,19 @@ Launch launch_of(const CudaBatch& batch, List<Rule...>) {
 }  // namespace
 }  // namespace cuda
 
-void prepare_cuda(const CudaCall& call, void* stream) {
-  cuda::prepare<<<1, cuda::kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
+void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream) {
+  const auto in = static_cast<cudaStream_t>(stream);
+  const auto grid = [](int64_t threads) {
+    return static_cast<unsigned>((threads + cuda::kPrepareThreads - 1) / cuda::kPrepareThreads);
+  };
+  if (call.entry_count <= kLaunchedGradients && call.step_count <= kLaunchedGradients) {
+    cuda::LaunchedGradients launched;
+    std::copy_n(gradients, call.entry_count, launched.address);
+    cuda::prepare<<<1, cuda::kPrepareThreads, 0, in>>>(call, launched);
+  } else {
+    if (call.step_count > 0) cuda::count_steps<<<grid(call.step_count), cuda::kPrepareThreads, 0, in>>>(call);
+    cuda::prepare_entries<<<grid(call.entry_count), cuda::kPrepareThreads, 0, in>>>(call, gradients);
+  }
   cuda::check(cudaGetLastError(), "the kernel that prepares the step");
 }
 
@@ -83,16 +95,12 @@ void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, 
 }
 
 CudaDeviceGuard::CudaDeviceGuard(int device) {
-  int current = 0;
-  cuda::check(cudaGetDevice(&current), "cudaGetDevice");
-  if (current == device) return;
+  // Set it even where this runtime says that it is set: PyTorch's own runtime may have made another context current.
+  cuda::check(cudaGetDevice(&saved_), "cudaGetDevice");
   cuda::check(cudaSetDevice(device), "cudaSetDevice");
-  saved_ = current;
 }
 
-CudaDeviceGuard::~CudaDeviceGuard() {
-  if (saved_ >= 0) cudaSetDevice(saved_);
-}
+CudaDeviceGuard::~CudaDeviceGuard() { cudaSetDevice(saved_); }
 
 int cuda_device_count() {
   int count = 0;

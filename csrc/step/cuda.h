@@ -19,7 +19,7 @@ struct CudaTask {
 
 // Everything that a call points to is in device memory.
 struct CudaCall {
-  const TensorEntry* entries;
+  TensorEntry* entries;  // prepare_cuda puts the gradients' addresses in
   const GroupEntry* groups;
   const CudaTask* tasks;
   float* const* steps;
@@ -65,8 +65,12 @@ struct CudaTasks {
 };
 CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups);
 
-// Counts up the steps and computes the scalars of each entry. Once per step, before the first phase.
-void prepare_cuda(const CudaCall& call, void* stream);
+// As many addresses as go with a kernel's launch: in 4 KiB beside the call itself.
+constexpr int kLaunchedGradients = 448;
+
+// Counts up the steps, computes the scalars of each entry and notes its gradient's address. Once per step, before the
+// first phase. gradients: one per entry, on the host for up to kLaunchedGradients entries, else on the device.
+void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream);
 
 // Steps a batch. Both only launch, in the given stream of the current device, and throw std::runtime_error if that
 // fails.
@@ -84,7 +88,7 @@ class CudaDeviceGuard {
   CudaDeviceGuard& operator=(const CudaDeviceGuard&) = delete;
 
  private:
-  int saved_ = -1;  // not changed
+  int saved_ = 0;
 };
 
 // The number of usable devices: 0 without a driver.

@@ -19,9 +19,10 @@ _ALIGNMENT = 16  # bytes
 class CudaCall:
     """Steps of the same tables on a CUDA device, each in the stream that is current then.
 
-    Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. What is captured
-    into a CUDA graph is uploaded again in every replay, to a place of its own, so that steps in between do not matter:
-    the call must live as long as the graph.
+    Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. Gradients, whose
+    addresses change from step to step, go with the launch, or are uploaded by themselves where they are many. What is
+    captured into a CUDA graph is uploaded again in every replay, to a place of its own, so that steps in between do
+    not matter: the call must live as long as the graph.
     """
 
     def __init__(self, device: torch.device, tables: Tables) -> None:
@@ -33,6 +34,7 @@ class CudaCall:
         self._known_skipped = _pinned(8).view(torch.int64).zero_()
         self._rules: bytes | None = None
         self._groups: bytes | None = None  # as uploaded, None for stale tables
+        self._entries: bytes | None = None  # the same, without gradients
         self._scaling = LossScaling(None, None)
         self._spare: Tensor | None = None  # pinned memory for a capture, during which none can be had
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
@@ -51,6 +53,10 @@ class CudaCall:
             _demand(not capturing)
             self._make_tables(groups)
             self._rules = rules
+        entries = self._entries
+        if entries_changed or entries is None:
+            self._gradients = np.ascontiguousarray(self._tables.entries["gradient"])
+            entries = _without_gradients(self._tables.entries)
         if capturing:
             self._head = self._place.captured
             self._upload_in_graph(groups)
@@ -58,22 +64,27 @@ class CudaCall:
         if self._spare is None:
             self._spare = _pinned(self._place.head_bytes)
         self._head = 0
-        if entries_changed or self._groups is None:
-            self._upload(0, _pinned(self._place.head_bytes), groups, self._tables.entries)
-        elif packed != self._groups:
-            self._upload(0, _pinned(len(packed)), groups)
-        self._groups = packed
+        if entries != self._entries or self._groups is None:
+            self._upload(0, _pinned(self._place.head_bytes), *self._head_tables(groups))
+        else:
+            if packed != self._groups:
+                self._upload(0, _pinned(len(packed)), groups)
+            if entries_changed and self._place.uploads_gradients:
+                self._upload(self._place.gradients, _pinned(self._gradients.nbytes), self._gradients)
+        self._groups, self._entries = packed, entries
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`shardopt.kernels.dispatch.Call`."""
         scale, found_inf = self._scaling
         stream = torch.cuda.current_stream(self._device)
+        head = self._start + self._head
         if stream != self._stream and not _is_capturing():
             for tensor in (self._memory, self._skipped):
                 tensor.record_stream(stream)
         _C.step_cuda(
-            groups=self._start + self._head,
-            entries=self._start + self._head + self._place.entries,
+            groups=head,
+            entries=head + self._place.entries,
+            gradients=head + self._place.gradients if self._place.uploads_gradients else _address(self._gradients),
             grad_scale=0 if scale is None else scale.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
             phase=phase,
@@ -98,7 +109,7 @@ class CudaCall:
             "tasks": tasks,
             "prepared": np.zeros(len(entries) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
         }
-        self._place = _Place.of(groups, entries)
+        self._place = _Place.of(groups, entries, len(self._tables.steps))
         begin = end = self._place.captured + self._place.head_bytes
         places = {}
         for name, table in fixed.items():
@@ -118,7 +129,12 @@ class CudaCall:
         }
         self._head = 0
         self._spare = None
-        self._groups = None
+        self._groups = self._entries = None
+
+    def _head_tables(self, groups: npt.NDArray[np.void]) -> list[npt.NDArray[Any]]:
+        """The tables that change, in the order of their places."""
+        gradients = [self._gradients] if self._place.uploads_gradients else []
+        return [groups, self._tables.entries, *gradients]
 
     def _upload(self, place: int, staging: Tensor, *tables: npt.NDArray[np.generic]) -> None:
         """Copies tables to a place in the device's memory, one after the other."""
@@ -127,7 +143,7 @@ class CudaCall:
 
     def _upload_in_graph(self, groups: npt.NDArray[np.void]) -> None:
         """Captures the upload of the tables that change, from memory that keeps them for all replays."""
-        tables = (groups, self._tables.entries)
+        tables = self._head_tables(groups)
         wanted = _fill(torch.empty(self._place.head_bytes, dtype=torch.uint8), tables)
         staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
         if staging is None:
@@ -138,7 +154,7 @@ class CudaCall:
             self._spare = None
         self._captured_scaling.append(self._scaling)
         self._memory[self._head : self._head + len(staging)].copy_(staging, non_blocking=True)
-        self._groups = None  # entries may have changed, and were not uploaded where other steps look
+        self._groups = self._entries = None  # they may have changed, and were not uploaded where other steps look
 
 
 def _demand(ready: bool) -> None:
@@ -161,17 +177,31 @@ def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
 
 
 class _Place(NamedTuple):
-    """Where the tables that change begin, in bytes: groups and entries, and once more for what is captured."""
+    """Where the tables that change begin, in bytes: groups, entries and gradients, and once more for captured ones."""
 
     entries: int
+    gradients: int
     head_bytes: int
     captured: int
+    uploads_gradients: bool  # rather than launch the kernels with them
 
     @classmethod
-    def of(cls, groups: npt.NDArray[np.void], entries: npt.NDArray[np.void]) -> _Place:
+    def of(cls, groups: npt.NDArray[np.void], entries: npt.NDArray[np.void], steps: int) -> _Place:
         first = _aligned(groups.nbytes)
-        both = first + _aligned(entries.nbytes)
-        return cls(first, both, both)
+        second = first + _aligned(entries.nbytes)
+        uploads = max(len(entries), steps) > _C.cuda_launched_gradients
+        end = second + (_aligned(8 * len(entries)) if uploads else 0)
+        return cls(first, second, end, end, uploads)
+
+
+def _without_gradients(entries: npt.NDArray[np.void]) -> bytes:
+    entries = entries.copy()
+    entries["gradient"] = 0
+    return entries.tobytes()
+
+
+def _address(array: npt.NDArray[np.uint64]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _aligned(size: int) -> int:

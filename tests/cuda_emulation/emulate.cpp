@@ -9,9 +9,20 @@
 
 namespace shardopt {
 
-void prepare_cuda(const CudaCall& call, void*) {
+void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void*) {
   blockIdx.x = 0;
-  emulation::run_block(emulated::kPrepareThreads, [&] { emulated::prepare(call); });
+  if (call.entry_count <= kLaunchedGradients && call.step_count <= kLaunchedGradients) {
+    emulated::LaunchedGradients launched;
+    std::memcpy(launched.address, gradients, sizeof(uint64_t) * static_cast<size_t>(call.entry_count));
+    emulation::run_block(emulated::kPrepareThreads, [&] { emulated::prepare(call, launched); });
+    return;
+  }
+  const auto run = [](int64_t threads, const auto& kernel) {
+    for (blockIdx.x = 0; blockIdx.x * int64_t{emulated::kPrepareThreads} < threads; ++blockIdx.x)
+      emulation::run_block(emulated::kPrepareThreads, kernel);
+  };
+  run(call.step_count, [&] { emulated::count_steps(call); });
+  run(call.entry_count, [&] { emulated::prepare_entries(call, gradients); });
 }
 
 using Kernel = void (*)(CudaCall, CudaBatch);
