@@ -2,8 +2,9 @@
 
 Environment:
     SHARDOPT_CUDA: 1 demands the CUDA kernels, 0 leaves them out. Default: built when nvcc is found.
-    SHARDOPT_CUDA_ARCHS: compute capabilities, such as "80;90;100". The last one is also kept as PTX. Default: 80, 90,
-        100 and 120, as far as nvcc knows them.
+    SHARDOPT_CUDA_ARCHS: compute capabilities, such as "80;90;100", or "all": 75, 80, 90, 100, 110 and 120, as far as
+        nvcc knows them. The first from 80 on and the last are also kept as PTX. Default: those of the GPUs of this
+        machine, all where it has none.
     CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
 """
 
@@ -22,7 +23,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-DEFAULT_CUDA_ARCHS = ("80", "90", "100", "120")  # 80 also serves 86 and 89, 100 also 103, 120 also 121
+ALL_CUDA_ARCHS = ("75", "80", "90", "100", "110", "120")  # 80 also serves 86 and 89, 100 also 103, 120 also 121
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 TARGET_FLAGS = {
@@ -51,6 +52,17 @@ def pybind11_headers() -> str:
             if (Path(folder) / "include/pybind11/pybind11.h").exists():
                 return str(Path(folder) / "include")
     sys.exit("pybind11's headers were not found; pip install pybind11")
+
+
+def archs_of_this_machine() -> list[str]:
+    """The compute capabilities of the GPUs that nvidia-smi lists, in rising order; empty without."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = re.findall(r"^(\d+)\.(\d)$", listed.stdout, re.MULTILINE)
+    return sorted({major + minor for major, minor in found}, key=int)
 
 
 class CudaToolkit:
@@ -92,16 +104,34 @@ class CudaToolkit:
     def archs(self) -> list[str]:
         """The compute capabilities to compile for, in rising order."""
         wanted = os.environ.get("SHARDOPT_CUDA_ARCHS", "").strip()
-        if wanted:
+        if wanted not in ("", "all"):
             return re.split(r"[;, ]+", wanted)
+        if own := [] if wanted else archs_of_this_machine():
+            return own
         listed = subprocess.run([self.nvcc, "--list-gpu-arch"], capture_output=True, text=True)
         known = set(re.findall(r"compute_(\d+)", listed.stdout))
-        return [arch for arch in DEFAULT_CUDA_ARCHS if arch in known or not known]
+        return [arch for arch in ALL_CUDA_ARCHS if arch in known or not known]
+
+    def warn_of_another_major(self) -> None:
+        """Says so where PyTorch, as far as it can be seen from here, is made for another major version of CUDA."""
+        if importlib.util.find_spec("torch") is None:
+            return
+        import torch
+
+        listed = subprocess.run([self.nvcc, "--version"], capture_output=True, text=True)
+        release = re.search(r"release (\d+)", listed.stdout)
+        if torch.version.cuda and release and torch.version.cuda.split(".")[0] != release[1]:
+            print(
+                f"warning: {self.nvcc} is of CUDA {release[1]}, PyTorch of CUDA {torch.version.cuda}: a driver that is "
+                "too old for the former finds no device; set CUDA_HOME to a toolkit of PyTorch's version",
+                file=sys.stderr,
+            )
 
     def compile(self, source: str, target: Path, include: str) -> None:
         archs = self.archs()
         codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-        codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        kept = {next((a for a in archs if int(a) >= 80), archs[-1]), archs[-1]}
+        codes += [f"-gencode=arch=compute_{a},code=compute_{a}" for a in sorted(kept, key=int)]
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [
             self.nvcc,
@@ -134,6 +164,7 @@ class BuildExtension(build_ext):
         def compile_cuda() -> list[str]:
             if toolkit is None:
                 return []
+            toolkit.warn_of_another_major()
             cuda_object = Path(self.build_temp) / "csrc/step/cuda.o"
             toolkit.compile("csrc/step/cuda.cu", cuda_object, include)
             return [str(cuda_object), str(toolkit.cudart)]

@@ -53,6 +53,7 @@ class Contender:
     bytes: float
 
 
+HEAD_START = 4_000_000  # cycles: about 2 ms
 BF16, FP32 = torch.bfloat16, torch.float32
 #: Parameter read and written, gradient read, two moments read and written; scales per block of 128.
 CONTENDERS: dict[str, Contender] = {
@@ -86,6 +87,7 @@ def time_of(call: Callable[[], object]) -> tuple[float, float]:
     """Milliseconds on the device and microseconds on the host of one call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    torch.cuda._sleep(HEAD_START)  # the host queues the call's launches meanwhile, so that its time is not measured
     begin.record()
     start = time.perf_counter()
     call()
@@ -97,7 +99,7 @@ def time_of(call: Callable[[], object]) -> tuple[float, float]:
 
 def copy_bandwidth(rounds: int) -> float:
     """Bytes per second that a large copy on the device reads and writes."""
-    source = torch.zeros(2**30, dtype=torch.float32, device="cuda")
+    source = torch.randn(2**30, device="cuda")  # zeros can be faster: memory is compressed
     target = torch.empty_like(source)
     times = [time_of(lambda: target.copy_(source))[0] for _ in range(rounds + 2)][2:]
     return 2 * source.numel() * 4 / (statistics.median(times) * 1e-3)

@@ -51,11 +51,11 @@ constexpr AlignedFormat kAlignedFormats[] = {
 };
 constexpr int kAlignedFormatCount = sizeof kAlignedFormats / sizeof *kAlignedFormats;
 
-// Tasks [begin, end), all of one rule. Those before aligned_end are of whole, aligned blocks of one codec and format.
+// Tasks [begin, end), all of one rule. With a format, in kAlignedFormats, all are of whole, aligned blocks of it and of
+// one codec; without one, -1, they are of anything.
 struct CudaBatch {
-  int rule;
-  int codec, format;  // of the aligned ones; format: in kAlignedFormats, or -1 where there are none
-  int64_t begin, aligned_end, end;
+  int rule, codec, format;
+  int64_t begin, end;
 };
 
 // The entries cut into tasks, and these by rule.

@@ -102,19 +102,15 @@ SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const 
 template <class Rule>
 using CodecsOf = std::conditional_t<Rule::Kept::kCount == 0, List<Float32>, Codecs>;
 
-template <class Rule>
-SHARDOPT_DEVICE void step_any(const CudaCall& call, const CudaTask& task) {
-  const TensorEntry& entry = call.entries[task.entry];
-  if (call.phase != Phase::kStep && !entry.cut) return;
-  count_skipped(call, step_task<Rule>(call, task, entry, CodecsOf<Rule>{}));
-}
-
 // A warp per task, all of one rule.
 template <class Rule>
 __global__ void __launch_bounds__(kThreads, kResident) step_tasks(CudaCall call, CudaBatch batch) {
   const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (i >= batch.end || is_off(call)) return;
-  step_any<Rule>(call, call.tasks[i]);
+  const CudaTask task = call.tasks[i];
+  const TensorEntry& entry = call.entries[task.entry];
+  if (call.phase != Phase::kStep && !entry.cut) return;
+  count_skipped(call, step_task<Rule>(call, task, entry, CodecsOf<Rule>{}));
 }
 
 template <class Rule, class Codec, class Stepper>
@@ -141,19 +137,17 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
   return skipped;
 }
 
-// The same with tasks of whole, aligned blocks before the others.
+// The same of whole, aligned blocks of one codec and format.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 __global__ void __launch_bounds__(kThreads, kAlignedResident) step_aligned_tasks(CudaCall call, CudaBatch batch) {
   using Stepper = AlignedStepper<Rule, Codec, kWeight, kGradient>;
   __shared__ typename Stepper::Table table;
   __shared__ typename Stepper::Ring rings[kThreads / kWarp];
-  if (is_off(call)) return;
+  if (is_off(call) || call.phase != Phase::kStep) return;
   table.fill(call.tables[batch.codec]);
   __syncthreads();
   const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (i >= batch.end) return;
-  if (i >= batch.aligned_end) return step_any<Rule>(call, call.tasks[i]);
-  if (call.phase != Phase::kStep) return;
   count_skipped(call, step_aligned<Rule, Codec, Stepper>(call, call.tasks[i], table, rings[threadIdx.x / kWarp]));
 }
 

@@ -27,7 +27,7 @@ constexpr float kLargestQuickRoot = 4.611686018427387904e18f;  // 2^62
 
 // The larger one; NaN if one is.
 SHARDOPT_DEVICE float larger(float a, float b) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   float x;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
   return x;

@@ -58,27 +58,19 @@ CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const
       made.tasks.push_back({first, static_cast<int32_t>(i), static_cast<int32_t>(count)});
     }
   };
-  // The aligned entries by rule, codec and format; a rule's other ones go with the last of its batches.
   for (int rule = 0; rule < tasks::Rules::kCount; ++rule) {
-    const auto is_its = [&](int64_t i) { return groups[entries[i].group].rule == rule; };
-    CudaBatch batch{rule, 0, -1, made_count(), made_count(), made_count()};
-    for (int codec = 0; codec < tasks::Codecs::kCount; ++codec) {
-      for (int format = 0; format < kAlignedFormatCount; ++format) {
-        const int64_t begin = made_count();
-        for (int64_t i = 0; i < entry_count; ++i) {
-          if (is_its(i) && entries[i].codec == codec && aligned_format(entries[i], rule) == format) add(i);
-        }
-        const int64_t end = made_count();
-        if (end == begin) continue;
-        if (batch.end > batch.begin) made.batches.push_back(batch);
-        batch = {rule, codec, format, begin, end, end};
+    const auto batch = [&](int codec, int format) {
+      const int64_t begin = made_count();
+      for (int64_t i = 0; i < entry_count; ++i) {
+        if (groups[entries[i].group].rule != rule || aligned_format(entries[i], rule) != format) continue;
+        if (format < 0 || entries[i].codec == codec) add(i);
       }
+      if (made_count() > begin) made.batches.push_back({rule, codec, format, begin, made_count()});
+    };
+    for (int codec = 0; codec < tasks::Codecs::kCount; ++codec) {
+      for (int format = 0; format < kAlignedFormatCount; ++format) batch(codec, format);
     }
-    for (int64_t i = 0; i < entry_count; ++i) {
-      if (is_its(i) && aligned_format(entries[i], rule) < 0) add(i);
-    }
-    batch.end = made_count();
-    if (batch.end > batch.begin) made.batches.push_back(batch);
+    batch(0, -1);
   }
   return made;
 }

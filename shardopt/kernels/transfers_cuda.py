@@ -126,8 +126,9 @@ def pin_memory(memory: Tensor, owner: object) -> None:
 
 
 def _unpin(memory: Tensor) -> None:
-    for device in range(torch.cuda.device_count()):  # copies may be under way
-        torch.cuda.synchronize(device)
+    for device in range(torch.cuda.device_count()):
+        if torch._C._cuda_hasPrimaryContext(device):  # copies may be under way; asking makes no context on others
+            torch.cuda.synchronize(device)
     _runtime().cudaHostUnregister(memory.data_ptr())
 
 
