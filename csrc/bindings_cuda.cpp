@@ -23,8 +23,8 @@ T* pointer(uint64_t address) {
 
 using Batch = std::tuple<int, int, int, int64_t, int64_t>;  // CudaBatch
 
-py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups) {
-  const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data());
+py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups, bool aligned) {
+  const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data(), aligned);
   py::list batches;
   for (const CudaBatch& b : made.batches)
     batches.append(py::make_tuple(b.rule, b.codec, b.format, b.begin, b.end));
@@ -70,7 +70,7 @@ void bind_cuda(py::module_& m) {
   m.attr("cuda_launched_gradients") = kLaunchedGradients;
   m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
   m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"),
-        "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, end.");
+        py::arg("aligned") = true, "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, end.");
   m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("gradients"), py::arg("groups"),
         py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"), py::arg("found_inf"),
         py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"), py::arg("batches"),

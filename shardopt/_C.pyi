@@ -58,7 +58,7 @@ cuda_launched_gradients: int
 
 def cuda_device_count() -> int: ...
 def cuda_tasks(
-    entries: npt.NDArray[Any], groups: npt.NDArray[Any]
+    entries: npt.NDArray[Any], groups: npt.NDArray[Any], aligned: bool = True
 ) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, int, int]]]: ...
 def copy_cuda(
     device: int,

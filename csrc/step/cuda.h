@@ -63,7 +63,8 @@ struct CudaTasks {
   std::vector<CudaTask> tasks;
   std::vector<CudaBatch> batches;
 };
-CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups);
+// aligned: whether whole, aligned blocks go to the kernels of their own.
+CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups, bool aligned);
 
 // As many addresses as go with a kernel's launch: in 4 KiB beside the call itself.
 constexpr int kLaunchedGradients = 448;

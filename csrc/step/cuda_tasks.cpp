@@ -43,7 +43,7 @@ int aligned_format(const TensorEntry& entry, int rule) {
 
 }  // namespace
 
-CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups) {
+CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups, bool aligned) {
   CudaTasks made;
   int64_t elements = 0;
   for (int64_t i = 0; i < entry_count; ++i) elements += entries[i].rows * entries[i].cols;
@@ -62,7 +62,8 @@ CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const
     const auto batch = [&](int codec, int format) {
       const int64_t begin = made_count();
       for (int64_t i = 0; i < entry_count; ++i) {
-        if (groups[entries[i].group].rule != rule || aligned_format(entries[i], rule) != format) continue;
+        if (groups[entries[i].group].rule != rule) continue;
+        if ((aligned ? aligned_format(entries[i], rule) : -1) != format) continue;
         if (format < 0 || entries[i].codec == codec) add(i);
       }
       if (made_count() > begin) made.batches.push_back({rule, codec, format, begin, made_count()});

@@ -14,6 +14,8 @@ from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling, Tables, addresses
 
 _ALIGNMENT = 16  # bytes
+#: Whether whole, aligned blocks are stepped by the kernels of their own: benchmarks compare, bits are the same.
+ALIGNED_KERNELS = True
 
 
 class CudaCall:
@@ -102,7 +104,7 @@ class CudaCall:
     def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
         """Allocates the tables, and uploads those that stay as they are."""
         entries = self._tables.entries
-        tasks, batches = _C.cuda_tasks(entries, groups)
+        tasks, batches = _C.cuda_tasks(entries, groups, ALIGNED_KERNELS)
         fixed = {
             "steps": addresses(self._tables.steps),
             "tables": addresses(self._codec_tables),

@@ -127,7 +127,8 @@ def pin_memory(memory: Tensor, owner: object) -> None:
 
 def _unpin(memory: Tensor) -> None:
     for device in range(torch.cuda.device_count()):
-        if torch._C._cuda_hasPrimaryContext(device):  # copies may be under way; asking makes no context on others
+        # Copies may be under way. Asking makes no context on other devices.
+        if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
             torch.cuda.synchronize(device)
     _runtime().cudaHostUnregister(memory.data_ptr())
 
