@@ -258,3 +258,45 @@ def test_every_moment_of_every_rule_is_looked_at() -> None:
             put(entry, NAN)(state_dict["state"][MATRIX])
             with pytest.raises(ValueError, match=f"parameter 0 of param group 0: got {moment}"):
                 optimizer.load_state_dict(state_dict)
+
+
+NO_STATE_DICTS: dict[str, tuple[Change, str]] = {
+    "entries as a list": (lambda s: s["state"].update({MATRIX: [1]}), "parameter 0 of param group 0: got its state as"),
+    "entries by number": (lambda s: s["state"].update({MATRIX: {1: 2}}), "parameter 0 of param group 0: got its state"),
+    "a nested tensor": (
+        lambda s: s["state"][MATRIX].update(exp_avg_codes=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        "parameter 0 of param group 0: got ",
+    ),
+    "state as a list": (lambda s: s.update(state=[]), "got a state dict with state as list"),
+    "no state": (lambda s: s.pop("state"), "got a state dict with state as NoneType"),
+    "no param groups": (lambda s: s.pop("param_groups"), "got a state dict with"),
+    "param groups as a text": (lambda s: s.update(param_groups="all"), "got a state dict with"),
+    "a param group as a list": (lambda s: s.update(param_groups=[[0]]), "param group 0: got list, expected a dict"),
+    "no params": (lambda s: s["param_groups"][0].pop("params"), "param group 0: got params as None"),
+    "a number as params": (lambda s: s["param_groups"][0].update(params=3), "param group 0: got params as 3"),
+    "lists as params": (lambda s: s["param_groups"][0].update(params=[[], []]), "param group 0: got params as"),
+    "an option of two numbers": (
+        lambda s: s["param_groups"][0].update(block_size=torch.tensor([128, 128])),
+        "param group 0: got values that cannot be read (RuntimeError",
+    ),
+    "a tensor where there is a choice": (
+        lambda s: s["param_groups"][0].update(nonfinite=torch.ones(2)),
+        "param group 0: nonfinite: got tensor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", NO_STATE_DICTS)
+def test_no_state_dict(name: str) -> None:
+    state_dict = saved("log8")
+    change, message = NO_STATE_DICTS[name]
+    change(state_dict)
+    optimizer = made("adamw")
+    advance(optimizer, range(2))
+    assert_refused(optimizer, state_dict, message)
+
+
+@pytest.mark.parametrize("state_dict", [None, [], "state"], ids=repr)
+def test_something_that_is_no_dict(state_dict: Any) -> None:
+    assert_refused(made("adamw"), state_dict, "got a state dict with state as NoneType")
