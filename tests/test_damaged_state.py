@@ -100,6 +100,35 @@ def test_a_code_in_a_block_of_zeros_of_log8() -> None:
     assert_refused(optimizer, state_dict, "parameter 0 of param group 0: got exp_avg_sq_codes with exp_avg_sq_scales")
 
 
+def test_scales_whose_product_is_infinite() -> None:
+    """log8 codes the first moment in units of the second one's root: each of the two scales is finite by itself."""
+    state_dict = saved("log8")
+    put("exp_avg_scales", 1e38, 5, 1)(state_dict["state"][MATRIX])
+    put("exp_avg_sq_scales", 1e10, 5, 1, 0)(state_dict["state"][MATRIX])
+    optimizer = made("adamw")
+    advance(optimizer, range(2))
+    message = (
+        "parameter 0 of param group 0: got exp_avg_codes with exp_avg_scales and exp_avg_sq_scales that stands for"
+    )
+    assert_refused(optimizer, state_dict, message)
+
+
+def test_scales_whose_product_no_element_has() -> None:
+    """The largest first moment in units of the root may be beside a small root."""
+    state_dict = of_torch()
+    state = state_dict["state"][MATRIX]
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].fill_(1e10)
+    state["exp_avg"][0, 0], state["exp_avg_sq"][0, 0] = 1e30, 1e-20
+    optimizer = made("adamw")
+    optimizer.load_state_dict(state_dict)
+    own = optimizer.state[optimizer.param_groups[0]["params"][MATRIX]]
+    assert (own["exp_avg_scales"][0, 0] * own["exp_avg_sq_scales"][0, 0, 0]).isinf()
+    again = made("adamw")
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(entries["exp_avg"].isfinite().all() for entries in again.state_dict(dequantize=True)["state"].values())
+
+
 @pytest.mark.parametrize(
     ("moment", "value"),
     [*(("exp_avg", x) for x in WRONG_NUMBERS[True]), *(("exp_avg_sq", x) for x in WRONG_NUMBERS[False])],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
+from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import Band, BlockGrid, Shard, is_quantized, shard_of
@@ -288,6 +289,25 @@ class ParameterState:
                 if not self.codec.is_sound(codes, codes if scales is None else scales, signed=moment.signed):
                     coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
                     raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
+            if self.relative and not self._products_are_finite(coded):
+                scales_of = " and ".join(self.scales_name(moment) for moment in self.moments)
+                signed = next(moment for moment in self.moments if moment.signed)
+                raise unsound(f"{self.codes_name(signed)} with {scales_of}", name, signed=True)
+
+    def _products_are_finite(self, coded: Sequence[Coded]) -> bool:
+        """Whether moments in units of the root beside them are finite. Decodes only blocks whose scales leave doubt."""
+        largest = torch.ones(())
+        for moment, (_, scales) in zip(self.moments, coded, strict=True):
+            assert scales is not None
+            top = torch.full_like(scales[..., :1], 255, dtype=torch.uint8)
+            largest = largest.to(scales) * (
+                scales[..., :1] if moment.signed else self.codec.decode(top, scales, signed=False)
+            )
+        doubtful = ~largest[..., 0].isfinite()
+        if not doubtful.any():
+            return True
+        blocks = [Coded(codes[doubtful], scales[doubtful]) for codes, scales in coded if scales is not None]
+        return all(are_finite(x, signed=True) for x in decode_moments(self.codec, self.moments, blocks).values)
 
     def _wanted(self, loaded: Mapping[str, Any]) -> StateDict:
         """The entries to adopt, without memory: float moments where all are there, else those of the state."""
