@@ -14,7 +14,8 @@ struct Torch {
   PyObject* grad;
   PyObject* grad_of_tensor;  // the attribute of the class
   PyObject* params;
-  PyObject* storage_offset;  // the method of the class
+  PyObject* storage_offset;  // the methods of the class
+  PyObject* untyped_storage;
 };
 
 const Torch& torch() {
@@ -32,7 +33,8 @@ const Torch& torch() {
     }
     const auto type = [](const py::object& object) { return reinterpret_cast<PyTypeObject*>(object.inc_ref().ptr()); };
     return Torch{type(tensor), api, PyUnicode_InternFromString("grad"), py::object(tensor.attr("grad")).release().ptr(),
-                 PyUnicode_InternFromString("params"), py::object(tensor.attr("storage_offset")).release().ptr()};
+                 PyUnicode_InternFromString("params"), py::object(tensor.attr("storage_offset")).release().ptr(),
+                 py::object(tensor.attr("untyped_storage")).release().ptr()};
   }();
   return found;
 }
@@ -44,14 +46,32 @@ bool read(PyObject* tensor, DLTensor& out) {
   return false;
 }
 
+py::object call(PyObject* method, PyObject* object) {
+  auto result = py::reinterpret_steal<py::object>(PyObject_CallOneArg(method, object));
+  if (!result) throw py::error_already_set();
+  return result;
+}
+
 // Whether a tensor's storage was freed by resize_: the tensor's address is then its offset in the storage. Addresses of
 // memory are mostly above all offsets, so that hardly ever one is asked for.
 bool is_freed(PyObject* tensor, uint64_t address, uint64_t element_bytes) {
   constexpr uint64_t kAboveOffsets = uint64_t{1} << 40;
   if (address >= kAboveOffsets) return false;
-  const auto offset = py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch().storage_offset, tensor));
-  if (!offset) throw py::error_already_set();
-  return address == offset.cast<uint64_t>() * element_bytes;
+  return address == call(torch().storage_offset, tensor).cast<uint64_t>() * element_bytes;
+}
+
+// Whether a tensor's elements reach beyond its storage, as they do after resize_ cut it. Costs about 0.3 us.
+bool is_cut(PyObject* tensor, const DLTensor& view) {
+  int64_t last = 0, inner = 1;
+  for (int32_t i = view.ndim - 1; i >= 0; --i) {
+    last += (view.shape[i] - 1) * (view.strides == nullptr ? inner : view.strides[i]);
+    inner *= view.shape[i];
+  }
+  const py::object storage = call(torch().untyped_storage, tensor);
+  const Py_ssize_t bytes = PyMapping_Size(storage.ptr());
+  if (bytes < 0) throw py::error_already_set();
+  const int64_t offset = call(torch().storage_offset, tensor).cast<int64_t>();
+  return bytes < (offset + last + 1) * (view.dtype.bits / 8);
 }
 
 // This rank's part of a tensor. Of a DTensor parameter some state is plain, such as its step count.
@@ -226,9 +246,12 @@ bool Watch::accept(Parameter& parameter, PyObject* gradient) const {
   if (dtype != parameter.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
   if (!has_shape_of(parameter, tensor) || !parameter.view.has_device_of(tensor)) return false;
   const int64_t numel = contiguous_numel(tensor);  // below 0 where it is strided
-  if (numel != 0 && is_freed(gradient, address_of(tensor), tensor.dtype.bits / 8)) return false;
+  const uint64_t address = address_of(tensor);
+  if (numel != 0 && is_freed(gradient, address, tensor.dtype.bits / 8)) return false;
+  // resize_ moves what it keeps to new memory: where the address is that of the last step, nothing was cut.
+  if (numel != 0 && address != parameter.gradient && is_cut(gradient, tensor)) return false;
   parameter.strided = !parameter.view.is_contiguous() || numel < 0;
-  parameter.gradient = address_of(tensor);
+  parameter.gradient = address;
   parameter.gradient_dtype = dtype;
   return true;
 }
@@ -249,7 +272,10 @@ py::object Watch::refresh(const py::object& param_groups, const py::object& stat
     PyObject* gradient = gradient_of(parameter).release().ptr();
     PyList_SET_ITEM(gradients.ptr(), i, gradient);
     parameter.gradient_dtype = Watch::kNoGradient;
-    if (gradient == Py_None) continue;
+    if (gradient == Py_None) {
+      parameter.gradient = 0;
+      continue;
+    }
     if (!parameter.planned || !same_parameter(parameter)) return py::none();
     if (parameter.shard.is_none() && !accept(parameter, gradient)) return py::none();
     stepped.append(py::handle(parameter.param));

@@ -100,6 +100,35 @@ def test_a_code_in_a_block_of_zeros_of_log8() -> None:
     assert_refused(optimizer, state_dict, "parameter 0 of param group 0: got exp_avg_sq_codes with exp_avg_sq_scales")
 
 
+def test_scales_whose_product_is_infinite() -> None:
+    """log8 codes the first moment in units of the second one's root: each of the two scales is finite by itself."""
+    state_dict = saved("log8")
+    put("exp_avg_scales", 1e38, 5, 1)(state_dict["state"][MATRIX])
+    put("exp_avg_sq_scales", 1e10, 5, 1, 0)(state_dict["state"][MATRIX])
+    optimizer = made("adamw")
+    advance(optimizer, range(2))
+    message = (
+        "parameter 0 of param group 0: got exp_avg_codes with exp_avg_scales and exp_avg_sq_scales that stands for"
+    )
+    assert_refused(optimizer, state_dict, message)
+
+
+def test_scales_whose_product_no_element_has() -> None:
+    """The largest first moment in units of the root may be beside a small root."""
+    state_dict = of_torch()
+    state = state_dict["state"][MATRIX]
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].fill_(1e10)
+    state["exp_avg"][0, 0], state["exp_avg_sq"][0, 0] = 1e30, 1e-20
+    optimizer = made("adamw")
+    optimizer.load_state_dict(state_dict)
+    own = optimizer.state[optimizer.param_groups[0]["params"][MATRIX]]
+    assert (own["exp_avg_scales"][0, 0] * own["exp_avg_sq_scales"][0, 0, 0]).isinf()
+    again = made("adamw")
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(entries["exp_avg"].isfinite().all() for entries in again.state_dict(dequantize=True)["state"].values())
+
+
 @pytest.mark.parametrize(
     ("moment", "value"),
     [*(("exp_avg", x) for x in WRONG_NUMBERS[True]), *(("exp_avg_sq", x) for x in WRONG_NUMBERS[False])],
@@ -258,3 +287,45 @@ def test_every_moment_of_every_rule_is_looked_at() -> None:
             put(entry, NAN)(state_dict["state"][MATRIX])
             with pytest.raises(ValueError, match=f"parameter 0 of param group 0: got {moment}"):
                 optimizer.load_state_dict(state_dict)
+
+
+NO_STATE_DICTS: dict[str, tuple[Change, str]] = {
+    "entries as a list": (lambda s: s["state"].update({MATRIX: [1]}), "parameter 0 of param group 0: got its state as"),
+    "entries by number": (lambda s: s["state"].update({MATRIX: {1: 2}}), "parameter 0 of param group 0: got its state"),
+    "a nested tensor": (
+        lambda s: s["state"][MATRIX].update(exp_avg_codes=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        "parameter 0 of param group 0: got ",
+    ),
+    "state as a list": (lambda s: s.update(state=[]), "got a state dict with state as list"),
+    "no state": (lambda s: s.pop("state"), "got a state dict with state as NoneType"),
+    "no param groups": (lambda s: s.pop("param_groups"), "got a state dict with"),
+    "param groups as a text": (lambda s: s.update(param_groups="all"), "got a state dict with"),
+    "a param group as a list": (lambda s: s.update(param_groups=[[0]]), "param group 0: got list, expected a dict"),
+    "no params": (lambda s: s["param_groups"][0].pop("params"), "param group 0: got params as None"),
+    "a number as params": (lambda s: s["param_groups"][0].update(params=3), "param group 0: got params as 3"),
+    "lists as params": (lambda s: s["param_groups"][0].update(params=[[], []]), "param group 0: got params as"),
+    "an option of two numbers": (
+        lambda s: s["param_groups"][0].update(block_size=torch.tensor([128, 128])),
+        "param group 0: got values that cannot be read (RuntimeError",
+    ),
+    "a tensor where there is a choice": (
+        lambda s: s["param_groups"][0].update(nonfinite=torch.ones(2)),
+        "param group 0: nonfinite: got tensor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", NO_STATE_DICTS)
+def test_no_state_dict(name: str) -> None:
+    state_dict = saved("log8")
+    change, message = NO_STATE_DICTS[name]
+    change(state_dict)
+    optimizer = made("adamw")
+    advance(optimizer, range(2))
+    assert_refused(optimizer, state_dict, message)
+
+
+@pytest.mark.parametrize("state_dict", [None, [], "state"], ids=repr)
+def test_something_that_is_no_dict(state_dict: Any) -> None:
+    assert_refused(made("adamw"), state_dict, "got a state dict with state as NoneType")

@@ -131,6 +131,27 @@ def test_the_first_parameters_go_first() -> None:
     assert taken[1:] == sorted(taken[1:]), "all but the one that came before the others"
 
 
+@pytest.mark.parametrize("refusals", [1, 1000])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_without_a_thread(overlap: bool, refusals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller takes them while the system refuses a thread."""
+    start_thread, refused = threading.Thread.start, []
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name.startswith("shardopt") and len(refused) < refusals:
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        start_thread(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    model = Layers()
+    optimizer = start(model, overlap)
+    train(model, optimizer)
+    optimizer.synchronize()
+    assert len(refused) == (1 if refusals == 1 else STEPS * len(list(model.parameters())))
+    assert_same(everything(optimizer), reference())
+
+
 @pytest.mark.parametrize("of", ["model", "layers", "checkpoint"])
 def test_state_dicts_are_complete(of: str, tmp_path: Path) -> None:
     expected = Layers()

@@ -52,11 +52,8 @@ OPERANDS: dict[str, Callable[[ShardedOptimizer], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("operand", "freed"),
-    # A cut gradient is noticed where the tables are made: test_optimizers.
-    [*((name, True) for name in OPERANDS), *((name, False) for name in OPERANDS if name != "gradient")],
-)
+@pytest.mark.parametrize("freed", [True, False])
+@pytest.mark.parametrize("operand", OPERANDS)
 def test_a_storage_that_is_too_small_is_refused(operand: str, freed: bool) -> None:
     optimizer, expected = (make(dtype=torch.bfloat16, **OPTIONS) for _ in range(2))
     for t in range(3):
@@ -92,6 +89,27 @@ def test_gradients_in_a_buffer_that_was_freed() -> None:
             optimizer.step()
         assert_same(everything(optimizer), before)
     assert_same(everything(optimizer), everything(expected))
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_gradient_that_is_a_part_of_a_cut_buffer(fresh: bool) -> None:
+    """Its own bytes would fit into what is left; so would the elements of one that is strided."""
+    params = [torch.nn.Parameter(torch.ones(64, 70)) for _ in range(2)]
+    optimizer = type(make())(params)
+    buffer = torch.ones(10_000 + 2 * 64 * 70)
+    parts = buffer[10_000 : 10_000 + 64 * 70].view(64, 70), buffer[10_000:].view(128, 70)[::2]
+    for part in parts:
+        params[0].grad, params[1].grad = part, torch.ones(64, 70)
+        for _ in range(2):
+            optimizer.step()
+        before = everything(optimizer)
+        with resized(buffer, buffer.nbytes - 4 * 64 * 70 - 4):
+            if fresh:
+                params[0].grad = part.view_as(part)
+            with pytest.raises(RuntimeError, match="got a gradient whose storage has"):
+                optimizer.step()
+        assert_same(everything(optimizer), before)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("operand", [name for name in OPERANDS if name != "gradient"])

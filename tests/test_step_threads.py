@@ -15,6 +15,7 @@ from step_problem import make, params_of, step
 
 _PROGRAM = """
 import ctypes
+import os
 import sys
 
 import torch
@@ -50,12 +51,19 @@ def step(optimizer, threads):
 
 torch.set_num_threads(1)
 (param, optimizer), (other, expected) = make(), make()
+alone = len(os.listdir("/proc/self/task"))
 threads = [int(number) for number in sys.argv[1:]]
 for index, number in enumerate(threads):
     if index == 1:
         refuse_threads()
+        running = len(os.listdir("/proc/self/task"))
     step(optimizer, number)
     step(expected, 1)
+    if index == 0:
+        started = len(os.listdir("/proc/self/task")) - alone
+        assert (started > 0) == (number > 1), started  # else no refusal would be seen
+    else:
+        assert len(os.listdir("/proc/self/task")) <= running
 assert torch.equal(param, other)
 state, other_state = optimizer.state[param], expected.state[other]
 assert state["step"] == len(threads)

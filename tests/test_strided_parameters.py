@@ -16,6 +16,7 @@ from helpers import CODEC_NAMES, RULES, everything
 from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
+from shardopt.kernels.dispatch import CpuCall
 from shardopt.optim import stepper
 from strided_problem import (
     BF16,
@@ -205,6 +206,49 @@ def test_no_memory_for_a_copy() -> None:
     for optimizer in (got, expected):
         run(optimizer, [3])
     assert_equal(got, expected)
+
+
+def test_no_memory_for_the_largest_copy_in_bytes() -> None:
+    """A parameter of more elements needs less, as those are of two bytes and its gradient is contiguous."""
+    large, small = Parameter(torch.zeros(300, 512, dtype=torch.bfloat16).T), Parameter(torch.zeros(256, 512).T)
+    optimizer = RULES["adamw"].make([large, small])
+    for room in (1 << 40, large.nbytes):
+        large.grad = torch.ones(large.shape, dtype=torch.bfloat16)
+        small.grad = torch.ones_like(small)
+        before = everything(optimizer)
+        if room < small.nbytes:
+            with _Copies(room), pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+            assert_same(everything(optimizer), before)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_no_memory_for_tables(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take the memory that they need before any of them steps."""
+    params = [Parameter(torch.zeros(width, 512).T) for width in (256, 300, 128)]
+    optimizer = RULES["adamw"].make(params)
+    for param in params:
+        param.grad = torch.ones(param.shape)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())  # tables are made anew
+    before = everything(optimizer)
+    update, known = CpuCall.update, []
+
+    def refuse(self: CpuCall, *args: Any) -> None:
+        if self not in known:
+            known.append(self)
+            if len(known) > place:
+                raise torch.OutOfMemoryError("out of memory")
+        update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuCall, "update", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    assert_same(everything(optimizer), before)
+    optimizer.step()
+    assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
 def test_gradients_that_are_no_numbers() -> None:

@@ -53,6 +53,7 @@ class DTensorShard(Shard):
         self.offset = tuple(offset)
         self._first_row = offset[0] if offset else 0
         self.first_col = offset[1] * math.prod(global_shape[2:]) if len(offset) > 1 else 0
+        self.cuts_rows = any(getattr(placement, "dim", 0) > 0 for placement in placements)
         self._blocks: dict[int, LocalBlocks] = {}
 
     def _part_of(

@@ -8,7 +8,8 @@ directions: ``state_dict(dequantize=True)``, and what torch's own optimizer save
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,31 +18,33 @@ from shardopt.optim.options import is_own
 
 
 def hook_fsdp1(module: Any) -> None:
-    """Hooks into ``torch.distributed.fsdp``."""
+    """Hooks into ``torch.distributed.fsdp``, where all functions that convert optimizer state come together.
+
+    In a version without these two the state is not refused.
+    """
     fsdp = module.FullyShardedDataParallel
-    save, load = fsdp.optim_state_dict, fsdp.optim_state_dict_to_load
+    save = getattr(fsdp, "_optim_state_dict_impl", None)
+    load = getattr(fsdp, "_optim_state_dict_to_load_impl", None)
+    if save is None or load is None:
+        return
 
     @functools.wraps(save)
-    def optim_state_dict(model: Any, optim: Any, optim_state_dict: Any = None, group: Any = None) -> Any:
-        if optim_state_dict is None or _is_ours(optim_state_dict):
+    def _optim_state_dict_impl(model: Any, optim: Any, optim_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(optim_state_dict):
             _refuse_saving(optim)
-        return save(model, optim, optim_state_dict, group)
+        return save(model, optim, optim_state_dict, *args, **kwargs)
+
+    parameters = inspect.signature(load)
 
     @functools.wraps(load)
-    def optim_state_dict_to_load(
-        model: Any,
-        optim: Any,
-        optim_state_dict: Any,
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,
-    ) -> Any:
-        config = fsdp.get_state_dict_type(model).optim_state_dict_config
-        _refuse_loading(optim, optim_state_dict, getattr(config, "rank0_only", False), group)
-        return load(model, optim, optim_state_dict, is_named_optimizer, load_directly, group)
+    def _optim_state_dict_to_load_impl(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs).arguments
+        rank0_only = given.get("rank0_only", False)
+        _refuse_loading(given.get("optim"), given["optim_state_dict"], rank0_only, lambda: given.get("group"))
+        return load(*args, **kwargs)
 
-    fsdp.optim_state_dict = staticmethod(optim_state_dict)
-    fsdp.optim_state_dict_to_load = staticmethod(optim_state_dict_to_load)
+    fsdp._optim_state_dict_impl = staticmethod(_optim_state_dict_impl)
+    fsdp._optim_state_dict_to_load_impl = staticmethod(_optim_state_dict_to_load_impl)
 
 
 def hook_state_dict(module: Any) -> None:
@@ -52,6 +55,7 @@ def hook_state_dict(module: Any) -> None:
     save, load = getattr(module, "_get_optim_state_dict", None), getattr(module, "_load_optim_state_dict", None)
     if save is None or load is None:
         return
+    group_of = getattr(module, "_get_fsdp_process_group", lambda model, info: None)
 
     @functools.wraps(save)
     def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
@@ -63,7 +67,7 @@ def hook_state_dict(module: Any) -> None:
     def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> Any:
         rank0_only = info.full_state_dict and (info.cpu_offload or info.broadcast_from_rank0)
         for optimizer in optimizers:
-            _refuse_loading(optimizer, state_dict, rank0_only, None)
+            _refuse_loading(optimizer, state_dict, rank0_only, lambda: group_of(model, info))
         return load(model, optimizers, state_dict, info)
 
     module._get_optim_state_dict = _get_optim_state_dict
@@ -80,20 +84,20 @@ def _refuse_saving(optimizer: Any) -> None:
         )
 
 
-def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Any) -> None:
+def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Callable[[], Any]) -> None:
     """Raises on every rank if it is our state that torch is to cut for FSDP1. Nothing was changed.
 
     Args:
-        optimizer: the optimizer that is to have the state.
+        optimizer: the optimizer that is to have the state; None where torch was not told.
         state_dict: the whole state.
-        rank0_only: whether only that of rank 0 counts.
-        group: the ranks.
+        rank0_only: whether only that of the group's rank 0 counts.
+        group: gives the ranks among which torch shares it; called where that is needed.
     """
-    if not _has_flat_shards(optimizer):
+    if optimizer is not None and not _has_flat_shards(optimizer):
         return
     is_ours = [_is_ours(state_dict)]
     if rank0_only:  # the others would wait for it
-        dist.broadcast_object_list(is_ours, src=0, group=group)
+        dist.broadcast_object_list(is_ours, group=group(), group_src=0)
     if is_ours[0]:
         raise RuntimeError(
             "got shardopt's state for torch's optim_state_dict_to_load of FSDP1, which cuts state of the parameters' "

@@ -2,7 +2,7 @@
 
 Stochastic rounding depends on a parameter's number among all parameters, which the optimizer inside does not see: it is
 told where that optimizer is made, and in ``add_param_group``. ``load_state_dict`` puts entries straight into the state
-of the optimizer inside: they are checked before.
+of the optimizer inside: they, and the param groups, are checked before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
 from shardopt.optim.planning import listed_name
 from shardopt.optim.state import ParameterState
 
@@ -30,7 +31,7 @@ def install(module: ModuleType) -> None:
         _tell_places(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        _check_entries(self, state_dict)
+        _check_loaded(self, state_dict)
         load(self, state_dict)
 
     optimizer_class._init_local_optimizer = _init_local_optimizer
@@ -45,25 +46,29 @@ def _tell_places(outer: Any) -> None:
         inner.numbers.update((param, number) for number, param in enumerate(params))
 
 
-def _check_entries(outer: Any, state_dict: dict[str, Any]) -> None:
-    """Checks the state of all parameters: each rank is given all of it, so that every rank refuses what is damaged.
+def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
+    """Checks a state dict, with the state of all parameters: each rank is given it, and refuses what is damaged.
 
     Raises:
-        ValueError: see :meth:`StateSpec.check_loaded` and :meth:`StateSpec.check_local`.
+        ValueError: its param groups are not for this optimizer, or have options that are out of range; or see
+            :meth:`ParameterState.check_loaded` and :meth:`ParameterState.check_local`.
     """
     inner = getattr(outer, "optim", None)
     if not isinstance(inner, ShardedOptimizer):
         return
-    of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
+    saved, states = checked_containers(state_dict)
+    groups = merged_groups(inner, outer.param_groups, saved)
+    of_torch = all("master_weight_bits" not in group for group in saved)
     index = 0
-    for number, group in enumerate(outer.param_groups):
+    for number, (group, options) in enumerate(zip(outer.param_groups, groups, strict=True)):
         for position, param in enumerate(group["params"]):
-            entries = state_dict["state"].get(index)
+            spec, name = inner.state_spec(param, options), listed_name(group, number, position)
+            entries = checked_entries(states.get(index), name)
             index += 1
             if not entries:
                 continue
-            spec, name = inner.state_spec(param, group), listed_name(group, number, position)
-            spec.check_loaded(entries, name, of_torch=of_torch)
-            is_coded = isinstance(spec, ParameterState) and all(spec.codes_name(m) in entries for m in spec.moments)
-            if is_coded:  # anything else the next step refuses
-                spec.check_local(entries, name)
+            with reading(name):
+                spec.check_loaded(entries, name, of_torch=of_torch)
+                is_coded = isinstance(spec, ParameterState) and all(spec.codes_name(m) in entries for m in spec.moments)
+                if is_coded:  # anything else the next step refuses
+                    spec.check_local(entries, name)

@@ -32,8 +32,15 @@ class StridedCall:
         self.operands: tuple[Tensor, Tensor] | None = None
 
     def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step; see :class:`Call`."""
+        """Prepares a step; see :class:`Call`. The first time, takes the memory that the inner call needs."""
         self._groups, self._scaling = groups, scaling
+        if self._last is None:
+            self._call.update(True, groups, scaling)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory that the step takes for copies."""
+        return sum(tensor.nbytes for tensor in self.operands or () if not tensor.is_contiguous())
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`. Phases after the first are for cut blocks."""

@@ -18,6 +18,8 @@ from shardopt.layout.shard import Band, Exchange, Shard
 class _AssignedShard(Shard):
     """A shard that stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
 
+    cuts_rows = True
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 

@@ -99,6 +99,9 @@ class Shard:
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
     plain = True
 
+    #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
+    cuts_rows = False
+
     def __init__(self, global_shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
         self.global_shape = tuple(global_shape)
         self.local_shape = tuple(local_shape)

@@ -225,7 +225,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.synchronize()
         last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: adopt(self, loaded))
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()
         for group, param in self._all_params():

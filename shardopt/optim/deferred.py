@@ -63,7 +63,7 @@ class DeferredStep:
 
 
 class DeferredSteps:
-    """A thread that carries out steps, one at a time.
+    """A thread that carries out steps, one at a time. Where the system refuses it, steps are taken by the caller.
 
     Args:
         most_waiting: how many may be under way, at least 1.
@@ -83,7 +83,7 @@ class DeferredSteps:
         Args:
             device: of what is stepped.
             order: the least of those that wait goes first.
-            work: takes the step, in the other thread.
+            work: takes the step, in the other thread where there is one.
             keeps: what is not to be freed before.
 
         Raises:
@@ -101,7 +101,11 @@ class DeferredSteps:
             step = DeferredStep(order, work, keeps, self._streams.get(device))
             self._waiting.put(step)
             self._unfinished.append(step)
-            self._thread.submit(self._take_all)
+            try:
+                self._thread.submit(self._take_all)
+            except (RuntimeError, MemoryError):  # no thread could be started, or the interpreter ends
+                self._thread = None
+                self._take_all()
             return step
 
     def wait(self) -> None:

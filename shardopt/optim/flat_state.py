@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -164,7 +164,9 @@ def shared_blocks(spec: ParameterState) -> list[int]:
     return shard.cut_blocks(spec.grid) if spec.codec.blockwise and spec.exact_cut_blocks else []
 
 
-def encode_flat(specs: Sequence[ParameterState], values: Sequence[Sequence[Tensor] | None]) -> list[StateDict | None]:
+def encode_flat(
+    specs: Sequence[ParameterState], values: Sequence[Sequence[Tensor] | None], exchanges: Sequence[Exchange] = ()
+) -> list[StateDict | None]:
     """The state entries for float moments under flat shards; cut blocks are put together from their owners' parts.
 
     All ranks must call this with the same parameters in the same order.
@@ -172,7 +174,18 @@ def encode_flat(specs: Sequence[ParameterState], values: Sequence[Sequence[Tenso
     Args:
         specs: the parameters' states.
         values: per parameter, this rank's part of each moment; None where there is none to encode.
+        exchanges: the ranks that raise together where one of them cannot encode its part, as for lack of memory.
     """
+    shared = all_or_none(exchanges, lambda: _fragments(specs, values))
+    for exchange, (_, flat) in shared.items():
+        exchange.all_reduce_sum(flat)
+    return all_or_none(exchanges, lambda: _encode_completed(specs, values, shared))
+
+
+def _fragments(
+    specs: Sequence[ParameterState], values: Sequence[Sequence[Tensor] | None]
+) -> dict[Exchange, tuple[list[tuple[int, Tensor]], Tensor]]:
+    """This rank's parts of cut blocks: their parameters with tensors to be filled, and all parts in one on the CPU."""
     shared: dict[Exchange, list[tuple[int, Tensor]]] = {}
     for index, (spec, own) in enumerate(zip(specs, values, strict=True)):
         numbers = shared_blocks(spec)
@@ -184,10 +197,19 @@ def encode_flat(specs: Sequence[ParameterState], values: Sequence[Sequence[Tenso
             for k, x in enumerate(own or ()):
                 _copy_fragments(spec, x, numbers, blocks[:, k])
             shared.setdefault(spec.shard.exchange, []).append((index, blocks))
+    return {
+        exchange: (found, torch.cat([blocks.reshape(-1).cpu() for _, blocks in found]))
+        for exchange, found in shared.items()
+    }
+
+
+def _encode_completed(
+    specs: Sequence[ParameterState],
+    values: Sequence[Sequence[Tensor] | None],
+    shared: Mapping[Exchange, tuple[list[tuple[int, Tensor]], Tensor]],
+) -> list[StateDict | None]:
     complete: dict[int, dict[int, Tensor]] = {}
-    for exchange, found in shared.items():
-        flat = torch.cat([blocks.reshape(-1).cpu() for _, blocks in found])
-        exchange.all_reduce_sum(flat)
+    for found, flat in shared.values():
         for (index, blocks), summed in zip(found, torch.split(flat, [b.numel() for _, b in found]), strict=True):
             numbers = shared_blocks(specs[index])
             complete[index] = dict(zip(numbers, summed.view_as(blocks).to(blocks.device), strict=True))
@@ -198,7 +220,7 @@ def encode_flat(specs: Sequence[ParameterState], values: Sequence[Sequence[Tenso
 
 
 def encode_flat_moments(
-    specs: Sequence[AnyState], loaded: Sequence[Mapping[str, Any] | None]
+    specs: Sequence[AnyState], loaded: Sequence[Mapping[str, Any] | None], exchanges: Sequence[Exchange]
 ) -> list[Mapping[str, Any] | None]:
     """Replaces float moments (torch.optim's state) under flat shards by codes and scales; leaves the rest as it is.
 
@@ -207,6 +229,7 @@ def encode_flat_moments(
     Args:
         specs: what the state of each parameter looks like.
         loaded: its entries as loaded; None for a parameter without state.
+        exchanges: the ranks that raise together where one of them cannot; see :func:`agreeing`.
     """
     parts: list[ParameterState] = []
     values: list[Sequence[Tensor] | None] = []
@@ -216,9 +239,9 @@ def encode_flat_moments(
         for part, segment in zip(flat_parts(spec), segments, strict=False):
             parts.append(part)
             values.append([x if segment is None else segment.of(x) for x in moments] if moments else None)
-    if not parts or not on_any_rank(specs, any(own is not None for own in values)):
+    if not parts or not on_any_rank(exchanges, any(own is not None for own in values)):
         return list(loaded)
-    encoded = iter(encode_flat(parts, values))
+    encoded = iter(encode_flat(parts, values, exchanges))
     found: list[Mapping[str, Any] | None] = []
     for spec, own in zip(specs, loaded, strict=True):
         states = [next(encoded) for _ in flat_parts(spec)]
@@ -255,8 +278,25 @@ def check_flat_moments(spec: AnyState, loaded: Mapping[str, Any] | None, name: s
             check_moment(part, moment.name, name, signed=moment.signed)
 
 
-def all_or_none(specs: Sequence[AnyState], work: Callable[[], T]) -> T:
-    """Calls a function, and raises on all ranks for which :func:`on_any_rank` decides if it raised on any of them.
+def agreeing(params: Iterable[Tensor]) -> list[Exchange]:
+    """The ranks that exchange moments with this one when state is loaded, and so raise together if one of them must.
+
+    Those are the ranks that share parameters with this one in flat shards or in column shards, whatever their state.
+
+    Raises:
+        UnknownShardError: nothing says what shard a parameter is.
+    """
+    shards = [shard_of(param) for param in params]
+    found = [shard.holders for shard in shards if shard.cuts_rows]
+    return list(dict.fromkeys(holders for holders in found if holders is not None))
+
+
+def all_or_none(exchanges: Sequence[Exchange], work: Callable[[], T]) -> T:
+    """Calls a function without collectives, and raises on all of some ranks if it raised on any of them.
+
+    Args:
+        exchanges: the ranks; see :func:`agreeing`.
+        work: the function.
 
     Raises:
         ValueError: it raised on another rank. On this one, what it raised is raised.
@@ -266,7 +306,7 @@ def all_or_none(specs: Sequence[AnyState], work: Callable[[], T]) -> T:
         result = work()
     except Exception as raised:  # whatever it is, the other ranks must not wait for this one
         error = raised
-    if on_any_rank(specs, error is not None):
+    if on_any_rank(exchanges, error is not None):
         raise error or ValueError(
             "got state that another rank refused, expected none of it to be at fault; that rank's error says what is "
             "wrong, and nothing was changed"
@@ -274,25 +314,19 @@ def all_or_none(specs: Sequence[AnyState], work: Callable[[], T]) -> T:
     return result
 
 
-def on_any_rank(specs: Sequence[AnyState], here: bool) -> bool:
-    """Whether something is so on any of the ranks that this one exchanges moments with when state is loaded.
+def on_any_rank(exchanges: Sequence[Exchange], here: bool) -> bool:
+    """Whether something is so on any of some ranks. All of them must call this.
 
-    Those are the ranks that share parameters with this one in flat shards, or in column shards that cut blocks. All of
-    them must call this, with the same parameters.
+    Args:
+        exchanges: the ranks; see :func:`agreeing`.
+        here: whether it is so on this one.
     """
     found = here
-    for exchange in dict.fromkeys(exchange for spec in specs for exchange in _exchanges(spec)):
+    for exchange in exchanges:
         flag = torch.tensor([here], dtype=torch.int32)
         exchange.all_reduce_max(flag)
         found |= bool(flag.item())
     return found
-
-
-def _exchanges(spec: AnyState) -> Iterator[Exchange]:
-    shards = [part.shard for part in flat_parts(spec)]
-    if isinstance(spec, ParameterState) and spec.exchanges_columns:
-        shards = [spec.shard]
-    yield from (shard.holders for shard in shards if shard.holders is not None)
 
 
 def _copy_fragments(spec: ParameterState, x: Tensor, numbers: Sequence[int], blocks: Tensor) -> None:

@@ -1,17 +1,24 @@
-"""Loading a state dict: everything is checked, ranks agree, and only then the optimizer's own kind of state is made."""
+"""Loading a state dict: everything is checked, ranks agree, and only then the optimizer's own kind of state is made.
+
+Ranks that exchange moments raise together: whatever only one of them may fail in, as its part is damaged or memory runs
+out, stands in :func:`all_or_none`, and no collective does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
-from shardopt.layout import UnknownShardError
+from shardopt.layout import Exchange, UnknownShardError
 from shardopt.optim.flat_state import (
     HELD,
     AnyState,
+    agreeing,
     all_or_none,
     check_flat_moments,
     encode_flat_moments,
@@ -20,7 +27,7 @@ from shardopt.optim.flat_state import (
 )
 from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_options
 from shardopt.optim.planning import listed_name
-from shardopt.optim.state import StateDict, local_entries
+from shardopt.optim.state import ParameterState, StateDict, local_entries
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer
@@ -57,43 +64,59 @@ class _Loaded(NamedTuple):
 def adopt(optimizer: ShardedOptimizer, state_dict: StateDict) -> StateDict:
     """Turns a state dict into one with the optimizer's own kind of state; the optimizer is left as it is.
 
-    Ranks that share parameters in flat shards, or in column shards that cut blocks, must all call this.
+    Ranks that share parameters in flat shards, or in column shards, must all call this.
 
     Raises:
         ValueError: the state dict is not one for this optimizer, or the state is damaged, here or on another rank.
     """
-    params = [(group, param) for group in optimizer.param_groups for param in group["params"]]
+    own = optimizer.param_groups
     try:
-        now = [optimizer.state_spec(param, group) for group, param in params]
+        exchanges = agreeing(param for group in own for param in group["params"])
     except UnknownShardError:
-        if state_dict["state"]:
+        saved, states = checked_containers(state_dict)
+        if states:
             raise
-        groups = _merged_groups(optimizer, state_dict["param_groups"])
+        groups = merged_groups(optimizer, own, saved)
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
-    groups, loaded = all_or_none(now, lambda: _read(optimizer, state_dict))
-    specs = [each.spec for each in loaded]
-    _demand_own(optimizer, state_dict["param_groups"], specs)
-    given = encode_flat_moments(specs, [each.entries for each in loaded])
+    groups, loaded, is_own = all_or_none(exchanges, lambda: _read(optimizer, state_dict))
+    _demand_own(exchanges, is_own)
+    given = encode_flat_moments([each.spec for each in loaded], [each.entries for each in loaded], exchanges)
     loaded = [each._replace(entries=entries) for each, entries in zip(loaded, given, strict=True)]
     # Of torch, or dequantized: neither knows of low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
-    all_or_none(specs, lambda: _check_entries(loaded, of_torch=of_torch))
-    places = optimizer.places
-    state = {
-        index: Adopted(spec.adopt(entries, places.place(param).state, name) if entries else {})
-        for param, index, name, spec, entries in loaded
-        if entries is not None
-    }
-    all_or_none(specs, lambda: _check_values(loaded, state))
+    all_or_none(exchanges, lambda: _check_entries(loaded, of_torch=of_torch))
+    loaded, failure = _encode_cut_columns(loaded)
+    state = all_or_none(exchanges, lambda: _adopted(optimizer, loaded, failure))
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _demand_own(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], specs: Sequence[AnyState]) -> None:
+def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded], bool]:
+    """The param groups as they are to be, and the parameters with their entries; checked as far as one rank can.
+
+    Returns:
+        The groups, the parameters, and whether the state is of the elements that this rank holds.
+    """
+    saved, states = checked_containers(state_dict)
+    own, is_own = optimizer.param_groups, True
+    groups = merged_groups(optimizer, own, saved)
+    loaded = []
+    for number, (saved_group, group, options) in enumerate(zip(saved, own, groups, strict=True)):
+        for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
+            spec = optimizer.state_spec(param, options)  # as it will be: SGD's momentum says what state there is
+            name = listed_name(group, number, position)
+            entries = checked_entries(states.get(index), name)
+            with reading(name):
+                check_flat_moments(spec, entries, name)
+            loaded.append(_Loaded(param, index, name, spec, entries))
+        held = held_elements(group["params"])
+        with reading(f"param group {number}"):
+            is_own &= held is None or saved_group.get(HELD) in (None, held)
+    return groups, loaded, is_own
+
+
+def _demand_own(exchanges: Sequence[Exchange], is_own: bool) -> None:
     """Raises on all ranks if one was given the state of elements that it does not hold, as far as that can be seen."""
-    pairs = zip(saved, optimizer.param_groups, strict=True)
-    held = [(group.get(HELD), held_elements(own["params"])) for group, own in pairs]
-    is_own = all(here is None or there in (None, here) for there, here in held)
-    if on_any_rank(specs, not is_own):  # all must know: the others would wait for one that gives up
+    if on_any_rank(exchanges, not is_own):  # all must know: the others would wait for one that gives up
         raise ValueError(
             f"got the state of other elements than {'another' if is_own else 'this'} rank's, expected what it itself "
             "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
@@ -103,55 +126,179 @@ def _demand_own(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], specs:
 def _check_entries(loaded: Sequence[_Loaded], *, of_torch: bool) -> None:
     for each in loaded:
         if each.entries:
-            each.spec.check_loaded(each.entries, each.name, of_torch=of_torch)
+            with reading(each.name):
+                each.spec.check_loaded(each.entries, each.name, of_torch=of_torch)
 
 
-def _check_values(loaded: Sequence[_Loaded], state: Mapping[Any, Adopted]) -> None:
+def _encode_cut_columns(loaded: Sequence[_Loaded]) -> tuple[list[_Loaded], Exception | None]:
+    """Codes float moments where column shards cut blocks; all ranks gather them, one parameter at a time.
+
+    A rank that fails to code its part goes on gathering, as the others wait for it.
+
+    Returns:
+        The parameters, and what this rank failed with.
+    """
+    _demand_alike(loaded)
+    failure: Exception | None = None
+    found = []
     for each in loaded:
-        if each.entries:
-            each.spec.check_local(local_entries(each.spec.shard, state[each.index].state), each.name)
+        if not _is_gathered(each):
+            found.append(each)
+            continue
+        assert isinstance(each.spec, ParameterState)
+        assert each.entries is not None
+        whole = each.spec.gather(each.entries)
+        try:
+            kept = {key: each.entries[key] for key in each.entries.keys() - {m.name for m in each.spec.moments}}
+            found.append(each._replace(entries={**kept, **each.spec.encode_whole(whole)}))
+        except Exception as error:
+            failure = error
+    return found, failure
 
 
-def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded]]:
-    """The param groups as they are to be, and the parameters with their entries; checked as far as one rank can."""
-    saved, own = state_dict["param_groups"], optimizer.param_groups
-    groups = _merged_groups(optimizer, saved)
-    loaded = []
-    for number, (saved_group, group, options) in enumerate(zip(saved, own, groups, strict=True)):
-        for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec = optimizer.state_spec(param, options)  # as it will be: SGD's momentum says what state there is
-            name, entries = listed_name(group, number, position), state_dict["state"].get(index)
-            check_flat_moments(spec, entries, name)
-            loaded.append(_Loaded(param, index, name, spec, entries))
-    return groups, loaded
+def _demand_alike(loaded: Sequence[_Loaded]) -> None:
+    """Raises on all ranks if only some of them were given float moments that all would gather."""
+    by_exchange: dict[Exchange, list[_Loaded]] = {}
+    for each in loaded:
+        holders = each.spec.shard.holders
+        if holders is not None and isinstance(each.spec, ParameterState) and each.spec.exchanges_columns:
+            by_exchange.setdefault(holders, []).append(each)
+    for exchange, cut in by_exchange.items():
+        seen = torch.tensor([[_is_gathered(each), not _is_gathered(each)] for each in cut], dtype=torch.int32)
+        exchange.all_reduce_max(seen)
+        names = [each.name for each, both in zip(cut, seen.all(1).tolist(), strict=True) if both]
+        if names:
+            raise ValueError(
+                f"{names[0]}: got float moments on some ranks only, expected them on all or on none; load what all "
+                "ranks saved together"
+            )
 
 
-def _merged_groups(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups of a state dict, completed by the optimizer's own options.
+def _is_gathered(each: _Loaded) -> bool:
+    """Whether a parameter has float moments to be coded in blocks that column shards cut."""
+    if not each.entries or not isinstance(each.spec, ParameterState) or not each.spec.exchanges_columns:
+        return False
+    return each.entries.keys() >= {moment.name for moment in each.spec.moments}
+
+
+def _adopted(optimizer: ShardedOptimizer, loaded: Sequence[_Loaded], failure: Exception | None) -> dict[Any, Any]:
+    """The state of all parameters, where it is to live, with sound values.
+
+    Args:
+        optimizer: the optimizer.
+        loaded: its parameters.
+        failure: raised, if there was one.
+    """
+    if failure is not None:
+        raise failure
+    state: dict[Any, Any] = {}
+    for param, index, name, spec, entries in loaded:
+        if entries:
+            own = spec.adopt(entries, optimizer.places.place(param).state, name)
+            spec.check_local(local_entries(spec.shard, own), name)
+            state[index] = Adopted(own)
+        elif entries is not None:
+            state[index] = {}
+    return state
+
+
+def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
+    """The param groups and the parameters' state of a state dict.
+
+    Raises:
+        ValueError: there are none, or a param group is no dict with a list of parameters.
+    """
+    fields = state_dict if isinstance(state_dict, Mapping) else {}
+    groups, states = fields.get("param_groups"), fields.get("state")
+    if not _is_list(groups) or not isinstance(states, Mapping):
+        raise ValueError(
+            f"got a state dict with state as {type(states).__name__} and param_groups as {type(groups).__name__}, "
+            "expected a dict and a list; load what state_dict() gives"
+        )
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise ValueError(
+                f"param group {number}: got {type(group).__name__}, expected a dict of options; load what state_dict() "
+                "gives"
+            )
+        params = group.get("params")
+        if not _is_list(params) or not all(isinstance(index, int | str) for index in params):
+            raise ValueError(
+                f"param group {number}: got params as {params!r:.80}, expected the parameters' numbers; load what "
+                "state_dict() gives"
+            )
+    return groups, states
+
+
+def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
+    """What a state dict has of a parameter.
+
+    Raises:
+        ValueError: it is no dict.
+    """
+    if entries is None or (isinstance(entries, Mapping) and all(isinstance(key, str) for key in entries)):
+        return entries
+    raise ValueError(
+        f"{name}: got its state as {entries!r:.80}, expected a dict of entries by name; load what state_dict() gives"
+    )
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Inside, errors other than lack of memory become a ValueError that names what was read."""
+    try:
+        yield
+    except (ValueError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of operators that damaged values do not have
+        raise ValueError(
+            f"{what}: got values that cannot be read ({type(error).__name__}: {error}), expected those that "
+            "state_dict() gives; load an undamaged state"
+        ) from error
+
+
+def merged_groups(
+    optimizer: ShardedOptimizer, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The param groups of a state dict, completed by the present options.
+
+    Args:
+        optimizer: checks hyper-parameters.
+        own: the param groups that there are, of this optimizer or of one around it.
+        saved: those of the state dict, which :func:`checked_containers` let pass.
 
     Raises:
         ValueError: they are of other parameters, of state in another format, or have options that are out of range.
     """
-    own = optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
         raise ValueError(
             f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, "
             f"expected {[len(group['params']) for group in own]}"
         )
     groups = []
-    for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
-        for option in STATE_FORMAT:
-            if saved_group.get(option, group[option]) != group[option]:
-                raise ValueError(
-                    f"param group {index}: got state saved with {option}={saved_group[option]!r}, expected "
-                    f"{group[option]!r}; make the optimizer with {option}={saved_group[option]!r}, or go through "
-                    "state_dict(dequantize=True)"
-                )
-        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**rest, **{k: v for k, v in saved_group.items() if k not in _KEPT}})
-        try:
-            check_options(groups[-1])
-            optimizer.check_group(groups[-1])
-        except ValueError as error:
-            raise ValueError(f"param group {index}: {error}") from None
+    for number, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
+        what = f"param group {number}"
+        with reading(what):
+            try:
+                groups.append(_merged_group(optimizer, group, saved_group))
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from None
     return groups
+
+
+def _merged_group(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    for option in STATE_FORMAT:
+        if saved.get(option, group[option]) != group[option]:
+            raise ValueError(
+                f"got state saved with {option}={saved[option]!r}, expected {group[option]!r}; make the optimizer with "
+                f"{option}={saved[option]!r}, or go through state_dict(dequantize=True)"
+            )
+    rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    merged = {**rest, **{key: value for key, value in saved.items() if key not in _KEPT}}
+    check_options(merged)
+    optimizer.check_group(merged)
+    return merged
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

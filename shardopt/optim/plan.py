@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -151,10 +150,17 @@ class Plan:
                 params = [param for group in param_groups for param in group["params"]]
                 for index, call in device.strided_calls():
                     call.operands = self._operands(params, index)
+                device.sort_strided()
         self._new_groups = False
 
     def run(self) -> None:
-        """Carries out the step, in any thread."""
+        """Carries out the step, in any thread.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for a copy of what is not contiguous. Nothing was changed on the
+                device that lacks it, where the largest copies come first, nor on those after it; devices before it, in
+                the order of their first parameters, were stepped.
+        """
         try:
             for device in self._devices:
                 device.run()
@@ -286,6 +292,11 @@ class _DeviceTables:
             assert isinstance(rows.call, StridedCall)
             yield index, rows.call
 
+    def sort_strided(self) -> None:
+        """Puts the largest copies first: where there is no memory for them, nothing was changed."""
+        needed = {index: call.copied_bytes for index, call in self.strided_calls()}
+        self.strided = {i: self.strided[i] for i in sorted(needed, key=needed.__getitem__, reverse=True)}
+
     def run(self) -> None:
         """Runs all phases of the step."""
         for call in self._calls():
@@ -301,7 +312,7 @@ class _DeviceTables:
             self._cut.share_scales()
 
     def _calls(self) -> list[Call]:
-        """None if other ranks have something to step and this one has not."""
+        """The calls of a step, strided parameters first; empty where only other ranks have something to step."""
         return [rows.call for rows in [*self.strided.values(), *self._rows] if rows.call is not None]
 
     def _run(self, phase: _C.Phase) -> None:
@@ -314,10 +325,7 @@ class _DeviceTables:
         found = np.frombuffer(dtypes, dtype=np.uint8)
         has_gradient = found != _C.Watch.no_gradient
         strided = has_gradient & (found & _C.Watch.strided > 0)
-        # The largest first, before all others: where there is no memory for its copies, nothing was changed.
-        planned = [(i, p) for i, p in self._planned if strided[i]]
-        planned.sort(key=lambda each: math.prod(each[1].spec.shard.local_shape), reverse=True)
-        self.strided = {i: _StridedRows(self._device, p.offload, [(i, p)]) for i, p in planned}
+        self.strided = {i: _StridedRows(self._device, p.offload, [(i, p)]) for i, p in self._planned if strided[i]}
         for rows in self._rows:
             rows.select(has_gradient & ~strided)
         for rows in self.strided.values():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
+from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import Band, BlockGrid, Shard, is_quantized, shard_of
@@ -126,7 +127,7 @@ class ParameterState:
         :func:`shardopt.optim.flat_state.encode_flat`.
         """
         if self.exchanges_columns:
-            return self._encode_gathered(values)
+            return self.encode_whole(self.gather(values))
         return self.encode_local([self.shard.local(values[m.name]) for m in self.moments])
 
     def encode_local(
@@ -170,6 +171,22 @@ class ParameterState:
                 flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
         for moment, c, s in zip(self.moments, codes, scales, strict=True):
             self._put(state, moment, Coded(c.view(shape), s))
+        return state
+
+    def gather(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """The whole float moments, for :meth:`encode_whole`. All ranks must call this."""
+        return [self.shard.whole(values[m.name]).float() for m in self.moments]
+
+    def encode_whole(self, whole: Sequence[Tensor]) -> StateDict:
+        """:meth:`encode` where column shards cut blocks: every rank encodes whole rows and keeps its part."""
+        state: StateDict = {}
+        blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in whole]
+        for moment, x, coded in zip(self.moments, whole, encode_moments(self.codec, self.moments, blocks), strict=True):
+            assert coded.scales is not None
+            codes = from_blocks(coded.codes, math.prod(x.shape[1:])).reshape(x.shape)
+            scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
+            codes, scales = self.shard.part(codes), self.shard.scales_part(scales, self.grid)
+            self._put(state, moment, Coded(codes.contiguous(), scales.contiguous()))
         return state
 
     def decode(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -245,7 +262,7 @@ class ParameterState:
     def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
         """The state for entries that :meth:`check_loaded` let pass: codes and scales as they are, floats encoded.
 
-        All ranks must call this where column shards cut blocks.
+        All ranks must call this where column shards cut blocks and moments are floats.
         """
         state: StateDict = {key: loaded[key] for key in self._wanted(loaded)}
         low_bits = {LOW_BITS: state.pop(LOW_BITS)} if LOW_BITS in state else self._new_low_bits(device)
@@ -272,6 +289,25 @@ class ParameterState:
                 if not self.codec.is_sound(codes, codes if scales is None else scales, signed=moment.signed):
                     coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
                     raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
+            if self.relative and not self._products_are_finite(coded):
+                scales_of = " and ".join(self.scales_name(moment) for moment in self.moments)
+                signed = next(moment for moment in self.moments if moment.signed)
+                raise unsound(f"{self.codes_name(signed)} with {scales_of}", name, signed=True)
+
+    def _products_are_finite(self, coded: Sequence[Coded]) -> bool:
+        """Whether moments in units of the root beside them are finite. Decodes only blocks whose scales leave doubt."""
+        largest = torch.ones(())
+        for moment, (_, scales) in zip(self.moments, coded, strict=True):
+            assert scales is not None
+            top = torch.full_like(scales[..., :1], 255, dtype=torch.uint8)
+            largest = largest.to(scales) * (
+                scales[..., :1] if moment.signed else self.codec.decode(top, scales, signed=False)
+            )
+        doubtful = ~largest[..., 0].isfinite()
+        if not doubtful.any():
+            return True
+        blocks = [Coded(codes[doubtful], scales[doubtful]) for codes, scales in coded if scales is not None]
+        return all(are_finite(x, signed=True) for x in decode_moments(self.codec, self.moments, blocks).values)
 
     def _wanted(self, loaded: Mapping[str, Any]) -> StateDict:
         """The entries to adopt, without memory: float moments where all are there, else those of the state."""
@@ -326,19 +362,6 @@ class ParameterState:
         state[self.codes_name(moment)] = self.shard.like_parameter(coded.codes)
         if coded.scales is not None:
             state[self.scales_name(moment)] = self.shard.like_scales(coded.scales, self.grid)
-
-    def _encode_gathered(self, values: Mapping[str, Tensor]) -> StateDict:
-        """:meth:`encode` where column shards cut blocks: every rank encodes whole rows and keeps its part."""
-        state: StateDict = {}
-        whole = [self.shard.whole(values[m.name]).float() for m in self.moments]
-        blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in whole]
-        for moment, x, coded in zip(self.moments, whole, encode_moments(self.codec, self.moments, blocks), strict=True):
-            assert coded.scales is not None
-            codes = from_blocks(coded.codes, math.prod(x.shape[1:])).reshape(x.shape)
-            scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
-            codes, scales = self.shard.part(codes), self.shard.scales_part(scales, self.grid)
-            self._put(state, moment, Coded(codes.contiguous(), scales.contiguous()))
-        return state
 
     def _decode_blocks(self, local: Sequence[Coded]) -> list[Tensor]:
         found = [torch.zeros(codes.numel(), dtype=torch.float32, device=codes.device) for codes, _ in local]

@@ -77,6 +77,91 @@ def test_all_ranks_refuse(ranks: Pool, way: str, of_torch: bool, what: str) -> N
         assert "got state that another rank refused" in message
 
 
+def _short_of_memory(way: str, of_torch: bool, function: str) -> str:
+    """On one rank only, while state is coded or copied."""
+    model, optimizer = trained(way, 1)
+    source = optimizer
+    if of_torch:
+        source = torch.optim.AdamW(model.parameters())
+        step_with(model, source, 1)
+    state_dict = copy.deepcopy(source.state_dict())
+    before = everything(optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(f"shardopt.optim.{function}", _raise_out_of_memory)
+        with pytest.raises((ValueError, torch.OutOfMemoryError)) as caught:
+            optimizer.load_state_dict(state_dict)
+    assert_same(everything(optimizer), before)
+    step_with(model, optimizer, 2)
+    return str(caught.value)
+
+
+def _raise_out_of_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("way", "of_torch", "function"),
+    [
+        ("fsdp1", False, "state.copy_to"),
+        ("fsdp1 flat", False, "flat_state.copy_to"),
+        ("fsdp columns", False, "state.copy_to"),
+        ("fsdp1", True, "flat_state._copy_fragments"),
+        ("fsdp1 flat", True, "state.encode_moments"),
+        ("fsdp columns", True, "state.encode_moments"),
+    ],
+)
+def test_all_ranks_stop_where_one_has_no_memory(ranks: Pool, way: str, of_torch: bool, function: str) -> None:
+    *others, short = ranks.run(2, _short_of_memory, way, of_torch, function, timeout=30)
+    assert short == "out of memory"
+    for message in others:
+        assert "got state that another rank refused" in message
+
+
+def _momentum(way: str, what: str) -> str:
+    """The optimizer has no moments until it has loaded some."""
+    _, source = trained(way, 1, "momentum")
+    state_dict = copy.deepcopy(source.state_dict())
+    model, optimizer = trained(way, 1, "sgd")
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if what == "lr":
+            state_dict["param_groups"][0]["lr"] = math.nan
+        else:
+            state_dict["param_groups"] = None
+    before = everything(optimizer)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        optimizer.load_state_dict(state_dict)
+    assert_same(everything(optimizer), before)
+    step_with(model, optimizer, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["lr", "param groups"])
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp columns"])
+def test_all_ranks_refuse_where_moments_are_new(ranks: Pool, way: str, what: str) -> None:
+    *others, damaged = ranks.run(3, _momentum, way, what, timeout=30)
+    assert {"lr": "param group 0: lr: got nan", "param groups": "param_groups as NoneType"}[what] in damaged
+    for message in others:
+        assert "got state that another rank refused" in message
+
+
+def _on_some_ranks() -> None:
+    model, optimizer = trained("fsdp columns", 1)
+    theirs = torch.optim.AdamW(model.parameters())
+    step_with(model, theirs, 1)
+    state_dict = copy.deepcopy(theirs.state_dict())
+    if dist.get_rank() == 1:
+        state_dict["state"].clear()
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match="got float moments on some ranks only"):
+        optimizer.load_state_dict(state_dict)
+    assert_same(everything(optimizer), before)
+
+
+def test_float_moments_on_some_ranks_only(ranks: Pool) -> None:
+    ranks.run(3, _on_some_ranks, timeout=30)
+
+
 def _checkpoint(folder: str, way: str, convert: bool) -> str:
     """Damage in one rank's part only; the other ranks would wait for it where moments are coded anew."""
     model, optimizer = trained(way, 1)

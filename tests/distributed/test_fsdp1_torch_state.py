@@ -50,8 +50,8 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
 
-def _made(orig: bool, steps: int, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
-    model = fsdp1(make_net(), use_orig_params=orig)
+def _made(orig: bool, steps: int, group: Any = None, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    model = fsdp1(make_net(), use_orig_params=orig, process_group=group)
     optimizer = shardopt.AdamW(model.parameters(), **SMALL, **options)
     for step in range(steps):
         step_with(model, optimizer, step)
@@ -78,6 +78,8 @@ def _saving(orig: bool, steps: int, options: dict[str, Any]) -> None:
         lambda: save(model, optimizer),
         lambda: save(model, optimizer, optimizer.state_dict()),
         lambda: save(model, optim=Wrapper(optimizer)),
+        lambda: FullyShardedDataParallel.full_optim_state_dict(model, optimizer),
+        lambda: FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer),
         lambda: get_optimizer_state_dict(model, optimizer),
         lambda: get_optimizer_state_dict(model, [optimizer], options=StateDictOptions(full_state_dict=True)),
     ]
@@ -115,7 +117,18 @@ def _loading(orig: bool, steps: int, flatten: bool) -> None:
     only = FullOptimStateDictConfig(rank0_only=True)
     with FullyShardedDataParallel.state_dict_type(model, Type.FULL_STATE_DICT, FullStateDictConfig(), only):
         _refused(optimizer, remedy, lambda: load(model, optimizer, on_first or None))
+    _legacy(model, optimizer, saved, remedy)
     assert bool(optimizer.state) is bool(steps)
+
+
+def _legacy(model: nn.Module, optimizer: ShardedOptimizer, saved: dict[str, Any], remedy: str) -> None:
+    fsdp = FullyShardedDataParallel
+    _refused(optimizer, remedy, lambda: fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer))
+    _refused(optimizer, remedy, lambda: fsdp.shard_full_optim_state_dict(saved, model))
+    _refused(optimizer, remedy, lambda: fsdp.flatten_sharded_optim_state_dict(saved, model, optimizer))
+    on_first = saved if dist.get_rank() == 0 else None
+    _refused(optimizer, remedy, lambda: fsdp.scatter_full_optim_state_dict(on_first, model, optim=optimizer))
+    _refused(optimizer, remedy, lambda: fsdp.scatter_full_optim_state_dict(on_first, model))
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -123,6 +136,31 @@ def _loading(orig: bool, steps: int, flatten: bool) -> None:
 def test_loading_is_refused(ranks: Pool, orig: bool, steps: int, flatten: bool) -> None:
     """On all ranks, even if only one has the state."""
     ranks.run(2, _loading, orig, steps, flatten)
+
+
+def _on_some_ranks(first: int) -> None:
+    """The model is sharded over two of three ranks; the third takes no part."""
+    own = [first, first + 1]
+    group = dist.new_group(own)
+    if dist.get_rank() not in own:
+        return
+    whole = make_net()
+    theirs = shardopt.AdamW(whole.parameters(), **SMALL)
+    step_with(whole, theirs, 0)
+    saved = get_optimizer_state_dict(whole, theirs)
+    model, optimizer = _made(True, 1, group)
+    on_first = saved if dist.get_rank(group) == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    remedy = "shardopt.checkpoint.load(path, model, optimizer)"
+    _refused(optimizer, remedy, lambda: set_optimizer_state_dict(model, optimizer, on_first, options=options))
+    scatter = FullyShardedDataParallel.scatter_full_optim_state_dict
+    _refused(optimizer, remedy, lambda: scatter(on_first or None, model, optim=optimizer, group=group))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_on_some_ranks(ranks: Pool, first: int) -> None:
+    """They do not wait for the others."""
+    ranks.run(3, _on_some_ranks, first, timeout=40)
 
 
 def _state_of_torch() -> None:

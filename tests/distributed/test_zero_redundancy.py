@@ -204,6 +204,59 @@ def test_damaged_state_is_refused(ranks: Pool, tmp_path: Path, key: str, value: 
     ranks.run(2, _damaged, tmp_path / "optimizer", key, value)
 
 
+def _refused(path: Path, option: str, value: Any, message: str) -> None:
+    """Options that the optimizer cannot have; it keeps its own."""
+    model = _model()
+    optimizer = _optimizer(model.parameters(), "adamw")
+    step_with(model, optimizer, 0)
+    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state_dict = torch.load(path, weights_only=True)
+    if option == "entries":
+        state_dict["state"][0] = value
+    else:
+        state_dict["param_groups"][0][option] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state_dict)
+    for groups in (optimizer.param_groups, optimizer.optim.param_groups):
+        assert [{k: v for k, v in group.items() if k != "params"} for group in groups] == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("lr", math.nan, "param group 0: lr: got nan"),
+        ("block_size", 64, "param group 0: got state saved with block_size=64, expected 128"),
+        ("params", None, "param group 0: got params as None"),
+        ("params", [0], r"got a state dict with \[1\] parameters per param group"),
+        ("entries", [1], "parameter 0 of param group 0: got its state as"),
+    ],
+)
+def test_param_groups_for_another_optimizer_are_refused(
+    ranks: Pool, tmp_path: Path, option: str, value: Any, message: str
+) -> None:
+    _, optimizer = _whole(STEPS, "adamw", torch.float32)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer")
+    ranks.run(2, _refused, tmp_path / "optimizer", option, value, message)
+
+
+def _with_momentum(path: Path) -> None:
+    """What state there is follows from the options that are loaded."""
+    model = _model()
+    _load_weights(model.module, path)
+    optimizer = _optimizer(model.parameters(), "sgd")
+    optimizer.load_state_dict(torch.load(path / "optimizer", weights_only=True))
+    step_with(model, optimizer, STEPS)
+    expected = _whole(STEPS + 1, "momentum", torch.float32)
+    assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(*expected))
+
+
+def test_options_say_what_state_there_is(ranks: Pool, tmp_path: Path) -> None:
+    whole, optimizer = _whole(STEPS, "momentum", torch.float32)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer")
+    torch.save({name: param.detach() for name, param in whole.named_parameters()}, tmp_path / "weights")
+    ranks.run(2, _with_momentum, tmp_path)
+
+
 def _groups(params: list[Any]) -> list[dict[str, Any]]:
     return [
         {"params": params[::2], "lr": 3e-2, "codec": "companded8", "weight_decay": 0.0},

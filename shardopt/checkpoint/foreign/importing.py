@@ -21,7 +21,7 @@ from shardopt.checkpoint.foreign.wording import few, kind_of, named, shown
 from shardopt.checkpoint.groups import merged
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import all_or_none
+from shardopt.optim.flat_state import agreeing, all_or_none
 from shardopt.optim.loaded_entries import check_dense, check_moment, checked_step
 from shardopt.optim.options import DEFAULTS
 from shardopt.optim.state import ParameterState, StateDict, local_entries
@@ -99,8 +99,8 @@ def import_state(
             a hyper-parameter is out of range; or the optimizer's parameters are flat. Nothing was changed.
     """
     check_not_flat(optimizer)
-    specs = [optimizer.state_spec(param, group) for group in optimizer.param_groups for param in group["params"]]
-    found = all_or_none(specs, lambda: _read(optimizer, state_dict, names))
+    exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
+    found = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names))
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
     for index, (name, spec, moments, step) in found.states.items():
@@ -111,7 +111,7 @@ def import_state(
         for index, (name, spec, *_) in found.states.items():
             spec.check_local(local_entries(spec.shard, state[index]), name)
 
-    all_or_none(specs, check_values)
+    all_or_none(exchanges, check_values)
     optimizer.load_state_dict({"state": state, "param_groups": found.groups})
     return ImportReport(found.package, parameters, tuple(found.ignored))
 

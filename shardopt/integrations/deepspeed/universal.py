@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardopt.integrations.deepspeed.moment_view import SavedBuffer, SavedState, native
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import HELD, BufferState, on_any_rank
+from shardopt.optim.flat_state import HELD, BufferState, agreeing, on_any_rank
 from shardopt.optim.options import STATE_FORMAT
 from shardopt.optim.state import StateDict
 
@@ -71,7 +71,7 @@ def loading_universal(engine: Any, folder: str) -> Iterator[None]:
                     {key: value for key, value in group.items() if key not in (*STATE_FORMAT, HELD, "params")}
                     for group in saved_groups
                 ]
-                optimizer.load_state_dict(_as_torch(optimizer, params, loaded, groups))
+                optimizer.load_state_dict(_as_torch(params, loaded, groups))
         else:
             optimizer.state.update(state_before)
     except BaseException:
@@ -156,7 +156,6 @@ def _put_back(optimizer: ShardedOptimizer, groups: list[dict[str, Any]]) -> None
 
 
 def _as_torch(
-    optimizer: ShardedOptimizer,
     params: list[list[Tensor]],
     loaded: Mapping[Tensor, Mapping[str, Any]],
     groups: list[dict[str, Any]],
@@ -168,8 +167,7 @@ def _as_torch(
     """
     flats = [param for own in params for param in own]
     wrong = [index for index, flat in enumerate(flats) if loaded.get(flat, {}).keys() != {"step", *_MOMENTS}]
-    specs = [optimizer.state_spec(p, g) for g, own in zip(optimizer.param_groups, params, strict=True) for p in own]
-    if on_any_rank(specs, bool(wrong)):  # all must know: the others would wait for one that gives up
+    if on_any_rank(agreeing(flats), bool(wrong)):  # all must know: the others would wait for one that gives up
         index = wrong[0] if wrong else None
         got = "another rank's state" if index is None else ", ".join(sorted(loaded.get(flats[index], {}))) or "nothing"
         raise ValueError(
