@@ -185,6 +185,31 @@ def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
     assert memory() is None
 
 
+def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save takes other memory as long as the copies are being written."""
+    model, optimizer = trained()
+    expected = everything(model, optimizer)
+    may_write = threading.Event()
+
+    def write_later(writer: DataFileWriter, write: Any = DataFileWriter.write) -> Any:
+        may_write.wait()
+        return write(writer)
+
+    monkeypatch.setattr(DataFileWriter, "write", write_later)
+    first = shardopt.checkpoint.async_save(tmp_path / "first", model, optimizer)
+    cancelled, done = first.cancel(), first.done()
+    step_with(model, optimizer, 50)
+    second = shardopt.checkpoint.async_save(tmp_path / "second", model, optimizer)
+    may_write.set()
+    first.result()
+    second.result()
+    assert not cancelled
+    assert not done
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(tmp_path / "first", other, fresh)
+    assert same(everything(other, fresh), expected)
+
+
 def test_async_save_tells_its_errors(tmp_path: Path) -> None:
     model, optimizer = trained()
     (tmp_path / "file").write_text("")

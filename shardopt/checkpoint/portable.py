@@ -97,7 +97,7 @@ def async_save(
         extra: what else to save.
 
     Returns:
-        Done when the checkpoint is complete. Its ``result()`` raises what :func:`save` would.
+        Done when the checkpoint is complete. Its ``result()`` raises what :func:`save` would. It cannot be cancelled.
     """
     global _last_saving
     with deferred_interrupts():
@@ -118,13 +118,15 @@ def async_save(
     return done
 
 
-def _finish(writer: PortableWriter, done: Future[None], saved: Future[Any]) -> None:
+def _finish(writer: PortableWriter, done: _Saving, saved: Future[Any]) -> None:
     try:
         with plain_errors(writer.discard):
             saved.result()
     except BaseException as error:  # it is the waiting thread's to handle
+        done.stager.in_use = False  # first: who waits may begin the next save at once
         done.set_exception(error)
     else:
+        done.stager.in_use = False
         done.set_result(None)
 
 
@@ -204,20 +206,22 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
 
 
 class _Saving(Future[None]):
-    """An asynchronous save, with the memory of its copies."""
+    """An asynchronous save, with the memory of its copies. It cannot be cancelled: the copies are being written."""
 
     def __init__(self, stager: Stager) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()
         self.stager = stager
+        stager.in_use = True
 
 
 _last_saving: weakref.ref[_Saving] | None = None
 
 
 def _free_stager() -> Stager:
-    """The last save's, if its future is still there and it is complete."""
+    """The last save's, if its future is still there and nobody reads its copies any more."""
     last = None if _last_saving is None else _last_saving()
-    return last.stager if last is not None and last.done() else Stager()
+    return Stager() if last is None or last.stager.in_use else last.stager
 
 
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}

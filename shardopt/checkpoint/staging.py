@@ -19,6 +19,9 @@ class Stager(AsyncStager):
 
     All copies lie in one buffer, which the next :meth:`stage` uses again: the system clears each page of new memory
     when it is first touched, which takes several times as long as the copying. The buffer grows when it must.
+
+    Attributes:
+        in_use: whether a save reads the copies; set and cleared by who owns the stager.
     """
 
     _synchronize_after_execute = False
@@ -26,6 +29,7 @@ class Stager(AsyncStager):
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._end = 0
+        self.in_use = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies tensors. Earlier copies are lost.
