@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardopt
+from attack.index_file import read_index, write_index
 from ranks.layouts import values
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.data_file import DataFileWriter
@@ -309,6 +310,25 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     theirs = torch.optim.AdamW(model.parameters())
     with pytest.raises(TypeError, match="one of shardopt's"):
         shardopt.checkpoint.save(tmp_path, model, theirs)
+
+
+def test_a_model_without_tensors(tmp_path: Path) -> None:
+    shardopt.checkpoint.save(tmp_path, nn.Identity(), epoch=3)
+    assert shardopt.checkpoint.load(tmp_path, nn.Identity()).extra == {"epoch": 3}
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"another model: it lacks .*model\.bias"):
+        shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert same(everything(model, optimizer), before)
+
+
+def test_an_index_without_tensors_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    write_index(tmp_path, {**read_index(tmp_path), "tensors": {}})
+    for of in (optimizer, None):
+        with pytest.raises(CheckpointError, match=r"another model: it lacks .*model\.bias"):
+            shardopt.checkpoint.load(tmp_path, model, of)
 
 
 def test_other_parameters_are_refused(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Restoration:
     def claimed(self) -> bytes:
         """A bit for each tensor of a model in the checkpoint: whether the model has it on this rank."""
         own = {model_key(piece.name) for piece in self._pieces}
-        return np.packbits([name in own for name in self._saved_names]).tobytes()
+        return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
         """Decides what is read, and what becomes of it.
