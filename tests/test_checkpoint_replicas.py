@@ -29,7 +29,9 @@ def test_each_flipped_bit_and_each_pair_of_them_changes_it(dtype: torch.dtype) -
     elements, bits = range(len(tensor)), range(8 * dtype.itemsize)
     found = [digest(tensor)]
     found += [digest(flipped(tensor, place)) for place in itertools.product(elements, bits)]
-    found += [digest(flipped(tensor, (a, bit), (b, bit))) for a, b in itertools.combinations(elements, 2) for bit in bits]
+    found += [
+        digest(flipped(tensor, (a, bit), (b, bit))) for a, b in itertools.combinations(elements, 2) for bit in bits
+    ]
     assert len(set(found)) == len(found)
 
 

@@ -34,7 +34,7 @@ from shardopt.checkpoint.pieces import buffers_of
 from shardopt.checkpoint.ranks import gathered, on_every_rank
 from shardopt.checkpoint.replicas import ReplicaPlanner
 from shardopt.checkpoint.restore import Restoration
-from shardopt.checkpoint.staging import Stager
+from shardopt.checkpoint.staging import Staged, Stager
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
 from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
 
@@ -98,21 +98,29 @@ def async_save(
 
     Returns:
         Done when the checkpoint is complete. Its ``result()`` raises what :func:`save` would. It cannot be cancelled.
+
+    Raises:
+        RuntimeError: there is no memory for the copy. Other ranks raise a CheckpointError that says so.
+        TypeError: see :func:`save`.
     """
     global _last_saving
     with deferred_interrupts():
         tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
-        done = _Saving(_free_stager())
+        stager = _free_stager()
+        with plain_errors(writer.discard):
+            staged = on_every_rank(lambda: stager.stage(tensors))
+        done = _Saving(stager)
         if not dist.is_initialized():  # for good: the warning comes from a thread of torch's, whenever it begins
             warnings.filterwarnings("ignore", _ONE_PROCESS)
-        saving = state_dict_saver.async_save(
-            tensors,
-            storage_writer=writer,
-            planner=planner,
-            process_group=_group_of_saves(),
-            async_stager=done.stager,
-            no_dist=not dist.is_initialized(),
-        )
+        with plain_errors(partial(_give_up, writer, done)):
+            saving = state_dict_saver.async_save(
+                staged,
+                storage_writer=writer,
+                planner=planner,
+                process_group=_group_of_saves(),
+                async_stager=Staged(),
+                no_dist=not dist.is_initialized(),
+            )
         saving.add_done_callback(partial(_finish, writer, done))  # type: ignore[union-attr]
         _last_saving = weakref.ref(done)
     return done
@@ -120,14 +128,19 @@ def async_save(
 
 def _finish(writer: PortableWriter, done: _Saving, saved: Future[Any]) -> None:
     try:
-        with plain_errors(writer.discard):
+        with plain_errors(partial(_give_up, writer, done)):
             saved.result()
     except BaseException as error:  # it is the waiting thread's to handle
-        done.stager.in_use = False  # first: who waits may begin the next save at once
         done.set_exception(error)
     else:
-        done.stager.in_use = False
+        done.stager.in_use = False  # first: who waits may begin the next save at once
         done.set_result(None)
+
+
+def _give_up(writer: PortableWriter, done: _Saving) -> None:
+    """Leaves nothing of a save that failed."""
+    done.stager.in_use = False
+    writer.discard()
 
 
 def load(

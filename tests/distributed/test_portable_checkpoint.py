@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardopt
@@ -15,6 +16,7 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint.contents import Owner, contents_of
+from shardopt.checkpoint.staging import Stager
 
 STEPS = 2
 
@@ -151,4 +153,31 @@ def _save_while_training(way: str, path: Path) -> None:
 @pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
 def test_async_save(ranks: Pool, tmp_path: Path, way: str) -> None:
     ranks.run(2, _save_while_training, way, tmp_path)
+    ranks.run(3, _load, "fsdp columns", tmp_path, "adamw", {})
+
+
+def _save_without_memory(path: Path) -> tuple[str, str]:
+    """The host of rank 1 has no memory for the copy; then it has."""
+    model, optimizer = trained("fsdp", STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Stager, "_copy", _no_memory)
+        try:
+            shardopt.checkpoint.async_save(path, model, optimizer)
+        except RuntimeError as error:
+            failed = type(error).__name__, str(error)
+    shardopt.checkpoint.async_save(path, model, optimizer, epoch=7, generator=torch.arange(5)).result(timeout=60)
+    return failed
+
+
+def _no_memory(stager: Stager, tensor: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_async_save_without_memory_fails_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    told, own = ranks.run(2, _save_without_memory, tmp_path)
+    assert own == ("RuntimeError", "DefaultCPUAllocator: can't allocate memory")
+    assert told[0] == "CheckpointError"
+    assert "got an error on rank 1" in told[1]
+    assert "can't allocate memory" in told[1]
     ranks.run(3, _load, "fsdp columns", tmp_path, "adamw", {})
