@@ -17,7 +17,7 @@ from torch import nn
 import shardopt
 from attack.index_file import read_index, write_index
 from ranks.layouts import values
-from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint import CheckpointError, restore
 from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.state import ParameterState
@@ -310,6 +310,28 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     theirs = torch.optim.AdamW(model.parameters())
     with pytest.raises(TypeError, match="one of shardopt's"):
         shardopt.checkpoint.save(tmp_path, model, theirs)
+
+
+def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has some for the first parameter's."""
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, running = trained(seed=7)
+    before = everything(other, running)
+    made = iter(range(100))
+
+    def placed(*args: Any, original: Any = restore._placed) -> Any:
+        if next(made):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    monkeypatch.setattr(restore, "_placed", placed)
+    with pytest.raises(torch.OutOfMemoryError):
+        shardopt.checkpoint.load(tmp_path, other, running)
+    assert same(everything(other, running), before)
+    monkeypatch.undo()
+    shardopt.checkpoint.load(tmp_path, other, running)
+    assert same(everything(other, running), everything(model, optimizer))
 
 
 def test_a_model_without_tensors(tmp_path: Path) -> None:

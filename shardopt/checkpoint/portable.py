@@ -149,8 +149,9 @@ def load(
     """Loads what :func:`save` saved, under whatever sharding and number of ranks. All ranks must call this.
 
     Everything is read and verified before anything is changed; this takes as much of the host's memory as this rank's
-    part of the checkpoint. Codes, scales and parameters come back bit for bit. Where another process replaces the
-    checkpoint meanwhile, the new one is loaded. Ctrl-C changes nothing, or comes when all is loaded.
+    part of the checkpoint; and the state is made on the optimizer's device before its old state, if it has any, goes.
+    Codes, scales and parameters come back bit for bit. Where another process replaces the checkpoint meanwhile, the new
+    one is loaded. Ctrl-C changes nothing, or comes when all is loaded.
 
     Args:
         path: the folder.
@@ -164,8 +165,9 @@ def load(
         What else was saved, and what was converted.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, of a newer format, or of another model or optimizer.
-            Nothing was changed, on any rank.
+        CheckpointError: there is no checkpoint, it is damaged, of a newer format, or of another model or optimizer; or
+            another rank failed. Nothing was changed, on any rank.
+        RuntimeError: there is no memory for it, such as torch.OutOfMemoryError. Nothing was changed, on any rank.
         TypeError: the optimizer is not shardopt's.
     """
     with deferred_interrupts():
@@ -201,7 +203,7 @@ def _load(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | No
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=not dist.is_initialized(),
         )
-    on_every_rank(restoration.convert)
+    restoration.convert()
     restoration.commit()
     return Loaded(restoration.extra, restoration.converted)
 

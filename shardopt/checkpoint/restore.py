@@ -24,7 +24,7 @@ from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
-from shardopt.optim.flat_state import BufferState, encode_flat
+from shardopt.optim.flat_state import AnyState, BufferState, encode_flat
 from shardopt.optim.options import STATE_FORMAT
 from shardopt.optim.placement import Place
 from shardopt.optim.state import LOW_BITS, ParameterState
@@ -162,31 +162,19 @@ class Restoration:
         return found
 
     def convert(self) -> None:
-        """Brings what was read into the form that the optimizer keeps. All ranks must call this.
+        """Makes the state that the optimizer will have, in its form and where it lives. All ranks must call this.
 
         Raises:
-            CheckpointError: the state is not one that a step could go on from, on any rank.
+            CheckpointError: the state is not one that a step could go on from, or it could not be made, on any rank.
         """
         on_every_rank(self._check_states)
-        self._targets = [_with_weights(target) for target in self._targets]
-        flat = {
-            index: (target.spec, _moments(target) if target.state else None)
-            for index, target in enumerate(self._targets)
-            if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
-        }
-        states = encode_flat([spec for spec, _ in flat.values()], [values for _, values in flat.values()])
-        encoded = dict(zip(flat, states, strict=True))
-        converted = [index for index, target in enumerate(self._targets) if target.converts_state]
-        for index in converted:
-            target = self._targets[index]
-            state = encoded[index] if index in encoded else _encode(target)
-            kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
-            self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
-        for index in converted:
-            self._check_values(self._targets[index])
+        flat = on_every_rank(self._flat_moments)
+        specs, values = [spec for spec, _ in flat.values()], [moments for _, moments in flat.values()]
+        encoded = on_every_rank(lambda: encode_flat(specs, values))
+        on_every_rank(lambda: self._make_states(dict(zip(flat, encoded, strict=True))))
 
     def commit(self) -> None:
-        """Changes model and optimizer."""
+        """Changes model and optimizer: only copies into what is there, and assigns what was made."""
         with torch.no_grad():
             for target in self._targets:
                 target.content.piece.local.copy_(target.values)
@@ -199,7 +187,12 @@ class Restoration:
         if self._owner.groups is not self._owner.sharded.param_groups:  # a ZeroRedundancyOptimizer's: it has fewer
             for group, options in zip(self._owner.sharded.param_groups, self._options, strict=True):
                 apply(group, options)
-        self._put_states(self._owner)
+        for param, (spec, state) in self._states.items():
+            self._owner.sharded.state[param] = state
+            self._owner.sharded.places.put(param, spec, state)
+        for param in self._owned:
+            if param not in self._states:
+                self._owner.sharded.state.pop(param, None)
 
     @property
     def _pieces(self) -> list[Piece]:
@@ -297,23 +290,47 @@ class Restoration:
             found.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
         return " and ".join(found)
 
-    def _put_states(self, owner: Owner) -> None:
-        """Replaces the optimizer's state."""
+    def _flat_moments(self) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
+        """Converts weights; decodes the moments of the flat shards that are coded anew, by their places in the targets.
+
+        All ranks code those together.
+        """
+        self._targets = [_with_weights(target) for target in self._targets]
+        return {
+            index: (target.spec, _moments(target) if target.state else None)
+            for index, target in enumerate(self._targets)
+            if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
+        }
+
+    def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
+        """Codes the other moments anew, and makes the optimizer's state where it will live.
+
+        Args:
+            encoded: the moments of flat shards, by the places of their parameters in the targets.
+        """
+        for index, target in enumerate(self._targets):
+            if target.converts_state:
+                state = encoded[index] if index in encoded else _encode(target)
+                kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
+                self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
+                self._check_values(self._targets[index])
+        self._states: dict[Tensor, tuple[AnyState, dict[str, Tensor]]] = {}
         of: dict[Tensor, list[_Target]] = {}
         for target in self._targets:
             of.setdefault(target.content.piece.param, []).append(target)
         for param in self._owned:
-            targets = of[param]
-            if all(not target.state for target in targets):
-                owner.sharded.state.pop(param, None)
-                continue
-            group = targets[0].content.group
-            assert group is not None
-            spec = owner.sharded.state_spec(param, owner.groups[group])
-            place = owner.sharded.places.place(param)
-            states = [_placed(target, place) for target in targets]
-            owner.sharded.state[param] = spec.join(states) if isinstance(spec, BufferState) else states[0]
-            owner.sharded.places.put(param, spec, owner.sharded.state[param])
+            if any(target.state for target in of[param]):
+                self._states[param] = self._placed(param, of[param])
+
+    def _placed(self, param: Tensor, targets: Sequence[_Target]) -> tuple[AnyState, dict[str, Tensor]]:
+        """The state of one of the optimizer's parameters."""
+        group = targets[0].content.group
+        assert self._owner is not None
+        assert group is not None
+        sharded = self._owner.sharded
+        spec = sharded.state_spec(param, self._owner.groups[group])
+        states = [_placed(target, sharded.places.place(param)) for target in targets]
+        return spec, spec.join(states) if isinstance(spec, BufferState) else states[0]
 
     def _check_states(self) -> None:
         """Checks what was read of the states, as far as one rank can."""

@@ -15,6 +15,7 @@ from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
+from shardopt.checkpoint import restore
 from shardopt.checkpoint.contents import Owner, contents_of
 from shardopt.checkpoint.staging import Stager
 
@@ -181,3 +182,34 @@ def test_async_save_without_memory_fails_on_all_ranks(ranks: Pool, tmp_path: Pat
     assert "got an error on rank 1" in told[1]
     assert "can't allocate memory" in told[1]
     ranks.run(3, _load, "fsdp columns", tmp_path, "adamw", {})
+
+
+def _load_without_memory(way: str, path: Path, convert: bool) -> tuple[str, str]:
+    """The device of rank 1 has none for the state; then it has."""
+    options = {"codec": "dynamic8"} if convert else {}
+    model, optimizer = _fresh(way, "adamw", options)
+    before = snapshot_of(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(restore, "_placed", _out_of_memory)
+        try:
+            shardopt.checkpoint.load(path, model, optimizer, convert=convert)
+        except RuntimeError as error:
+            failed = type(error).__name__, str(error)
+    assert_same(snapshot_of(model, optimizer), before)
+    shardopt.checkpoint.load(path, model, optimizer, convert=convert)
+    return failed
+
+
+def _out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat", "zero"])
+def test_no_memory_for_the_state_changes_nothing(ranks: Pool, tmp_path: Path, way: str, convert: bool) -> None:
+    ranks.run(2, _save, "fsdp", tmp_path, "adamw", {})
+    told, own = ranks.run(2, _load_without_memory, way, tmp_path, convert)
+    assert own == ("OutOfMemoryError", "CUDA out of memory")
+    assert told[0] == "CheckpointError"
+    assert "got an error on rank 1" in told[1]
