@@ -289,6 +289,44 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def _save_other_dtype(path: Path, dtype: torch.dtype) -> str:
+    model, optimizer = trained("ddp", STEPS)
+    model.module.register_buffer("odd", torch.zeros(3, dtype=dtype))
+    with pytest.raises(ValueError, match="got model.odd of ") as caught:
+        save_safetensors(path, model, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16], ids=str)
+def test_a_dtype_that_the_file_cannot_hold(ranks: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+    for message in ranks.run(2, _save_other_dtype, tmp_path / "run", dtype, timeout=60):
+        assert f"got model.odd of {dtype}, expected one of torch.float64, " in message
+        assert "register it with persistent=False, or save with shardopt.checkpoint.save" in message
+    assert list(tmp_path.iterdir()) == []
+    model, optimizer = trained("single", STEPS)
+    model.register_buffer("odd", torch.zeros(3))
+    save_safetensors(tmp_path / "run", model, optimizer)
+    model.register_buffer("odd", torch.zeros(3, dtype=dtype))
+    with pytest.raises(CheckpointError, match=rf"got model.odd of shape \(3,\) and F32, expected \(3,\) and {dtype};"):
+        load_safetensors(tmp_path / "run", model, optimizer)
+
+
+def _save_with_a_failing_writer(path: Path) -> str:
+    model, optimizer = trained("fsdp", STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_writer, "_header", lambda tensors, metadata: {}["missing"])
+        with pytest.raises(CheckpointError) as caught:
+            save_safetensors(path, model, optimizer)
+    save_safetensors(path, model, optimizer)
+    return str(caught.value)
+
+
+def test_any_error_of_the_writer_is_told_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _save_with_a_failing_writer, tmp_path / "run", timeout=60)
+    assert "got KeyError while writing" in first
+    assert first in second
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_changes_nothing(tmp_path: Path, name: str) -> None:
     spoil, message = FAULTS[name]

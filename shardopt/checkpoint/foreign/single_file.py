@@ -27,7 +27,7 @@ from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
 from shardopt.checkpoint.foreign.targets import names_of, part_of, sharded
-from shardopt.checkpoint.foreign.wording import few, shown
+from shardopt.checkpoint.foreign.wording import few, named, shown
 from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, saved_options
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.codec import Moment
@@ -95,19 +95,12 @@ def save_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer,
 
     Raises:
         CheckpointError: the file could not be written.
-        ValueError: the parameters are flat, or the optimizer has others than the model.
+        ValueError: the parameters are flat, the optimizer has others than the model, or a tensor is of a dtype that
+            such files do not have here, such as complex numbers. Nothing was written.
     """
-    names = names_of(model, optimizer)
-    entries = [_entry(model_key(name), value) for name, value in _tensors_of(model).items()]
-    entries += _state_entries(optimizer, names, dequantize)
-    entries.sort(key=lambda entry: -entry.what.dtype.itemsize)  # so that each tensor begins aligned
-    groups = [describe(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
-    for group in groups if dequantize else ():
-        group["options"] = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
-    header = {"format_version": FORMAT_VERSION, "dequantized": dequantize, "param_groups": groups}
-    failure: OSError | None = None
+    entries, metadata = on_every_rank(lambda: _to_save(model, optimizer, dequantize))
+    failure: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        metadata = {"format": "pt", _KEY: json.dumps(header)}
         with SafetensorsWriter(path, [entry.what for entry in entries], metadata) as writer:
             for entry in entries:
                 writer.write(_whole(entry.get()))
@@ -171,11 +164,38 @@ def _check_values(
             spec.check_local(local_entries(spec.shard, state[index]), names[id(param)])
 
 
-def _demand_written(path: PathLike, size: int, failure: OSError | None) -> None:
-    if failure is not None:
+def _demand_written(path: PathLike, size: int, failure: Exception | None) -> None:
+    if isinstance(failure, OSError):
         raise CheckpointError(
             f"{path}: got {failure} while writing {size} bytes, expected room for them; what stood there stays"
         ) from failure
+    if failure is not None:
+        raise CheckpointError(
+            f"{path}: got {type(failure).__name__} while writing {size} bytes: {failure}; what stood there stays"
+        ) from failure
+
+
+def _to_save(model: Module, optimizer: ShardedOptimizer, dequantize: bool) -> tuple[list[_Entry], dict[str, str]]:
+    """All tensors of a file in their order, and its metadata.
+
+    Raises:
+        ValueError: the file cannot hold one, the parameters are flat, or the optimizer has others than the model.
+    """
+    names = names_of(model, optimizer)
+    entries = [_entry(model_key(name), value) for name, value in _tensors_of(model).items()]
+    entries += _state_entries(optimizer, names, dequantize)
+    for name, dtype, _ in (entry.what for entry in entries):
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"got {named(name)} of {dtype}, expected one of {', '.join(map(str, DTYPES))}; register it with "
+                "persistent=False, or save with shardopt.checkpoint.save"
+            )
+    entries.sort(key=lambda entry: -entry.what.dtype.itemsize)  # so that each tensor begins aligned
+    groups = [describe(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
+    for group in groups if dequantize else ():
+        group["options"] = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
+    header = {"format_version": FORMAT_VERSION, "dequantized": dequantize, "param_groups": groups}
+    return entries, {"format": "pt", _KEY: json.dumps(header)}
 
 
 def _tensors_of(model: Module) -> dict[str, Tensor]:
@@ -317,7 +337,7 @@ def _check(path: str, file: SafetensorsReader, of: str, found: set[str], expecte
         if (stored.shape, stored.dtype) != (tuple(like.shape), like.dtype):
             raise CheckpointError(
                 f"{path}: got {name} of shape {stored.shape} and {DTYPES[stored.dtype]}, expected {tuple(like.shape)} "
-                f"and {DTYPES[like.dtype]}; load it into the model and optimizer that were saved"
+                f"and {DTYPES.get(like.dtype, like.dtype)}; load it into the model and optimizer that were saved"
             )
 
 
