@@ -292,7 +292,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 def _save_other_dtype(path: Path, dtype: torch.dtype) -> str:
     model, optimizer = trained("ddp", STEPS)
     model.module.register_buffer("odd", torch.zeros(3, dtype=dtype))
-    with pytest.raises(ValueError, match="got model.odd of ") as caught:
+    with pytest.raises(ValueError, match=r"got model\.odd of ") as caught:
         save_safetensors(path, model, optimizer)
     return str(caught.value)
 

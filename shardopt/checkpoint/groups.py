@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.wording import few, line, named
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
@@ -52,8 +53,8 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
         twice = seen & group["parameters"].keys()
         if twice:
             raise CheckpointError(
-                f"got {min(twice)} with different options on different ranks, expected the same hyper-parameters for a "
-                "parameter everywhere; set them alike on all ranks"
+                f"got {named(min(twice))} with different options on different ranks, expected the same "
+                "hyper-parameters for a parameter everywhere; set them alike on all ranks"
             )
         seen |= group["parameters"].keys()
     return [{**group, "parameters": list(group["parameters"])} for group in found]
@@ -78,13 +79,15 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[str], index: int)
     for name in names:
         of = next((group["options"] for group in saved if name in group["parameters"]), None)
         if of is None:
-            raise CheckpointError(f"got no state of {name}, expected the optimizer's in the checkpoint to have it")
+            raise CheckpointError(
+                f"got no state of {named(name)}, expected the optimizer's in the checkpoint to have it"
+            )
         if of not in found:
             found.append(of)
     if len(found) > 1:
-        keys = sorted(key for key in {*found[0], *found[1]} if found[0].get(key) != found[1].get(key))
+        keys = [key for key in {*found[0], *found[1]} if found[0].get(key) != found[1].get(key)]
         raise CheckpointError(
-            f"param group {index}: got parameters that were saved with different {', '.join(keys)}, expected them to "
+            f"param group {index}: got parameters that were saved with different {few(keys)}, expected them to "
             "be alike; make param groups like those of the checkpoint"
         )
     return found[0] if found else {}
@@ -125,7 +128,7 @@ def merged_from(
         check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         return merged(optimizer, group, saved)
     except ValueError as error:
-        raise CheckpointError(f"{path}: param group {index}: {error}") from error
+        raise CheckpointError(f"{path}: param group {index}: {line(error)}") from error
 
 
 def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.wording import named, shown
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
@@ -47,7 +48,7 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype) and not name.startswith("q")  # quantized tensors have more than their elements
 }
 
-_DATA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]+\.bin")
+_DATA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,10}\.bin")
 _UNFINISHED_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.[0-9a-f]{16}")
 _LAST_LINE = re.compile(rb',\n"crc32": "([0-9a-f]{8})"}\n\Z')
 
@@ -117,13 +118,13 @@ def load_index(folder: Path) -> Index:
     version = content.get("format_version")
     if version != FORMAT_VERSION or type(version) is not int:
         raise CheckpointError(
-            f"{path}: got format version {str(version)[:20]}, expected {FORMAT_VERSION}; install the version of "
+            f"{path}: got format version {shown(version)}, expected {FORMAT_VERSION}; install the version of "
             "shardopt that saved this checkpoint, or a newer one"
         )
     try:
         files = {name: _size(length, name) for name, length in _mapping(content, "files").items()}
         for name in files:
-            _demand(_DATA_FILE.fullmatch(name), f"data file {name[:40]!r}")
+            _demand(_DATA_FILE.fullmatch(name), f"data file {shown(name)}")
         tensors = {name: _tensor(name, stored) for name, stored in _mapping(content, "tensors").items()}
         _check_bytes(tensors, files)
         return Index(_checked_header(content), files, tensors, crc32)
@@ -246,34 +247,36 @@ def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _size(value: object, of: str) -> int:
     """A whole number that a tensor or a file can have as a size."""
     is_size = type(value) is int and 0 <= value < 2**63
-    _demand(is_size, f"a size of {of[:80]} that is no whole number from 0 to 2**63 - 1")
+    _demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
     return value  # type: ignore[return-value]
 
 
 def _sizes(value: object, of: str) -> tuple[int, ...]:
-    _demand(isinstance(value, list) and len(value) <= _MAX_DIMS, f"sizes of {of[:80]} that are no short list")
+    _demand(isinstance(value, list) and len(value) <= _MAX_DIMS, f"sizes of {named(of)} that are no short list")
     return tuple(_size(each, of) for each in value)  # type: ignore[attr-defined]
 
 
 def _tensor(name: str, stored: Any) -> StoredTensor:
-    _demand(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"tensor {name[:80]}")
+    _demand(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"tensor {named(name)}")
     dtype = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
-    _demand(dtype is not None, f"a dtype of {name[:80]}")
+    _demand(dtype is not None, f"a dtype of {named(name)}")
     assert dtype is not None
     shape = _sizes(stored["shape"], name)
-    _demand(math.prod(max(extent, 1) for extent in shape) < 2**63, f"a shape of {name[:80]}")
-    _demand(isinstance(stored["chunks"], list), f"chunks of {name[:80]}")
+    _demand(math.prod(max(extent, 1) for extent in shape) < 2**63, f"a shape of {named(name)}")
+    _demand(isinstance(stored["chunks"], list), f"chunks of {named(name)}")
     chunks = [_chunk(name, fields, dtype.itemsize) for fields in stored["chunks"]]
-    _demand(fill(shape, [(c.offsets, c.shape) for c in chunks]), f"chunks that do not fill {name[:80]} {shape}")
+    _demand(
+        fill(shape, [(c.offsets, c.shape) for c in chunks]), f"chunks that do not fill {named(name)} {shown(shape)}"
+    )
     return StoredTensor(dtype, shape, chunks)
 
 
 def _chunk(name: str, fields: Any, itemsize: int) -> StoredChunk:
-    _demand(isinstance(fields, dict) and fields.keys() == set(StoredChunk._fields), f"a chunk of {name[:80]}")
-    _demand(isinstance(fields["file"], str), f"a chunk of {name[:80]}")
+    _demand(isinstance(fields, dict) and fields.keys() == set(StoredChunk._fields), f"a chunk of {named(name)}")
+    _demand(isinstance(fields["file"], str), f"a chunk of {named(name)}")
     offsets, shape = _sizes(fields["offsets"], name), _sizes(fields["shape"], name)
     numbers = [_size(fields[key], name) for key in ("position", "bytes", "crc32")]
-    _demand(numbers[1] == math.prod(shape) * itemsize, f"a chunk of {name[:80]} of {numbers[1]} bytes")
+    _demand(numbers[1] == math.prod(shape) * itemsize, f"a chunk of {named(name)} of {numbers[1]} bytes")
     return StoredChunk(offsets, shape, fields["file"], *numbers)
 
 
@@ -282,7 +285,7 @@ def _check_bytes(tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) 
     of_file: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for name, stored in tensors.items():
         for chunk in stored.chunks:
-            _demand(chunk.file in files, f"a chunk of {name[:80]} in a file that is not listed")
+            _demand(chunk.file in files, f"a chunk of {named(name)} in a file that is not listed")
             if chunk.bytes:
                 of_file[chunk.file].append((chunk.position, chunk.position + chunk.bytes))
     for file, ranges in of_file.items():

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.wording import few
 
 #: 64-bit digests of chunks that other ranks hold, too.
 Digests = Mapping[MetadataIndex, int]
@@ -159,6 +160,4 @@ def _first_only(plans: Sequence[SavePlan], names: Collection[str]) -> list[SaveP
 
 def _refuse(names: Collection[str], what: str) -> None:
     if names:
-        first = ", ".join(sorted(names)[:4])
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise CheckpointError(f"got different {what} of {first}{more} on different ranks, {_REMEDY}")
+        raise CheckpointError(f"got different {what} of {few(names)} on different ranks, {_REMEDY}")

@@ -21,6 +21,7 @@ from shardopt.checkpoint.groups import apply, checked_groups, merged_from, saved
 from shardopt.checkpoint.index import Index, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
@@ -128,8 +129,8 @@ class Restoration:
         if self.converted and not convert:
             name, what = next(iter(self.converted.items()))
             raise CheckpointError(
-                f"{self._path}: got {what} for {name} and {len(self.converted) - 1} other parameters, expected the "
-                "optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
+                f"{self._path}: got {what} for {named(name)} and {len(self.converted) - 1} other parameters, expected "
+                "the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
         extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
         files = {chunk.file: self._index.files[chunk.file] for stored in extra.values() for chunk in stored.chunks}
@@ -210,12 +211,13 @@ class Restoration:
         wanted = np.unpackbits(bits, count=len(saved))
         missing = sorted(own.keys() - saved.keys())
         unexpected = sorted(name for name, is_wanted in zip(saved, wanted, strict=True) if not is_wanted)
-        other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
+        other = sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])
         if missing or unexpected or other:
+            shapes = first_of([f"{named(name)} {shown(saved[name])} for {shown(own[name])}" for name in other])
             raise CheckpointError(
-                f"{self._path}: got a checkpoint of another model: it lacks {_few(missing)}, has also "
-                f"{_few(unexpected)}, and has in other shapes {_few([f'{n} {saved[n]} for {own[n]}' for n in other])}; "
-                "build the model that was saved"
+                f"{self._path}: got a checkpoint of another model: it lacks {few(missing) or 'nothing'}, has also "
+                f"{few(unexpected) or 'nothing'}, and has in other shapes {shapes or 'nothing'}; build the model that "
+                "was saved"
             )
 
     def _check_tensors(self) -> None:
@@ -224,8 +226,8 @@ class Restoration:
             stored = self._index.tensors[name]
             if (stored.dtype, stored.shape) != (target.dtype, tuple(target.shape)):
                 raise CheckpointError(
-                    f"{self._path}: got {name} of {stored.dtype} and shape {stored.shape}, expected {target.dtype} and "
-                    f"{tuple(target.shape)}; load another checkpoint"
+                    f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
+                    f"{target.dtype} and {tuple(target.shape)}; load another checkpoint"
                 )
 
     def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -252,7 +254,7 @@ class Restoration:
         dtype = self._index.tensors[model_key(piece.name)].dtype
         if dtype != piece.local.dtype and not {dtype, piece.local.dtype} <= DTYPES.keys():
             raise CheckpointError(
-                f"{self._path}: got {piece.name} of {dtype}, expected {piece.local.dtype}; only "
+                f"{self._path}: got {named(piece.name)} of {dtype}, expected {piece.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
         values = torch.empty(piece.local.shape, dtype=dtype)
@@ -268,8 +270,8 @@ class Restoration:
         saved = ParameterState.of_shard(piece.shard, dtype, {**options, **as_saved}, moments)
         if found != saved.state_names:
             raise CheckpointError(
-                f"{self._path}: got {', '.join(sorted(found))} of {piece.name}, saved by "
-                f"{self._index.header.get('optimizer')}, expected {', '.join(sorted(saved.state_names))} of "
+                f"{self._path}: got {few(found)} of {named(piece.name)}, saved by "
+                f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.state_names))} of "
                 f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
             )
         target = _Target(content, values, saved, spec, {})
@@ -344,7 +346,7 @@ class Restoration:
         try:
             target.saved.check_local(target.state, target.content.piece.name)
         except ValueError as error:
-            raise CheckpointError(f"{self._path}: {error}") from error
+            raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_steps(self) -> None:
         """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""
@@ -355,8 +357,8 @@ class Restoration:
         for counts in steps.values():
             if len(counts) > 1:
                 raise CheckpointError(
-                    f"{self._path}: got parameters stepped {sorted(counts)} times for one flat parameter, expected one "
-                    "count; wrap the model with use_orig_params=True"
+                    f"{self._path}: got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
+                    "expected one count; wrap the model with use_orig_params=True"
                 )
 
 
@@ -402,8 +404,3 @@ def _moments(target: _Target) -> list[Tensor]:
 
 def _described(spec: ParameterState) -> str:
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4]) or "nothing"
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

@@ -27,9 +27,9 @@ from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
 from shardopt.checkpoint.foreign.targets import names_of, part_of, sharded
-from shardopt.checkpoint.foreign.wording import few, named, shown
 from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, saved_options
 from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.checkpoint.wording import few, line, named, shown
 from shardopt.codec import Moment
 from shardopt.layout import Shard, shard_of
 from shardopt.layout.names import buffer_names, parameter_names
@@ -152,7 +152,7 @@ def _naming(path: PathLike) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, ValueError) as error:
-        raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+        raise CheckpointError(f"{os.fspath(path)}: {line(error)}") from error
 
 
 def _check_values(
@@ -297,7 +297,7 @@ def _header(path: str, text: str | None) -> _Header:
         )
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: got format version {version}, expected at most {FORMAT_VERSION}; update shardopt"
+            f"{path}: got format version {shown(version)}, expected at most {FORMAT_VERSION}; update shardopt"
         )
     return _Header(dequantized, checked_groups(path, groups))
 
@@ -336,8 +336,9 @@ def _check(path: str, file: SafetensorsReader, of: str, found: set[str], expecte
         stored = file.tensors[name]
         if (stored.shape, stored.dtype) != (tuple(like.shape), like.dtype):
             raise CheckpointError(
-                f"{path}: got {name} of shape {stored.shape} and {DTYPES[stored.dtype]}, expected {tuple(like.shape)} "
-                f"and {DTYPES.get(like.dtype, like.dtype)}; load it into the model and optimizer that were saved"
+                f"{path}: got {named(name)} of shape {shown(stored.shape)} and {DTYPES[stored.dtype]}, expected "
+                f"{tuple(like.shape)} and {DTYPES.get(like.dtype, like.dtype)}; load it into the model and "
+                "optimizer that were saved"
             )
 
 
