@@ -152,7 +152,7 @@ def test_an_index_that_is_no_json_of_ours(tmp_path: Path, text: str) -> None:
 
 def test_an_index_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / INDEX_NAME)
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="expected a regular file"):
         read_index(tmp_path)
 
 
@@ -320,6 +320,34 @@ def test_strays_make_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CheckpointError, match="No space left"):
         saved(tmp_path, seed=1)
     assert_only(tmp_path)
+
+
+@pytest.mark.parametrize("of", ["index", "data"])
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_files_elsewhere_are_not_read(tmp_path: Path, of: str, kind: str) -> None:
+    """Not even where what a link leads to is what was saved."""
+    folder = tmp_path / "folder"
+    saved(folder)
+    path = folder / INDEX_NAME if of == "index" else the_data_file(folder)
+    path.rename(tmp_path / path.name)
+    if kind == "link":
+        path.symlink_to(tmp_path / path.name)
+    else:
+        os.mkfifo(path)
+    got = "a symbolic link, expected a file in the folder itself" if kind == "link" else "something else, expected a"
+    with pytest.raises(CheckpointError, match=f"{path}: cannot be .*got {got}"):
+        assert_holds(folder)
+    path.unlink()
+    (tmp_path / path.name).rename(path)
+    assert_only(folder)
+
+
+def test_a_link_to_the_folder_is_followed(tmp_path: Path) -> None:
+    saved(tmp_path / "folder")
+    (tmp_path / "link").symlink_to("folder")
+    assert_only(tmp_path / "link")
+    saved(tmp_path / "link", seed=1)
+    assert_only(tmp_path / "folder", seed=1)
 
 
 def test_a_stray_that_stays_is_no_error(tmp_path: Path) -> None:

@@ -110,6 +110,23 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     assert_only(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["file", "missing", "FIFO"])
+def test_a_lock_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
+    """It is neither emptied nor made."""
+    folder, victim = tmp_path / "folder", tmp_path / "victim"
+    folder.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(folder / LOCK_NAME)
+    else:
+        (folder / LOCK_NAME).symlink_to(victim)
+    if kind == "file":
+        victim.write_text("precious")
+    got = "something else" if kind == "FIFO" else "a symbolic link"
+    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be opened: .*got {got}, expected a .*; choose"):
+        saved(folder)
+    assert (victim.read_text() if kind == "file" else victim.exists()) == ("precious" if kind == "file" else False)
+
+
 def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).mkdir()
     with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be opened"):

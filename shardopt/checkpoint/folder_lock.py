@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.own_files import open_own
 
 LOCK_NAME = "checkpoint.lock"
 
@@ -43,7 +44,7 @@ class FolderLock:
         if self._close is not None:
             return
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be opened: {error}; choose another path") from error
         try:

@@ -18,12 +18,10 @@ and ``param_groups``, a list of ``{"parameters": [names], "options": {...}}``.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import re
-import stat
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
+from shardopt.checkpoint.own_files import open_own
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.wording import named, shown
 
@@ -203,9 +202,7 @@ def _verified(path: Path, text: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _read_file(path: Path) -> bytes:
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+    with open(open_own(path), "rb") as file:
         return file.read()
 
 
