@@ -100,6 +100,23 @@ def _no_room(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_a_full_disk_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strays of a save that died fill it, and go before the next save writes."""
+    saved(tmp_path, seed=1)
+    stray = tmp_path / "0123456789abcdef-0.bin"
+    stray.write_text("all there is room for")
+    pwrite = os.pwrite
+
+    def pwrite_if_room(descriptor: int, data: bytes, offset: int) -> int:
+        if stray.exists():
+            _no_room(descriptor)
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite_if_room)
+    saved(tmp_path, seed=2)
+    assert_only(tmp_path, seed=2)
+
+
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -49,8 +49,9 @@ class FolderLock:
             raise CheckpointError(f"{self._path}: cannot be opened: {error}; choose another path") from error
         try:
             _lock(descriptor, self._path)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            with suppress(OSError):  # a hint only: on a full disk, strays can be removed with the lock and no sooner
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BaseException:
             os.close(descriptor)
             raise
