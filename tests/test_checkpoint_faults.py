@@ -28,7 +28,7 @@ from checkpoint_folder import (
     the_data_file,
     values_of,
 )
-from shardopt.checkpoint import data_file
+from shardopt.checkpoint import data_file, folder_lock
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, StoredChunk, dump_index, load_index
@@ -348,6 +348,33 @@ def test_a_link_to_the_folder_is_followed(tmp_path: Path) -> None:
     assert_only(tmp_path / "link")
     saved(tmp_path / "link", seed=1)
     assert_only(tmp_path / "folder", seed=1)
+
+
+def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save's own error is told, and the lock is given back."""
+    saved(tmp_path)
+
+    def commit(writer: PortableWriter, text: bytes) -> None:
+        monkeypatch.setattr(Path, "exists", stale)
+        monkeypatch.setattr(os, "open", stale)
+        raise CheckpointError("the first error")
+
+    def stale(*args: Any, **kwargs: Any) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(PortableWriter, "_commit", commit)
+    with pytest.raises(CheckpointError, match="the first error") as caught:
+        saved(tmp_path, seed=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(folder_lock, "_PATIENCE", 0.2)
+    saved(tmp_path, seed=1)
+    assert_only(tmp_path, seed=1)
+    assert caught.tb  # the error keeps the writer, whose end would give the lock back, too
+
+
+def test_what_fails_after_an_error_does_not_hide_it() -> None:
+    with pytest.raises(ValueError, match="the first"), plain_errors(partial(int, "no number")):
+        raise ValueError("the first")
 
 
 def test_a_stray_that_stays_is_no_error(tmp_path: Path) -> None:
