@@ -25,7 +25,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.chunks import Chunks
-from shardopt.checkpoint.contents import Content, Owner, contents_of, model_chunks, model_key, optimizer_chunks
+from shardopt.checkpoint.contents import (
+    Content,
+    Owner,
+    contents_of,
+    model_chunks,
+    model_key,
+    optimizer_chunks,
+    with_common_scales,
+)
 from shardopt.checkpoint.errors import ReplacedError, plain_errors
 from shardopt.checkpoint.groups import describe
 from shardopt.checkpoint.index import load_index
@@ -75,7 +83,7 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         TypeError: ``extra`` has something else in it, or the optimizer is not shardopt's.
     """
     with deferred_interrupts():
-        tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
+        tensors, writer, planner = _to_save(path, model, optimizer, extra)
         with plain_errors(writer.discard), _no_warning_of_one_process():
             state_dict_saver.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
 
@@ -105,7 +113,7 @@ def async_save(
     """
     global _last_saving
     with deferred_interrupts():
-        tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
+        tensors, writer, planner = _to_save(path, model, optimizer, extra)
         stager = _free_stager()
         with plain_errors(writer.discard):
             staged = on_every_rank(lambda: stager.stage(tensors))
@@ -265,16 +273,25 @@ def _no_warning_of_one_process() -> Iterator[None]:
 def _to_save(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
 ) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
-    """The tensors to be saved, where to, and by what plan."""
+    """The tensors to be saved, where to, and by what plan. All ranks must call this."""
     with _opened(model, optimizer) as (bare, own):
-        return _described(path, bare, own, extra)
+        owner, contents = on_every_rank(lambda: _read(bare, own))
+        common = with_common_scales(contents)
+        return on_every_rank(lambda: _described(path, bare, owner, common, extra))
+
+
+def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
+    owner = None if optimizer is None else Owner.of(optimizer)
+    return owner, contents_of(model, owner)
 
 
 def _described(
-    path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
+    path: str | os.PathLike[str],
+    model: Module,
+    owner: Owner | None,
+    contents: Sequence[Content],
+    extra: dict[str, Any],
 ) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
-    owner = None if optimizer is None else Owner.of(optimizer)
-    contents = contents_of(model, owner)
     tensors: dict[str, Any] = model_chunks(model, contents)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
     if owner is not None:

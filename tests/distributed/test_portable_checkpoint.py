@@ -18,6 +18,7 @@ from ranks.snapshot import assert_same
 from shardopt.checkpoint import restore
 from shardopt.checkpoint.contents import Owner, contents_of
 from shardopt.checkpoint.staging import Stager
+from shardopt.optim.state import ParameterState
 
 STEPS = 2
 
@@ -132,6 +133,28 @@ def _save_inexact_and_load(way: str, path: Path) -> int:
 @pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
 def test_fragments_with_scales_of_their_own_get_common_ones(ranks: Pool, tmp_path: Path, way: str) -> None:
     assert sum(ranks.run(3, _save_inexact_and_load, way, tmp_path)) > 0
+    ranks.run(2, _continue_exactly, tmp_path)
+
+
+def _save_where_one_cannot_decode(path: Path) -> tuple[str, str]:
+    """Rank 1 fails before the collective in which cut blocks get common scales; then it does not."""
+    model, optimizer = trained("fsdp1 flat", STEPS, "lion", codec="companded8", exact_cut_blocks=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(ParameterState, "decode", _out_of_memory)
+        try:
+            shardopt.checkpoint.save(path, model, optimizer)
+        except RuntimeError as error:
+            failed = type(error).__name__, str(error)
+    shardopt.checkpoint.save(path, model, optimizer, epoch=7, generator=torch.arange(5))
+    return failed
+
+
+def test_a_rank_that_fails_leaves_no_other_in_a_collective(ranks: Pool, tmp_path: Path) -> None:
+    told, own = ranks.run(2, _save_where_one_cannot_decode, tmp_path, timeout=60)
+    assert own == ("OutOfMemoryError", "CUDA out of memory")
+    assert told[0] == "CheckpointError"
+    assert "got an error on rank 1" in told[1]
     ranks.run(2, _continue_exactly, tmp_path)
 
 
