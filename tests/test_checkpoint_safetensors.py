@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 import shardopt
 from helpers import EIGHT_BIT, RULES, everything
+from ranks.layered import Layers
 from ranks.models import make_net, named_parameters, set_gradients
+from ranks.offload import offload_from_cpu, slow_steps
 from ranks.pool import Pool, RankFailure
 from ranks.runs import snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import load_safetensors, safetensors_writer, save_safetensors
 from shardopt.optim import ShardedOptimizer
+from test_forward_overlap import start, train
 
 library = pytest.importorskip("safetensors")
 
@@ -123,6 +126,22 @@ def test_buffers_and_wrappers(tmp_path: Path) -> None:
     assert_same(everything(loaded), everything(optimizer))
     assert_same(dict(other.named_buffers()), {k: v for k, v in model.named_buffers() if k != "cache"})
     assert [group["lr"] for group in loaded.param_groups] == [0.25, 1e-3]
+
+
+def test_steps_that_overlap_with_the_next_forward_pass_are_waited_for(tmp_path: Path) -> None:
+    expected = Layers()
+    reference = start(expected, None)
+    train(expected, reference, 1)
+    model = Layers()
+    with offload_from_cpu(), slow_steps(0.05):
+        optimizer = start(model, True)
+        train(model, optimizer, 1)
+        save_safetensors(tmp_path / "run", model, optimizer)
+    tensors, _ = read(tmp_path / "run")
+    for name, param in expected.named_parameters():
+        assert torch.equal(tensors[f"model.{name}"], param), name
+        for key, value in reference.state[param].items():
+            assert torch.equal(tensors[f"optimizer.{name}.{key}"], value), (name, key)
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:

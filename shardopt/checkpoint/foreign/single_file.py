@@ -182,6 +182,7 @@ def _to_save(model: Module, optimizer: ShardedOptimizer, dequantize: bool) -> tu
         ValueError: the file cannot hold one, the parameters are flat, or the optimizer has others than the model.
     """
     names = names_of(model, optimizer)
+    optimizer.synchronize()
     entries = [_entry(model_key(name), value) for name, value in _tensors_of(model).items()]
     entries += _state_entries(optimizer, names, dequantize)
     for name, dtype, _ in (entry.what for entry in entries):
