@@ -105,6 +105,15 @@ def _parts(owner: Owner, param: Tensor, group: int) -> list[tuple[ParameterState
     return [(spec, {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()})]
 
 
+def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
+    """The names of the parameters in each of so many param groups."""
+    found: list[list[str]] = [[] for _ in range(count)]
+    for content in contents:
+        if content.group is not None:
+            found[content.group].append(content.piece.name)
+    return found
+
+
 def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
     """The tensors of the model, by their names in a checkpoint."""
     pieces = [*(content.piece for content in contents), *buffers_of(model)]

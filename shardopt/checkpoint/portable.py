@@ -31,6 +31,7 @@ from shardopt.checkpoint.contents import (
     contents_of,
     model_chunks,
     model_key,
+    names_by_group,
     optimizer_chunks,
     with_common_scales,
 )
@@ -297,15 +298,10 @@ def _described(
     if owner is not None:
         tensors.update(optimizer_chunks(contents))
         header["optimizer"] = type(owner.sharded).__name__
-        header["param_groups"] = [
-            describe(group, _names_in(contents, index)) for index, group in enumerate(owner.groups)
-        ]
+        names = names_by_group(contents, len(owner.groups))
+        header["param_groups"] = [describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
     for key, value in extra.items():
         if isinstance(value, Tensor):
             tensors[f"extra.{key}"] = Chunks.whole(value)
     buffers = {model_key(piece.name) for piece in buffers_of(model)}
     return tensors, PortableWriter(path, header), ReplicaPlanner(buffers)
-
-
-def _names_in(contents: Sequence[Content], group: int) -> list[str]:
-    return [content.piece.name for content in contents if content.group == group]

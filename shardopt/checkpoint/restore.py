@@ -14,10 +14,18 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
-from shardopt.checkpoint.contents import Content, Owner, contents_of, fresh_state, model_key, state_key
+from shardopt.checkpoint.contents import (
+    Content,
+    Owner,
+    contents_of,
+    fresh_state,
+    model_key,
+    names_by_group,
+    state_key,
+)
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, checked_groups, merged_from, saved_options
+from shardopt.checkpoint.groups import apply, checked_groups, merged_from, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
@@ -238,12 +246,12 @@ class Restoration:
             raise CheckpointError(
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
-        saved_groups = checked_groups(self._path, self._index.header["param_groups"])
+        options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
+        names = names_by_group(contents, len(self._owner.groups))
         new, saved = [], []
         for index, group in enumerate(self._owner.groups):
-            names = [content.piece.name for content in contents if content.group == index]
             try:
-                saved.append(saved_options(saved_groups, names, index))
+                saved.append(saved_options(options, names[index], index))
             except CheckpointError as error:
                 raise CheckpointError(f"{self._path}: {error}") from None
             new.append(merged_from(self._path, self._owner.sharded, group, saved[-1], index))

@@ -27,7 +27,7 @@ from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
 from shardopt.checkpoint.foreign.targets import names_of, part_of, sharded
-from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, saved_options
+from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, options_by_name, saved_options
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, line, named, shown
 from shardopt.codec import Moment
@@ -257,9 +257,10 @@ def _plan(
     wanted: dict[int, _Wanted] = {}
     groups: list[dict[str, Any]] = []
     places = itertools.count()
+    saved = options_by_name(header.param_groups)
     for index, group in enumerate(optimizer.param_groups):
         with _naming(path):
-            options = saved_options(header.param_groups, [names[id(param)] for param in group["params"]], index)
+            options = saved_options(saved, [names[id(param)] for param in group["params"]], index)
         left_out: tuple[str, ...] = ("params", "param_names")
         if header.dequantized:
             left_out += STATE_FORMAT  # as torch.optim's state, it belongs to no format of ours
