@@ -94,7 +94,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Closes what a forked child shares: its parent's lock would live as long as the child."""
+    """Closes a forked child's copies of its parent's lock files: a lock ends when the last copy is closed."""
     for lock in list(_held):
         with suppress(OSError):
             lock.release()

@@ -133,10 +133,11 @@ def load_index(folder: Path) -> Index:
 
 @contextmanager
 def noticing_replacement(folder: Path, index: Index) -> Iterator[None]:
-    """Finds out whether data cannot be read because another save removed them.
+    """Finds out, after a CheckpointError, whether another save has replaced the checkpoint that is being loaded.
 
     Raises:
-        ReplacedError: so it is.
+        ReplacedError: the folder has another checkpoint now than the index is of.
+        CheckpointError: the original error, if the folder still has that checkpoint, or none that can be read.
     """
     try:
         yield
