@@ -28,7 +28,7 @@ from checkpoint_folder import (
     the_data_file,
     values_of,
 )
-from shardopt.checkpoint import data_file
+from shardopt.checkpoint import data_file, folder_lock
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, StoredChunk, dump_index, load_index
@@ -152,7 +152,7 @@ def test_an_index_that_is_no_json_of_ours(tmp_path: Path, text: str) -> None:
 
 def test_an_index_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / INDEX_NAME)
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="expected a regular file"):
         read_index(tmp_path)
 
 
@@ -320,6 +320,61 @@ def test_strays_make_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CheckpointError, match="No space left"):
         saved(tmp_path, seed=1)
     assert_only(tmp_path)
+
+
+@pytest.mark.parametrize("of", ["index", "data"])
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_files_elsewhere_are_not_read(tmp_path: Path, of: str, kind: str) -> None:
+    """Not even where what a link leads to is what was saved."""
+    folder = tmp_path / "folder"
+    saved(folder)
+    path = folder / INDEX_NAME if of == "index" else the_data_file(folder)
+    path.rename(tmp_path / path.name)
+    if kind == "link":
+        path.symlink_to(tmp_path / path.name)
+    else:
+        os.mkfifo(path)
+    got = "a symbolic link, expected a file in the folder itself" if kind == "link" else "something else, expected a"
+    with pytest.raises(CheckpointError, match=f"{path}: cannot be .*got {got}"):
+        assert_holds(folder)
+    path.unlink()
+    (tmp_path / path.name).rename(path)
+    assert_only(folder)
+
+
+def test_a_link_to_the_folder_is_followed(tmp_path: Path) -> None:
+    saved(tmp_path / "folder")
+    (tmp_path / "link").symlink_to("folder")
+    assert_only(tmp_path / "link")
+    saved(tmp_path / "link", seed=1)
+    assert_only(tmp_path / "folder", seed=1)
+
+
+def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save's own error is told, and the lock is given back."""
+    saved(tmp_path)
+
+    def commit(writer: PortableWriter, text: bytes) -> None:
+        monkeypatch.setattr(Path, "exists", stale)
+        monkeypatch.setattr(os, "open", stale)
+        raise CheckpointError("the first error")
+
+    def stale(*args: Any, **kwargs: Any) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(PortableWriter, "_commit", commit)
+    with pytest.raises(CheckpointError, match="the first error") as caught:
+        saved(tmp_path, seed=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(folder_lock, "_PATIENCE", 0.2)
+    saved(tmp_path, seed=1)
+    assert_only(tmp_path, seed=1)
+    assert caught.tb  # the error keeps the writer, whose end would give the lock back, too
+
+
+def test_what_fails_after_an_error_does_not_hide_it() -> None:
+    with pytest.raises(ValueError, match="the first"), plain_errors(partial(int, "no number")):
+        raise ValueError("the first")
 
 
 def test_a_stray_that_stays_is_no_error(tmp_path: Path) -> None:

@@ -100,6 +100,23 @@ def _no_room(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_a_full_disk_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strays of a save that died fill it, and go before the next save writes."""
+    saved(tmp_path, seed=1)
+    stray = tmp_path / "0123456789abcdef-0.bin"
+    stray.write_text("all there is room for")
+    pwrite = os.pwrite
+
+    def pwrite_if_room(descriptor: int, data: bytes, offset: int) -> int:
+        if stray.exists():
+            _no_room(descriptor)
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite_if_room)
+    saved(tmp_path, seed=2)
+    assert_only(tmp_path, seed=2)
+
+
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -108,6 +125,23 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     with pytest.warns(RuntimeWarning, match="has no locks .*; make sure that only one run saves into this folder"):
         saved(tmp_path)
     assert_only(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "missing", "FIFO"])
+def test_a_lock_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
+    """It is neither emptied nor made."""
+    folder, victim = tmp_path / "folder", tmp_path / "victim"
+    folder.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(folder / LOCK_NAME)
+    else:
+        (folder / LOCK_NAME).symlink_to(victim)
+    if kind == "file":
+        victim.write_text("precious")
+    got = "something else" if kind == "FIFO" else "a symbolic link"
+    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be opened: .*got {got}, expected a .*; choose"):
+        saved(folder)
+    assert (victim.read_text() if kind == "file" else victim.exists()) == ("precious" if kind == "file" else False)
 
 
 def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 import shardopt
 from helpers import EIGHT_BIT, RULES, everything
+from ranks.layered import Layers
 from ranks.models import make_net, named_parameters, set_gradients
+from ranks.offload import offload_from_cpu, slow_steps
 from ranks.pool import Pool, RankFailure
 from ranks.runs import snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import load_safetensors, safetensors_writer, save_safetensors
 from shardopt.optim import ShardedOptimizer
+from test_forward_overlap import start, train
 
 library = pytest.importorskip("safetensors")
 
@@ -123,6 +126,22 @@ def test_buffers_and_wrappers(tmp_path: Path) -> None:
     assert_same(everything(loaded), everything(optimizer))
     assert_same(dict(other.named_buffers()), {k: v for k, v in model.named_buffers() if k != "cache"})
     assert [group["lr"] for group in loaded.param_groups] == [0.25, 1e-3]
+
+
+def test_steps_that_overlap_with_the_next_forward_pass_are_waited_for(tmp_path: Path) -> None:
+    expected = Layers()
+    reference = start(expected, None)
+    train(expected, reference, 1)
+    model = Layers()
+    with offload_from_cpu(), slow_steps(0.05):
+        optimizer = start(model, True)
+        train(model, optimizer, 1)
+        save_safetensors(tmp_path / "run", model, optimizer)
+    tensors, _ = read(tmp_path / "run")
+    for name, param in expected.named_parameters():
+        assert torch.equal(tensors[f"model.{name}"], param), name
+        for key, value in reference.state[param].items():
+            assert torch.equal(tensors[f"optimizer.{name}.{key}"], value), (name, key)
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
@@ -287,6 +306,44 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other block size": (of("adamw", block_size=64), "block_size=64"),
 }
+
+
+def _save_other_dtype(path: Path, dtype: torch.dtype) -> str:
+    model, optimizer = trained("ddp", STEPS)
+    model.module.register_buffer("odd", torch.zeros(3, dtype=dtype))
+    with pytest.raises(ValueError, match=r"got model\.odd of ") as caught:
+        save_safetensors(path, model, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16], ids=str)
+def test_a_dtype_that_the_file_cannot_hold(ranks: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+    for message in ranks.run(2, _save_other_dtype, tmp_path / "run", dtype, timeout=60):
+        assert f"got model.odd of {dtype}, expected one of torch.float64, " in message
+        assert "register it with persistent=False, or save with shardopt.checkpoint.save" in message
+    assert list(tmp_path.iterdir()) == []
+    model, optimizer = trained("single", STEPS)
+    model.register_buffer("odd", torch.zeros(3))
+    save_safetensors(tmp_path / "run", model, optimizer)
+    model.register_buffer("odd", torch.zeros(3, dtype=dtype))
+    with pytest.raises(CheckpointError, match=rf"got model.odd of shape \(3,\) and F32, expected \(3,\) and {dtype};"):
+        load_safetensors(tmp_path / "run", model, optimizer)
+
+
+def _save_with_a_failing_writer(path: Path) -> str:
+    model, optimizer = trained("fsdp", STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_writer, "_header", lambda tensors, metadata: {}["missing"])
+        with pytest.raises(CheckpointError) as caught:
+            save_safetensors(path, model, optimizer)
+    save_safetensors(path, model, optimizer)
+    return str(caught.value)
+
+
+def test_any_error_of_the_writer_is_told_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _save_with_a_failing_writer, tmp_path / "run", timeout=60)
+    assert "got KeyError while writing" in first
+    assert first in second
 
 
 @pytest.mark.parametrize("name", FAULTS)

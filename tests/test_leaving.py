@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 
 from train_job import ROOT
 
-#: Aborts the process as gloo's threads do now and then: while Python dismantles itself. What keeps it cannot be seen
-#: before that.
+#: Aborts the process as gloo's threads do now and then: while Python dismantles itself. The object is deleted then, and
+#: not sooner, as sys refers to it.
 ABORTING = """
 import atexit, os, sys, threading, time
 
@@ -59,7 +60,8 @@ def test_python_aborts_where_the_job_does_not(tmp_path: Path) -> None:
         ("sys.exit(2)", 2, ""),
         ("sys.exit('in one line')", 1, "in one line"),
         ("raise ValueError('an error')", 1, "ValueError: an error"),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("sys.exit(130)", 130, ""),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
         ("atexit.register(lambda: 1 / 0); return 0", 0, "ZeroDivisionError: division by zero"),  # as Python has it
     ],
 )
@@ -70,10 +72,53 @@ def test_exit_codes_and_what_is_printed(end: str, code: int, said: str, tmp_path
     assert done.stdout.splitlines() == ["said", "a thread", "an exit handler"]
 
 
-def test_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    done = run(PROGRAM.format(end="os.close(1); return 0"), cwd=tmp_path)
-    assert done.returncode == 1
+@pytest.mark.parametrize("end", ["os.close(1); return 0", "os.close(1); raise ValueError"])
+def test_output_that_cannot_be_written_is_an_error(end: str, tmp_path: Path) -> None:
+    done = run(PROGRAM.format(end=end), cwd=tmp_path)
+    assert done.returncode == 120
     assert "OSError: [Errno 9] Bad file descriptor" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("import _thread; threading.Timer(0.1, _thread.interrupt_main).start(); return 3", 3),  # Ctrl-C while it waits
+        ("threading._shutdown = lambda: 1 / 0; return 3", 3),
+        ("atexit._run_exitfuncs = lambda: 1 / 0; return 3", 3),
+        ("sys.stdout.close(); return 3", 3),
+        ("sys.stdout = None; return 3", 3),
+    ],
+)
+def test_a_step_that_fails_skips_no_other(end: str, code: int, tmp_path: Path) -> None:
+    """Standard error is buffered here, so that only the last step writes it."""
+    buffered = "sys.stderr = open(2, 'w', buffering=1 << 16, closefd=False); print('to the end', file=sys.stderr)"
+    done = run(PROGRAM.format(end=f"{buffered}; {end}"), cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[0] == "to the end"
+    if "stdout" not in end:
+        assert "said" in done.stdout.splitlines()
+        assert ("an exit handler" in done.stdout.splitlines()) == ("_run_exitfuncs" not in end)
+
+
+PYTHON_ENDS = [
+    ("sys.exit(2)", "pass"),
+    ("raise KeyboardInterrupt", "pass"),
+    ("raise ValueError", "pass"),
+    ("return 0", "os.close(1)"),
+    ("raise KeyboardInterrupt", "os.close(1)"),
+    ("return 0", "atexit.register(lambda: 1 / 0)"),
+]
+
+
+@pytest.mark.parametrize(("end", "before"), PYTHON_ENDS)
+def test_exit_codes_are_pythons(end: str, before: str, tmp_path: Path) -> None:
+    program = f"import atexit, os, sys\ndef main():\n    print('said')\n    {before}\n    {end}\n"
+    paths = f"import sys; sys.path.insert(0, {str(ROOT / 'launch')!r})\n"
+    codes = []
+    for last in ("sys.exit(main())", "from lm.leaving import leave\nleave(main)"):
+        command = [sys.executable, "-c", paths + program + last]
+        codes.append(subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=False).returncode)
+    assert codes[0] == codes[1]
 
 
 @pytest.mark.parametrize("script", ["train.py", "quickstart.py"])

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import shardopt
+from attack.index_file import read_index, write_index
 from ranks.layouts import values
-from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint import CheckpointError, restore
 from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.state import ParameterState
@@ -185,6 +186,31 @@ def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
     assert memory() is None
 
 
+def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save takes other memory as long as the copies are being written."""
+    model, optimizer = trained()
+    expected = everything(model, optimizer)
+    may_write = threading.Event()
+
+    def write_later(writer: DataFileWriter, write: Any = DataFileWriter.write) -> Any:
+        may_write.wait()
+        return write(writer)
+
+    monkeypatch.setattr(DataFileWriter, "write", write_later)
+    first = shardopt.checkpoint.async_save(tmp_path / "first", model, optimizer)
+    cancelled, done = first.cancel(), first.done()
+    step_with(model, optimizer, 50)
+    second = shardopt.checkpoint.async_save(tmp_path / "second", model, optimizer)
+    may_write.set()
+    first.result()
+    second.result()
+    assert not cancelled
+    assert not done
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(tmp_path / "first", other, fresh)
+    assert same(everything(other, fresh), expected)
+
+
 def test_async_save_tells_its_errors(tmp_path: Path) -> None:
     model, optimizer = trained()
     (tmp_path / "file").write_text("")
@@ -284,6 +310,47 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     theirs = torch.optim.AdamW(model.parameters())
     with pytest.raises(TypeError, match="one of shardopt's"):
         shardopt.checkpoint.save(tmp_path, model, theirs)
+
+
+def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has some for the first parameter's."""
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, running = trained(seed=7)
+    before = everything(other, running)
+    made = iter(range(100))
+
+    def placed(*args: Any, original: Any = restore._placed) -> Any:
+        if next(made):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    monkeypatch.setattr(restore, "_placed", placed)
+    with pytest.raises(torch.OutOfMemoryError):
+        shardopt.checkpoint.load(tmp_path, other, running)
+    assert same(everything(other, running), before)
+    monkeypatch.undo()
+    shardopt.checkpoint.load(tmp_path, other, running)
+    assert same(everything(other, running), everything(model, optimizer))
+
+
+def test_a_model_without_tensors(tmp_path: Path) -> None:
+    shardopt.checkpoint.save(tmp_path, nn.Identity(), epoch=3)
+    assert shardopt.checkpoint.load(tmp_path, nn.Identity()).extra == {"epoch": 3}
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"another model: it lacks .*model\.bias"):
+        shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert same(everything(model, optimizer), before)
+
+
+def test_an_index_without_tensors_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    write_index(tmp_path, {**read_index(tmp_path), "tensors": {}})
+    for of in (optimizer, None):
+        with pytest.raises(CheckpointError, match=r"another model: it lacks .*model\.bias"):
+            shardopt.checkpoint.load(tmp_path, model, of)
 
 
 def test_other_parameters_are_refused(tmp_path: Path) -> None:

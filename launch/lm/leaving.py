@@ -3,46 +3,71 @@
 from __future__ import annotations
 
 import atexit
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from os import _exit
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
+EXIT_UNWRITTEN = 120  # Python's code where standard output or error cannot be flushed
 EXIT_INTERRUPTED = 130  # the shell's code for SIGINT
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """Calls `main` and ends the process with the exit code that Python would give.
+    """Calls `main` and ends the process as Python would: with its exit code, or by SIGINT after a KeyboardInterrupt.
 
     Threads of gloo that take the interpreter's lock while Python dismantles itself abort the process, after all work is
-    done. So the process does what Python does before that (waits for threads, calls atexit's handlers, flushes) and
-    ends without the rest.
+    done. So the process does what Python does before that and ends without the rest: it waits for threads, calls
+    atexit's handlers, and flushes standard output and error. An error in one of these steps is printed, and the others
+    follow; a failed flush makes the exit code 120.
 
     Args:
         main: the program; returns its exit code, may raise or call ``sys.exit``.
     """
     code = _exit_code(main)
-    _exit(_exit_code(_finish) or code)
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        _guarded(step)
+    flushed = [_guarded(stream.flush) for stream in (sys.stdout, sys.stderr) if _is_open(stream)]
+    if code is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        _exit(EXIT_INTERRUPTED)  # only where SIGINT is blocked
+    _exit(code if all(flushed) else EXIT_UNWRITTEN)
 
 
-def _finish() -> int:
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return 0
+def _guarded(step: Callable[[], Any]) -> bool:
+    """Calls a function, prints what it raises, and says whether it went well."""
+    try:
+        step()
+    except BaseException as error:
+        _print(error)
+        return False
+    return True
 
 
-def _exit_code(program: Callable[[], int]) -> int:
-    """Calls a program and returns its exit code, after printing what Python would print of an exception."""
+def _is_open(stream: TextIO | None) -> bool:
+    """Whether a standard stream is there: it may be None, or closed by the program."""
+    return stream is not None and not stream.closed
+
+
+def _exit_code(program: Callable[[], int]) -> int | None:
+    """Calls a program and returns its exit code, None for an interrupt; prints what Python would of an exception."""
     try:
         return program()
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
-        print(error.code, file=sys.stderr)
+        with suppress(Exception):
+            print(error.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        _print(error)
+        return None if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _print(error: BaseException) -> None:
+    with suppress(Exception):  # standard error may be what is broken
         sys.excepthook(type(error), error, error.__traceback__)
-        return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

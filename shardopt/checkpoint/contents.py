@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, pieces_of, state_chunks
+from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.layout import FlatBuffer, assigned, read_model
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.flat_state import BufferState, encode_flat, shared_blocks
@@ -104,6 +105,15 @@ def _parts(owner: Owner, param: Tensor, group: int) -> list[tuple[ParameterState
     return [(spec, {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()})]
 
 
+def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
+    """The names of the parameters in each of so many param groups."""
+    found: list[list[str]] = [[] for _ in range(count)]
+    for content in contents:
+        if content.group is not None:
+            found[content.group].append(content.piece.name)
+    return found
+
+
 def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
     """The tensors of the model, by their names in a checkpoint."""
     pieces = [*(content.piece for content in contents), *buffers_of(model)]
@@ -111,9 +121,9 @@ def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks
 
 
 def optimizer_chunks(contents: Sequence[Content]) -> dict[str, Chunks]:
-    """The state of the optimizer, by its names in a checkpoint. All ranks must call this."""
+    """The state of the optimizer, by its names in a checkpoint."""
     found: dict[str, Chunks] = {}
-    for content in _with_common_scales(contents):
+    for content in contents:
         if content.spec is not None and content.state:
             for entry, chunks in state_chunks(content.spec, content.state).items():
                 found[state_key(content.piece.name, entry)] = chunks
@@ -130,22 +140,32 @@ def state_key(name: str, entry: str) -> str:
     return f"optimizer.{name}.{entry}"
 
 
-def _with_common_scales(contents: Sequence[Content]) -> list[Content]:
-    """The same contents, but for those whose cut blocks have a scale per fragment: those blocks are coded again."""
-    specs, values, at = [], [], []
+def with_common_scales(contents: Sequence[Content]) -> list[Content]:
+    """The same contents, but for those whose cut blocks have a scale per fragment: those blocks are coded again.
+
+    All ranks must call this, and none of them within :func:`on_every_rank`: it has a collective of its own, before
+    which ranks agree on whether all of them come to it.
+    """
+    cut = on_every_rank(lambda: _with_fragments(contents))
+    specs, values = [spec for spec, _ in cut.values()], [moments for _, moments in cut.values()]
+    encoded = on_every_rank(lambda: encode_flat(specs, values))
+    found = list(contents)
+    for index, spec, state in zip(cut, specs, encoded, strict=True):
+        if state is not None:
+            found[index] = found[index]._replace(spec=spec, state={**found[index].state, **state})
+    return found
+
+
+def _with_fragments(contents: Sequence[Content]) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
+    """Parameters whose cut blocks have a scale per fragment, by place: the spec with common ones, the moments."""
+    found: dict[int, tuple[ParameterState, list[Tensor] | None]] = {}
     for index, content in enumerate(contents):
         if content.spec is None or content.spec.exact_cut_blocks:
             continue
         exact = replace(content.spec, exact_cut_blocks=True)
         if shared_blocks(exact):
             decoded = content.spec.decode(content.state) if content.state else None
-            specs.append(exact)
-            values.append(None if decoded is None else [decoded[moment.name] for moment in exact.moments])
-            at.append(index)
-    found = list(contents)
-    for index, exact, state in zip(at, specs, encode_flat(specs, values), strict=True):
-        if state is not None:
-            found[index] = found[index]._replace(spec=exact, state={**found[index].state, **state})
+            found[index] = exact, None if decoded is None else [decoded[moment.name] for moment in exact.moments]
     return found
 
 

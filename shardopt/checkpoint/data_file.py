@@ -22,6 +22,7 @@ from torch import Tensor
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.index import StoredChunk
 from shardopt.checkpoint.interrupts import interruption_point
+from shardopt.checkpoint.own_files import open_own, own_size
 from shardopt.checkpoint.pipeline import computed_ahead
 
 _MAX_BYTES = 1 << 23  # of a piece, which is stored as a chunk of its own
@@ -161,7 +162,7 @@ def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
     for name, length in files.items():
         path = folder / name
         try:
-            found = path.stat().st_size
+            found = own_size(path)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: cannot be found ({error.strerror}), expected {length} bytes of data; is this a folder that "
@@ -264,7 +265,7 @@ def _write_chunk(file: int, chunk: StoredChunk, data: memoryview) -> StoredChunk
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open_own(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error}; load another checkpoint") from error
 

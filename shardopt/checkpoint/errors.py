@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +25,7 @@ def plain_errors(on_failure: Callable[[], None] | None = None) -> Iterator[None]
     was interrupted, the interruption (such as KeyboardInterrupt) is raised instead.
 
     Args:
-        on_failure: called first after any error, such as :meth:`PortableWriter.discard`.
+        on_failure: called first after any error, such as :meth:`PortableWriter.discard`. Its own errors are dropped.
 
     Raises:
         ReplacedError: all ranks that failed raised it.
@@ -35,7 +35,8 @@ def plain_errors(on_failure: Callable[[], None] | None = None) -> Iterator[None]
         yield
     except BaseException as error:
         if on_failure is not None:
-            on_failure()
+            with suppress(Exception):  # what failed first is what matters
+                on_failure()
         if isinstance(error, CheckpointException):
             raise _plain(error) from error
         raise

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.own_files import open_own
 
 LOCK_NAME = "checkpoint.lock"
 
@@ -43,13 +44,14 @@ class FolderLock:
         if self._close is not None:
             return
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be opened: {error}; choose another path") from error
         try:
             _lock(descriptor, self._path)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            with suppress(OSError):  # a hint only: on a full disk, strays can be removed with the lock and no sooner
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BaseException:
             os.close(descriptor)
             raise
@@ -92,7 +94,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Closes what a forked child shares: its parent's lock would live as long as the child."""
+    """Closes a forked child's copies of its parent's lock files: a lock ends when the last copy is closed."""
     for lock in list(_held):
         with suppress(OSError):
             lock.release()

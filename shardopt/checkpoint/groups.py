@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.wording import few, line, named
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
@@ -52,8 +53,8 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
         twice = seen & group["parameters"].keys()
         if twice:
             raise CheckpointError(
-                f"got {min(twice)} with different options on different ranks, expected the same hyper-parameters for a "
-                "parameter everywhere; set them alike on all ranks"
+                f"got {named(min(twice))} with different options on different ranks, expected the same "
+                "hyper-parameters for a parameter everywhere; set them alike on all ranks"
             )
         seen |= group["parameters"].keys()
     return [{**group, "parameters": list(group["parameters"])} for group in found]
@@ -63,31 +64,41 @@ def _learned(group: SavedGroup) -> dict[str, Any]:
     return {key: value for key, value in group["options"].items() if key not in _OF_THE_RUN}
 
 
-def saved_options(saved: Sequence[SavedGroup], names: Sequence[str], index: int) -> dict[str, Any]:
+def options_by_name(saved: Sequence[SavedGroup]) -> dict[str, dict[str, Any]]:
+    """The options of each parameter in the param groups of a checkpoint: those of the first group that has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in reversed(saved):
+        found.update(dict.fromkeys(group["parameters"], group["options"]))
+    return found
+
+
+def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], index: int) -> dict[str, Any]:
     """The options that the parameters of a param group were saved with.
 
     Args:
-        saved: the param groups of a checkpoint.
+        saved: what :func:`options_by_name` gives.
         names: of the group's parameters.
         index: the group's, for errors.
 
     Raises:
         CheckpointError: they were saved in groups with other options than each other, or in none.
     """
-    found: list[dict[str, Any]] = []
+    first: dict[str, Any] | None = None
     for name in names:
-        of = next((group["options"] for group in saved if name in group["parameters"]), None)
-        if of is None:
-            raise CheckpointError(f"got no state of {name}, expected the optimizer's in the checkpoint to have it")
-        if of not in found:
-            found.append(of)
-    if len(found) > 1:
-        keys = sorted(key for key in {*found[0], *found[1]} if found[0].get(key) != found[1].get(key))
-        raise CheckpointError(
-            f"param group {index}: got parameters that were saved with different {', '.join(keys)}, expected them to "
-            "be alike; make param groups like those of the checkpoint"
-        )
-    return found[0] if found else {}
+        own = saved.get(name)
+        if own is None:
+            raise CheckpointError(
+                f"got no state of {named(name)}, expected the optimizer's in the checkpoint to have it"
+            )
+        if first is None:
+            first = own
+        elif own is not first and own != first:
+            keys = [key for key in {*first, *own} if first.get(key) != own.get(key)]
+            raise CheckpointError(
+                f"param group {index}: got parameters that were saved with different {few(keys)}, expected them to "
+                "be alike; make param groups like those of the checkpoint"
+            )
+    return first or {}
 
 
 def checked_groups(path: str | os.PathLike[str], found: object) -> list[SavedGroup]:
@@ -125,7 +136,7 @@ def merged_from(
         check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         return merged(optimizer, group, saved)
     except ValueError as error:
-        raise CheckpointError(f"{path}: param group {index}: {error}") from error
+        raise CheckpointError(f"{path}: param group {index}: {line(error)}") from error
 
 
 def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,12 +18,10 @@ and ``param_groups``, a list of ``{"parameters": [names], "options": {...}}``.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import re
-import stat
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,7 +32,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
+from shardopt.checkpoint.own_files import open_own
 from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.wording import named, shown
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
@@ -47,7 +47,7 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype) and not name.startswith("q")  # quantized tensors have more than their elements
 }
 
-_DATA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]+\.bin")
+_DATA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,10}\.bin")
 _UNFINISHED_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.[0-9a-f]{16}")
 _LAST_LINE = re.compile(rb',\n"crc32": "([0-9a-f]{8})"}\n\Z')
 
@@ -117,13 +117,13 @@ def load_index(folder: Path) -> Index:
     version = content.get("format_version")
     if version != FORMAT_VERSION or type(version) is not int:
         raise CheckpointError(
-            f"{path}: got format version {str(version)[:20]}, expected {FORMAT_VERSION}; install the version of "
+            f"{path}: got format version {shown(version)}, expected {FORMAT_VERSION}; install the version of "
             "shardopt that saved this checkpoint, or a newer one"
         )
     try:
         files = {name: _size(length, name) for name, length in _mapping(content, "files").items()}
         for name in files:
-            _demand(_DATA_FILE.fullmatch(name), f"data file {name[:40]!r}")
+            _demand(_DATA_FILE.fullmatch(name), f"data file {shown(name)}")
         tensors = {name: _tensor(name, stored) for name, stored in _mapping(content, "tensors").items()}
         _check_bytes(tensors, files)
         return Index(_checked_header(content), files, tensors, crc32)
@@ -133,10 +133,11 @@ def load_index(folder: Path) -> Index:
 
 @contextmanager
 def noticing_replacement(folder: Path, index: Index) -> Iterator[None]:
-    """Finds out whether data cannot be read because another save removed them.
+    """Finds out, after a CheckpointError, whether another save has replaced the checkpoint that is being loaded.
 
     Raises:
-        ReplacedError: so it is.
+        ReplacedError: the folder has another checkpoint now than the index is of.
+        CheckpointError: the original error, if the folder still has that checkpoint, or none that can be read.
     """
     try:
         yield
@@ -202,9 +203,7 @@ def _verified(path: Path, text: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _read_file(path: Path) -> bytes:
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+    with open(open_own(path), "rb") as file:
         return file.read()
 
 
@@ -246,34 +245,36 @@ def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _size(value: object, of: str) -> int:
     """A whole number that a tensor or a file can have as a size."""
     is_size = type(value) is int and 0 <= value < 2**63
-    _demand(is_size, f"a size of {of[:80]} that is no whole number from 0 to 2**63 - 1")
+    _demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
     return value  # type: ignore[return-value]
 
 
 def _sizes(value: object, of: str) -> tuple[int, ...]:
-    _demand(isinstance(value, list) and len(value) <= _MAX_DIMS, f"sizes of {of[:80]} that are no short list")
+    _demand(isinstance(value, list) and len(value) <= _MAX_DIMS, f"sizes of {named(of)} that are no short list")
     return tuple(_size(each, of) for each in value)  # type: ignore[attr-defined]
 
 
 def _tensor(name: str, stored: Any) -> StoredTensor:
-    _demand(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"tensor {name[:80]}")
+    _demand(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"tensor {named(name)}")
     dtype = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
-    _demand(dtype is not None, f"a dtype of {name[:80]}")
+    _demand(dtype is not None, f"a dtype of {named(name)}")
     assert dtype is not None
     shape = _sizes(stored["shape"], name)
-    _demand(math.prod(max(extent, 1) for extent in shape) < 2**63, f"a shape of {name[:80]}")
-    _demand(isinstance(stored["chunks"], list), f"chunks of {name[:80]}")
+    _demand(math.prod(max(extent, 1) for extent in shape) < 2**63, f"a shape of {named(name)}")
+    _demand(isinstance(stored["chunks"], list), f"chunks of {named(name)}")
     chunks = [_chunk(name, fields, dtype.itemsize) for fields in stored["chunks"]]
-    _demand(fill(shape, [(c.offsets, c.shape) for c in chunks]), f"chunks that do not fill {name[:80]} {shape}")
+    _demand(
+        fill(shape, [(c.offsets, c.shape) for c in chunks]), f"chunks that do not fill {named(name)} {shown(shape)}"
+    )
     return StoredTensor(dtype, shape, chunks)
 
 
 def _chunk(name: str, fields: Any, itemsize: int) -> StoredChunk:
-    _demand(isinstance(fields, dict) and fields.keys() == set(StoredChunk._fields), f"a chunk of {name[:80]}")
-    _demand(isinstance(fields["file"], str), f"a chunk of {name[:80]}")
+    _demand(isinstance(fields, dict) and fields.keys() == set(StoredChunk._fields), f"a chunk of {named(name)}")
+    _demand(isinstance(fields["file"], str), f"a chunk of {named(name)}")
     offsets, shape = _sizes(fields["offsets"], name), _sizes(fields["shape"], name)
     numbers = [_size(fields[key], name) for key in ("position", "bytes", "crc32")]
-    _demand(numbers[1] == math.prod(shape) * itemsize, f"a chunk of {name[:80]} of {numbers[1]} bytes")
+    _demand(numbers[1] == math.prod(shape) * itemsize, f"a chunk of {named(name)} of {numbers[1]} bytes")
     return StoredChunk(offsets, shape, fields["file"], *numbers)
 
 
@@ -282,7 +283,7 @@ def _check_bytes(tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) 
     of_file: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for name, stored in tensors.items():
         for chunk in stored.chunks:
-            _demand(chunk.file in files, f"a chunk of {name[:80]} in a file that is not listed")
+            _demand(chunk.file in files, f"a chunk of {named(name)} in a file that is not listed")
             if chunk.bytes:
                 of_file[chunk.file].append((chunk.position, chunk.position + chunk.bytes))
     for file, ranges in of_file.items():

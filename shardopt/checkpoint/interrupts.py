@@ -1,4 +1,8 @@
-"""Ctrl-C at chosen places: nothing is left half done, no thread is left, and no lock of another library's is torn."""
+"""Delays Ctrl-C (SIGINT) until a place where a save or load may stop.
+
+Python raises KeyboardInterrupt between any two bytecodes: files would be left half written, threads running, and locks
+of other libraries held.
+"""
 
 from __future__ import annotations
 

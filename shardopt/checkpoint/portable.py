@@ -25,7 +25,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.chunks import Chunks
-from shardopt.checkpoint.contents import Content, Owner, contents_of, model_chunks, model_key, optimizer_chunks
+from shardopt.checkpoint.contents import (
+    Content,
+    Owner,
+    contents_of,
+    model_chunks,
+    model_key,
+    names_by_group,
+    optimizer_chunks,
+    with_common_scales,
+)
 from shardopt.checkpoint.errors import ReplacedError, plain_errors
 from shardopt.checkpoint.groups import describe
 from shardopt.checkpoint.index import load_index
@@ -34,7 +43,7 @@ from shardopt.checkpoint.pieces import buffers_of
 from shardopt.checkpoint.ranks import gathered, on_every_rank
 from shardopt.checkpoint.replicas import ReplicaPlanner
 from shardopt.checkpoint.restore import Restoration
-from shardopt.checkpoint.staging import Stager
+from shardopt.checkpoint.staging import Staged, Stager
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
 from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
 
@@ -75,7 +84,7 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         TypeError: ``extra`` has something else in it, or the optimizer is not shardopt's.
     """
     with deferred_interrupts():
-        tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
+        tensors, writer, planner = _to_save(path, model, optimizer, extra)
         with plain_errors(writer.discard), _no_warning_of_one_process():
             state_dict_saver.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
 
@@ -97,35 +106,50 @@ def async_save(
         extra: what else to save.
 
     Returns:
-        Done when the checkpoint is complete. Its ``result()`` raises what :func:`save` would.
+        Done when the checkpoint is complete. Its ``result()`` raises what :func:`save` would. It cannot be cancelled.
+
+    Raises:
+        RuntimeError: there is no memory for the copy. Other ranks raise a CheckpointError that says so.
+        TypeError: see :func:`save`.
     """
     global _last_saving
     with deferred_interrupts():
-        tensors, writer, planner = on_every_rank(lambda: _to_save(path, model, optimizer, extra))
-        done = _Saving(_free_stager())
+        tensors, writer, planner = _to_save(path, model, optimizer, extra)
+        stager = _free_stager()
+        with plain_errors(writer.discard):
+            staged = on_every_rank(lambda: stager.stage(tensors))
+        done = _Saving(stager)
         if not dist.is_initialized():  # for good: the warning comes from a thread of torch's, whenever it begins
             warnings.filterwarnings("ignore", _ONE_PROCESS)
-        saving = state_dict_saver.async_save(
-            tensors,
-            storage_writer=writer,
-            planner=planner,
-            process_group=_group_of_saves(),
-            async_stager=done.stager,
-            no_dist=not dist.is_initialized(),
-        )
+        with plain_errors(partial(_give_up, writer, done)):
+            saving = state_dict_saver.async_save(
+                staged,
+                storage_writer=writer,
+                planner=planner,
+                process_group=_group_of_saves(),
+                async_stager=Staged(),
+                no_dist=not dist.is_initialized(),
+            )
         saving.add_done_callback(partial(_finish, writer, done))  # type: ignore[union-attr]
         _last_saving = weakref.ref(done)
     return done
 
 
-def _finish(writer: PortableWriter, done: Future[None], saved: Future[Any]) -> None:
+def _finish(writer: PortableWriter, done: _Saving, saved: Future[Any]) -> None:
     try:
-        with plain_errors(writer.discard):
+        with plain_errors(partial(_give_up, writer, done)):
             saved.result()
     except BaseException as error:  # it is the waiting thread's to handle
         done.set_exception(error)
     else:
+        done.stager.in_use = False  # first: who waits may begin the next save at once
         done.set_result(None)
+
+
+def _give_up(writer: PortableWriter, done: _Saving) -> None:
+    """Leaves nothing of a save that failed."""
+    done.stager.in_use = False
+    writer.discard()
 
 
 def load(
@@ -134,8 +158,9 @@ def load(
     """Loads what :func:`save` saved, under whatever sharding and number of ranks. All ranks must call this.
 
     Everything is read and verified before anything is changed; this takes as much of the host's memory as this rank's
-    part of the checkpoint. Codes, scales and parameters come back bit for bit. Where another process replaces the
-    checkpoint meanwhile, the new one is loaded. Ctrl-C changes nothing, or comes when all is loaded.
+    part of the checkpoint; and the state is made on the optimizer's device before its old state, if it has any, goes.
+    Codes, scales and parameters come back bit for bit. Where another process replaces the checkpoint meanwhile, the new
+    one is loaded. Ctrl-C changes nothing, or comes when all is loaded.
 
     Args:
         path: the folder.
@@ -149,8 +174,9 @@ def load(
         What else was saved, and what was converted.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, of a newer format, or of another model or optimizer.
-            Nothing was changed, on any rank.
+        CheckpointError: there is no checkpoint, it is damaged, of a newer format, or of another model or optimizer; or
+            another rank failed. Nothing was changed, on any rank.
+        RuntimeError: there is no memory for it, such as torch.OutOfMemoryError. Nothing was changed, on any rank.
         TypeError: the optimizer is not shardopt's.
     """
     with deferred_interrupts():
@@ -186,7 +212,7 @@ def _load(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | No
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=not dist.is_initialized(),
         )
-    on_every_rank(restoration.convert)
+    restoration.convert()
     restoration.commit()
     return Loaded(restoration.extra, restoration.converted)
 
@@ -204,20 +230,22 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
 
 
 class _Saving(Future[None]):
-    """An asynchronous save, with the memory of its copies."""
+    """An asynchronous save, with the memory of its copies. It cannot be cancelled: the copies are being written."""
 
     def __init__(self, stager: Stager) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()
         self.stager = stager
+        stager.in_use = True
 
 
 _last_saving: weakref.ref[_Saving] | None = None
 
 
 def _free_stager() -> Stager:
-    """The last save's, if its future is still there and it is complete."""
+    """The last save's, if its future is still there and nobody reads its copies any more."""
     last = None if _last_saving is None else _last_saving()
-    return last.stager if last is not None and last.done() else Stager()
+    return Stager() if last is None or last.stager.in_use else last.stager
 
 
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -246,30 +274,34 @@ def _no_warning_of_one_process() -> Iterator[None]:
 def _to_save(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
 ) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
-    """The tensors to be saved, where to, and by what plan."""
+    """The tensors to be saved, where to, and by what plan. All ranks must call this."""
     with _opened(model, optimizer) as (bare, own):
-        return _described(path, bare, own, extra)
+        owner, contents = on_every_rank(lambda: _read(bare, own))
+        common = with_common_scales(contents)
+        return on_every_rank(lambda: _described(path, bare, owner, common, extra))
+
+
+def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
+    owner = None if optimizer is None else Owner.of(optimizer)
+    return owner, contents_of(model, owner)
 
 
 def _described(
-    path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
+    path: str | os.PathLike[str],
+    model: Module,
+    owner: Owner | None,
+    contents: Sequence[Content],
+    extra: dict[str, Any],
 ) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
-    owner = None if optimizer is None else Owner.of(optimizer)
-    contents = contents_of(model, owner)
     tensors: dict[str, Any] = model_chunks(model, contents)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
     if owner is not None:
         tensors.update(optimizer_chunks(contents))
         header["optimizer"] = type(owner.sharded).__name__
-        header["param_groups"] = [
-            describe(group, _names_in(contents, index)) for index, group in enumerate(owner.groups)
-        ]
+        names = names_by_group(contents, len(owner.groups))
+        header["param_groups"] = [describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
     for key, value in extra.items():
         if isinstance(value, Tensor):
             tensors[f"extra.{key}"] = Chunks.whole(value)
     buffers = {model_key(piece.name) for piece in buffers_of(model)}
     return tensors, PortableWriter(path, header), ReplicaPlanner(buffers)
-
-
-def _names_in(contents: Sequence[Content], group: int) -> list[str]:
-    return [content.piece.name for content in contents if content.group == group]

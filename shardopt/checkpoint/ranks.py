@@ -16,8 +16,9 @@ def on_every_rank(work: Callable[[], T]) -> T:
     """Calls a function on every rank, and raises on all of them if it raised on any.
 
     Raises:
-        ReplacedError: all ranks on which it raised raised this.
-        CheckpointError: it raised on another rank. On this one, what it raised is raised.
+        ReplacedError: the function raised ReplacedError on one rank or more, and no other error on any rank.
+        CheckpointError: the function raised on another rank only. The message has the first such rank's error.
+        Exception: the function's own error, on each rank where it raised.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()

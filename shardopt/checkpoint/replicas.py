@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.wording import few
 
 #: 64-bit digests of chunks that other ranks hold, too.
 Digests = Mapping[MetadataIndex, int]
@@ -22,7 +23,8 @@ _REMEDY = (
     "expected one tensor by one name; name modules that differ between ranks differently (pipeline stages and experts "
     "keep their names in the whole model), or make copies alike with torch.distributed.broadcast"
 )
-_WORDS = 1 << 20  # of 8 bytes, at a time
+_WORDS = 1 << 20  # of 8 bytes, in one sum
+_WORDS_IN_CACHE = 1 << 16  # at a time on the CPU
 
 
 class ReplicaPlanner(DefaultSavePlanner):
@@ -78,7 +80,12 @@ def check_digests(of_ranks: Sequence[Digests]) -> None:
 
 
 def digest(tensor: Tensor) -> int:
-    """64 bits that tell apart tensors of the same size by their bytes; computed where the tensor is."""
+    """64 bits that tell apart tensors of the same size by their bytes; computed where the tensor is.
+
+    Each half of a word of 8 bytes has a random weight of 64 bits, so that no difference, in one place or in many, gets
+    lost but with a probability of 2**-32 over the weights. A weight for the whole word would be blind to pairs of
+    flipped top bits, which are signs of floats: twice 2**63 times an odd number is 0.
+    """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     weights = _weights(data.device)
     whole = data.numel() // 8 * 8
@@ -86,7 +93,7 @@ def digest(tensor: Tensor) -> int:
     if whole:
         # Behind a slice of an odd size, words do not lie at multiples of 8 bytes.
         aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
-        sums = [(words * weights[: len(words)]).sum() for words in torch.split(aligned.view(torch.int64), _WORDS)]
+        sums = [_sum(words, *weights) for words in torch.split(aligned.view(torch.int64), _WORDS)]
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
     found = data.numel()
@@ -95,12 +102,20 @@ def digest(tensor: Tensor) -> int:
     return found
 
 
+def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
+    """The sum of the words' halves, each times its weight; the upper half's is ``(weight << 32) + more``."""
+    length = _WORDS_IN_CACHE if words.device.type == "cpu" else _WORDS
+    parts = zip(*(torch.split(of[: len(words)], length) for of in (words, weights, more_of_upper)), strict=True)
+    return torch.stack([(x * weight).sum() + ((x >> 32) * more).sum() for x, weight, more in parts]).sum()
+
+
 @cache
-def _weights(device: torch.device) -> Tensor:
+def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
     """Odd random numbers, the same everywhere."""
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**63), 2**63 - 1, (_WORDS,), dtype=torch.int64, generator=generator)
-    return (numbers | 1).to(device)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator)
+    first, second = (numbers | 1).to(device)
+    return first, second
 
 
 def _check_alike(plans: Sequence[SavePlan]) -> None:
@@ -145,6 +160,4 @@ def _first_only(plans: Sequence[SavePlan], names: Collection[str]) -> list[SaveP
 
 def _refuse(names: Collection[str], what: str) -> None:
     if names:
-        first = ", ".join(sorted(names)[:4])
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise CheckpointError(f"got different {what} of {first}{more} on different ranks, {_REMEDY}")
+        raise CheckpointError(f"got different {what} of {few(names)} on different ranks, {_REMEDY}")

@@ -14,17 +14,26 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
-from shardopt.checkpoint.contents import Content, Owner, contents_of, fresh_state, model_key, state_key
+from shardopt.checkpoint.contents import (
+    Content,
+    Owner,
+    contents_of,
+    fresh_state,
+    model_key,
+    names_by_group,
+    state_key,
+)
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, checked_groups, merged_from, saved_options
+from shardopt.checkpoint.groups import apply, checked_groups, merged_from, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
-from shardopt.optim.flat_state import BufferState, encode_flat
+from shardopt.optim.flat_state import AnyState, BufferState, encode_flat
 from shardopt.optim.options import STATE_FORMAT
 from shardopt.optim.placement import Place
 from shardopt.optim.state import LOW_BITS, ParameterState
@@ -101,7 +110,7 @@ class Restoration:
     def claimed(self) -> bytes:
         """A bit for each tensor of a model in the checkpoint: whether the model has it on this rank."""
         own = {model_key(piece.name) for piece in self._pieces}
-        return np.packbits([name in own for name in self._saved_names]).tobytes()
+        return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
         """Decides what is read, and what becomes of it.
@@ -128,8 +137,8 @@ class Restoration:
         if self.converted and not convert:
             name, what = next(iter(self.converted.items()))
             raise CheckpointError(
-                f"{self._path}: got {what} for {name} and {len(self.converted) - 1} other parameters, expected the "
-                "optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
+                f"{self._path}: got {what} for {named(name)} and {len(self.converted) - 1} other parameters, expected "
+                "the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
         extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
         files = {chunk.file: self._index.files[chunk.file] for stored in extra.values() for chunk in stored.chunks}
@@ -162,31 +171,19 @@ class Restoration:
         return found
 
     def convert(self) -> None:
-        """Brings what was read into the form that the optimizer keeps. All ranks must call this.
+        """Makes the state that the optimizer will have, in its form and where it lives. All ranks must call this.
 
         Raises:
-            CheckpointError: the state is not one that a step could go on from, on any rank.
+            CheckpointError: the state is not one that a step could go on from, or it could not be made, on any rank.
         """
         on_every_rank(self._check_states)
-        self._targets = [_with_weights(target) for target in self._targets]
-        flat = {
-            index: (target.spec, _moments(target) if target.state else None)
-            for index, target in enumerate(self._targets)
-            if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
-        }
-        states = encode_flat([spec for spec, _ in flat.values()], [values for _, values in flat.values()])
-        encoded = dict(zip(flat, states, strict=True))
-        converted = [index for index, target in enumerate(self._targets) if target.converts_state]
-        for index in converted:
-            target = self._targets[index]
-            state = encoded[index] if index in encoded else _encode(target)
-            kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
-            self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
-        for index in converted:
-            self._check_values(self._targets[index])
+        flat = on_every_rank(self._flat_moments)
+        specs, values = [spec for spec, _ in flat.values()], [moments for _, moments in flat.values()]
+        encoded = on_every_rank(lambda: encode_flat(specs, values))
+        on_every_rank(lambda: self._make_states(dict(zip(flat, encoded, strict=True))))
 
     def commit(self) -> None:
-        """Changes model and optimizer."""
+        """Changes model and optimizer: only copies into what is there, and assigns what was made."""
         with torch.no_grad():
             for target in self._targets:
                 target.content.piece.local.copy_(target.values)
@@ -199,7 +196,12 @@ class Restoration:
         if self._owner.groups is not self._owner.sharded.param_groups:  # a ZeroRedundancyOptimizer's: it has fewer
             for group, options in zip(self._owner.sharded.param_groups, self._options, strict=True):
                 apply(group, options)
-        self._put_states(self._owner)
+        for param, (spec, state) in self._states.items():
+            self._owner.sharded.state[param] = state
+            self._owner.sharded.places.put(param, spec, state)
+        for param in self._owned:
+            if param not in self._states:
+                self._owner.sharded.state.pop(param, None)
 
     @property
     def _pieces(self) -> list[Piece]:
@@ -217,12 +219,13 @@ class Restoration:
         wanted = np.unpackbits(bits, count=len(saved))
         missing = sorted(own.keys() - saved.keys())
         unexpected = sorted(name for name, is_wanted in zip(saved, wanted, strict=True) if not is_wanted)
-        other = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
+        other = sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])
         if missing or unexpected or other:
+            shapes = first_of([f"{named(name)} {shown(saved[name])} for {shown(own[name])}" for name in other])
             raise CheckpointError(
-                f"{self._path}: got a checkpoint of another model: it lacks {_few(missing)}, has also "
-                f"{_few(unexpected)}, and has in other shapes {_few([f'{n} {saved[n]} for {own[n]}' for n in other])}; "
-                "build the model that was saved"
+                f"{self._path}: got a checkpoint of another model: it lacks {few(missing) or 'nothing'}, has also "
+                f"{few(unexpected) or 'nothing'}, and has in other shapes {shapes or 'nothing'}; build the model that "
+                "was saved"
             )
 
     def _check_tensors(self) -> None:
@@ -231,8 +234,8 @@ class Restoration:
             stored = self._index.tensors[name]
             if (stored.dtype, stored.shape) != (target.dtype, tuple(target.shape)):
                 raise CheckpointError(
-                    f"{self._path}: got {name} of {stored.dtype} and shape {stored.shape}, expected {target.dtype} and "
-                    f"{tuple(target.shape)}; load another checkpoint"
+                    f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
+                    f"{target.dtype} and {tuple(target.shape)}; load another checkpoint"
                 )
 
     def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -243,12 +246,12 @@ class Restoration:
             raise CheckpointError(
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
-        saved_groups = checked_groups(self._path, self._index.header["param_groups"])
+        options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
+        names = names_by_group(contents, len(self._owner.groups))
         new, saved = [], []
         for index, group in enumerate(self._owner.groups):
-            names = [content.piece.name for content in contents if content.group == index]
             try:
-                saved.append(saved_options(saved_groups, names, index))
+                saved.append(saved_options(options, names[index], index))
             except CheckpointError as error:
                 raise CheckpointError(f"{self._path}: {error}") from None
             new.append(merged_from(self._path, self._owner.sharded, group, saved[-1], index))
@@ -259,7 +262,7 @@ class Restoration:
         dtype = self._index.tensors[model_key(piece.name)].dtype
         if dtype != piece.local.dtype and not {dtype, piece.local.dtype} <= DTYPES.keys():
             raise CheckpointError(
-                f"{self._path}: got {piece.name} of {dtype}, expected {piece.local.dtype}; only "
+                f"{self._path}: got {named(piece.name)} of {dtype}, expected {piece.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
         values = torch.empty(piece.local.shape, dtype=dtype)
@@ -275,8 +278,8 @@ class Restoration:
         saved = ParameterState.of_shard(piece.shard, dtype, {**options, **as_saved}, moments)
         if found != saved.state_names:
             raise CheckpointError(
-                f"{self._path}: got {', '.join(sorted(found))} of {piece.name}, saved by "
-                f"{self._index.header.get('optimizer')}, expected {', '.join(sorted(saved.state_names))} of "
+                f"{self._path}: got {few(found)} of {named(piece.name)}, saved by "
+                f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.state_names))} of "
                 f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
             )
         target = _Target(content, values, saved, spec, {})
@@ -297,23 +300,47 @@ class Restoration:
             found.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
         return " and ".join(found)
 
-    def _put_states(self, owner: Owner) -> None:
-        """Replaces the optimizer's state."""
+    def _flat_moments(self) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
+        """Converts weights; decodes the moments of the flat shards that are coded anew, by their places in the targets.
+
+        All ranks code those together.
+        """
+        self._targets = [_with_weights(target) for target in self._targets]
+        return {
+            index: (target.spec, _moments(target) if target.state else None)
+            for index, target in enumerate(self._targets)
+            if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
+        }
+
+    def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
+        """Codes the other moments anew, and makes the optimizer's state where it will live.
+
+        Args:
+            encoded: the moments of flat shards, by the places of their parameters in the targets.
+        """
+        for index, target in enumerate(self._targets):
+            if target.converts_state:
+                state = encoded[index] if index in encoded else _encode(target)
+                kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
+                self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
+                self._check_values(self._targets[index])
+        self._states: dict[Tensor, tuple[AnyState, dict[str, Tensor]]] = {}
         of: dict[Tensor, list[_Target]] = {}
         for target in self._targets:
             of.setdefault(target.content.piece.param, []).append(target)
         for param in self._owned:
-            targets = of[param]
-            if all(not target.state for target in targets):
-                owner.sharded.state.pop(param, None)
-                continue
-            group = targets[0].content.group
-            assert group is not None
-            spec = owner.sharded.state_spec(param, owner.groups[group])
-            place = owner.sharded.places.place(param)
-            states = [_placed(target, place) for target in targets]
-            owner.sharded.state[param] = spec.join(states) if isinstance(spec, BufferState) else states[0]
-            owner.sharded.places.put(param, spec, owner.sharded.state[param])
+            if any(target.state for target in of[param]):
+                self._states[param] = self._placed(param, of[param])
+
+    def _placed(self, param: Tensor, targets: Sequence[_Target]) -> tuple[AnyState, dict[str, Tensor]]:
+        """The state of one of the optimizer's parameters."""
+        group = targets[0].content.group
+        assert self._owner is not None
+        assert group is not None
+        sharded = self._owner.sharded
+        spec = sharded.state_spec(param, self._owner.groups[group])
+        states = [_placed(target, sharded.places.place(param)) for target in targets]
+        return spec, spec.join(states) if isinstance(spec, BufferState) else states[0]
 
     def _check_states(self) -> None:
         """Checks what was read of the states, as far as one rank can."""
@@ -327,7 +354,7 @@ class Restoration:
         try:
             target.saved.check_local(target.state, target.content.piece.name)
         except ValueError as error:
-            raise CheckpointError(f"{self._path}: {error}") from error
+            raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_steps(self) -> None:
         """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""
@@ -338,8 +365,8 @@ class Restoration:
         for counts in steps.values():
             if len(counts) > 1:
                 raise CheckpointError(
-                    f"{self._path}: got parameters stepped {sorted(counts)} times for one flat parameter, expected one "
-                    "count; wrap the model with use_orig_params=True"
+                    f"{self._path}: got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
+                    "expected one count; wrap the model with use_orig_params=True"
                 )
 
 
@@ -385,8 +412,3 @@ def _moments(target: _Target) -> list[Tensor]:
 
 def _described(spec: ParameterState) -> str:
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4]) or "nothing"
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

@@ -19,6 +19,9 @@ class Stager(AsyncStager):
 
     All copies lie in one buffer, which the next :meth:`stage` uses again: the system clears each page of new memory
     when it is first touched, which takes several times as long as the copying. The buffer grows when it must.
+
+    Attributes:
+        in_use: whether a save reads the copies; set and cleared by who owns the stager.
     """
 
     _synchronize_after_execute = False
@@ -26,6 +29,7 @@ class Stager(AsyncStager):
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._end = 0
+        self.in_use = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies tensors. Earlier copies are lost.
@@ -52,6 +56,26 @@ class Stager(AsyncStager):
         self._end += _room(tensor)
         elements = self._buffer[begin : begin + tensor.numel() * tensor.itemsize]
         return elements.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class Staged(AsyncStager):
+    """Takes what a :class:`Stager` has copied already as it is, for ``dcp.async_save``.
+
+    Copying before that lets ranks agree on whether it went well; DCP's own call of a stager may fail on one rank while
+    the others begin to save and wait for it.
+    """
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The same tensors."""
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: the copies are made."""
+
+    def close(self) -> None:
+        """Does nothing: it has nothing."""
 
 
 def _chunks(name: str, value: Any) -> Chunks:

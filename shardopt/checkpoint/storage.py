@@ -163,13 +163,18 @@ class PortableWriter(StorageWriter):
         self._lock.release()
 
     def discard(self) -> None:
-        """Removes what this rank wrote for a save that failed on another rank. The next save would, too."""
-        if self._data_file is not None:
-            in_use = self._files_in_use()
-            if in_use is not None and self._data_file.name not in in_use:
-                with suppress(OSError):
-                    self._data_file.unlink()
-        self._lock.release()
+        """Removes what this rank wrote for a save that failed on another rank, and lets others save.
+
+        Without this call, the next save into the folder removes it.
+        """
+        try:
+            if self._data_file is not None:
+                in_use = self._files_in_use()
+                if in_use is not None and self._data_file.name not in in_use:
+                    with suppress(OSError):
+                        self._data_file.unlink()
+        finally:
+            self._lock.release()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -177,12 +182,10 @@ class PortableWriter(StorageWriter):
 
     def _files_in_use(self) -> dict[str, int] | None:
         """The data files of the checkpoint in the folder; None if it cannot be said."""
-        if not (self._folder / INDEX_NAME).exists():
-            return {}
         try:
             return load_index(self._folder).files
-        except CheckpointError:
-            return None
+        except CheckpointError as error:
+            return {} if isinstance(error.__cause__, FileNotFoundError) else None
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         self._data_file = self._folder / plan.storage_data

@@ -47,6 +47,8 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
     name = INDEX if rng.random() < 0.4 else rng.choice(data)
     details = "" if number == 0 else mutate(rng, folder / name)
     outcome = call(lambda: _check(folder), hung=HUNG)
+    if (folder / name).is_symlink() and outcome.kind == "right all the same":
+        outcome = fault("a link was followed out of the folder", str(outcome))
     if number == 0 and outcome.kind != "right all the same":
         outcome = fault("refused without damage", str(outcome))
     shown_name = INDEX if name == INDEX else f"data file {data.index(name)}"

@@ -50,6 +50,9 @@ def prepare(base: Path) -> None:
     _targets[:] = [content(7), content(8)]
 
 
+#: Of an error, without the folder's name.
+MOST_CHARACTERS = 600
+
 #: What is loaded into, and what tries options: made before the forks.
 _targets: list[Content] = []
 
@@ -85,13 +88,17 @@ def check(folder: Path, with_optimizer: bool, must_succeed: bool) -> Outcome:
 
 
 def refused(error: BaseException, folder: Path) -> Outcome:
-    """What a load's error is: right if it is one CheckpointError that says where."""
+    """What a load's error is: right if it is one CheckpointError that says where, in one short line."""
     if type(error) is not CheckpointError:
         return fault(f"load: {type(error).__name__}", shown(str(error)))
     if str(folder) not in str(error):
         return fault("an error that does not name the folder", shown(str(error)))
     if "Traceback (most recent call last)" in str(error):
         return fault("an error with a traceback in it", shown(str(error)))
+    if not str(error).isprintable():
+        return fault("an error of several lines, or that cannot be printed", ascii(str(error))[:200])
+    if len(str(error).replace(str(folder), "")) > MOST_CHARACTERS:
+        return fault("a long error", f"{len(str(error))} characters: {shown(str(error))}")
     return ok("refused")
 
 

@@ -25,11 +25,15 @@ class Raw(NamedTuple):
 
 DEEP = 100_000
 
+#: For what is called something: lines, what UTF-8 has not, what a terminal obeys, and far too much.
+NAMES = ["a\nb", "a\r\nb\u2028c" * 9, "\ud800", "\x1b[2J", "a" * 100_000, "a\n" * 50_000, "a/b" * 30, ""]
+
 #: To take the place of any value.
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 63, 10**9, 10**18, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400),
     *(0.0, 1.0, -0.5, 1e308, float("nan"), float("inf"), -float("inf"), Raw("1e999"), Raw("1" * 5000), Raw("-0")),
     *("", "abc", "1", "None", "__class__", "a" * 100_000, "\ud800", "a\0b", "../x", "/etc/passwd", "\n", "%s{0}"),
+    *("a\nb" * 1000, ["a\nb" * 1000] * 9, [["a" * 70] * 7] * 7, [2**62] * 64, {"a\nb" * 100: "\ud800"}),
     *([], {}, [None], [[]], [0], [-1], [1, 2, 3], [True, True], ["a"], [10**18] * 3, [0, 10**18], [1] * 100),
     *({"a": 1}, {"": None}, {"dtype": "float32"}, [{}], [[1], [2]], {"shape": []}, [1.0, 2.0], [float("nan")]),
     *(Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("[" * DEEP), Raw("\x7f"), Raw("{,}")),
@@ -53,6 +57,7 @@ DTYPES: list[Any] = [
 FILES: list[Any] = [
     *("../x", "/etc/passwd", "a/b", "", ".", "..", "/", "/dev/zero", "/dev/stdin", "checkpoint.json", "/proc/self/mem"),
     *("0123456789abcdef-0.bin", "../0123456789abcdef-0.bin", "0123456789abcdef-0.bin\n", "0123456789abcdef-\u0661.bin"),
+    *("0123456789abcdef-" + "1" * 1000 + ".bin", "a\nb"),
     *("a\0b", "\ud800", "~/x", "C:\\x", "a" * 300, "a" * 100_000, "//etc/hosts", "./checkpoint.json", 1, None, ["a"]),
 ]
 OPTIONS: dict[str, list[Any]] = {
@@ -71,7 +76,7 @@ OPTIONS: dict[str, list[Any]] = {
     ],
     "eps": ["x", -1.0, float("nan"), float("inf"), None, [1e-8], 1e-6, 10**400],
     "weight_decay": ["x", -1.0, float("nan"), float("inf"), None, [0], 0.25, 10**400],
-    "codec": [7, "log9", None, "dynamic8", "fp32", "bf16", "companded8", ["log8"], {}, "__class__"],
+    "codec": [7, "log9", None, "dynamic8", "fp32", "bf16", "companded8", ["log8"], {}, "__class__", "a\nb" * 1000],
     "block_size": [0, -1, 3, 10**18, 2**63, 64, 128.0, "128", None, True, [128]],
     "min_quantized_numel": [-1, 0, 10**400, "x", None, 1.5, 10**9],
     "master_weight_bits": [16, 32, None, "24", 24.0, -24, True, [24]],
@@ -87,6 +92,8 @@ OPTIONS: dict[str, list[Any]] = {
     "param_names": [["a"], None, 1],
     "initial_lr": [0.1, "x"],
     "__class__": ["x"],
+    "a\nb" * 1000: [1],
+    "\ud800": ["\n" * 1000],
 }
 
 
@@ -145,14 +152,16 @@ def _delete(rng: Random, content: Json) -> str:
 def _rename(rng: Random, content: Json) -> str:
     place = rng.choice([p for p in _places(content) if isinstance(p[-1], str)])
     owner = _at(content, place[:-1])
-    new = rng.choice([place[-1] + "_", "", place[-1].upper(), "__class__", "self", rng.choice([*owner])])
+    new = rng.choice(
+        [place[-1] + "_", "", place[-1].upper(), "__class__", "self", rng.choice([*owner]), rng.choice(NAMES)]
+    )
     owner[new] = owner.pop(place[-1])
     return f"{_shown(place)} is now called {new!r}"
 
 
 def _add(rng: Random, content: Json) -> str:
     place = rng.choice([(), *(p for p in _places(content) if isinstance(_at(content, p), dict))])
-    key = rng.choice(["more", "__class__", "", "_replace", "crc", "chunks", "dtype", "params", "lr"])
+    key = rng.choice(["more", "__class__", "", "_replace", "crc", "chunks", "dtype", "params", "lr", *NAMES[:5]])
     value = rng.choice(VALUES)
     _at(content, place)[key] = copy.deepcopy(value)
     return f"{_shown((*place, key))} = {shown(value)}"
@@ -296,9 +305,15 @@ def _header(rng: Random, content: Json) -> str:
     elif how == "parameters":
         group["parameters"] = copy.deepcopy(value)
     else:
-        rng.choice([list.pop, list.reverse, lambda names: names.extend(names), lambda names: names.append("more")])(
-            group["parameters"]
-        )
+        rng.choice(
+            [
+                list.pop,
+                list.reverse,
+                lambda names: names.extend(names),
+                lambda names: names.append("more"),
+                lambda names: names.extend(NAMES),
+            ]
+        )(group["parameters"])
     return f"{how} {key} {shown(value)} {content['header'].get('param_groups')!r:.50}"
 
 
@@ -325,7 +340,16 @@ def _tensors(rng: Random, content: Json) -> str:
     one, other = rng.sample(list(tensors), 2)
     names = ["more", "model.more", "optimizer.weight.more", "optimizer.more.step", "optimizer.", "extra.", "model."]
     name = rng.choice(
-        [*names, "extra.k", "extra.more", "optimizer", "\ud800", "optimizer.weight.", ".step", "a" * 10**5]
+        [
+            *names,
+            "extra.k",
+            "extra.more",
+            "optimizer",
+            "\ud800",
+            "optimizer.weight.",
+            ".step",
+            "a" * 10**5,
+        ]
     )
     how = rng.choice(["add", "rename", "remove", "exchange", "alias"])
     if how == "add":
@@ -339,6 +363,29 @@ def _tensors(rng: Random, content: Json) -> str:
     else:
         tensors[one] = copy.deepcopy(tensors[other])
     return f"{how} {one}, {other}, {shown(name)}"
+
+
+def _name(rng: Random, content: Json) -> str:
+    """A name of one of :data:`NAMES`, of what is otherwise right."""
+    name, header = rng.choice(NAMES), content["header"]
+    how = rng.choice(["tensor", "tensor", "tensor", "option", "options", "optimizer", "parameter", "version", "codec"])
+    if how == "tensor":
+        prefix = rng.choice(["model.", "optimizer.", "optimizer.weight.", "extra.", ""])
+        content["tensors"][prefix + name] = {"dtype": "uint8", "shape": [0], "chunks": []}
+        how += f" {prefix}"
+    elif how == "version":
+        content["format_version"] = name
+    elif how == "optimizer":
+        header["optimizer"] = name
+        content["tensors"]["optimizer.weight.more"] = {"dtype": "uint8", "shape": [0], "chunks": []}
+    elif how == "parameter":
+        rng.choice(header["param_groups"])["parameters"][0] = name
+    elif how == "codec":
+        rng.choice(header["param_groups"])["options"]["codec"] = name
+    else:
+        for group in header["param_groups"][: 1 if how == "option" else None]:
+            group["options"][name] = 1
+    return f"{how} {name[:9]!a}"
 
 
 def _large_extra(rng: Random, content: Json) -> str:
@@ -400,7 +447,7 @@ def _text(rng: Random, content: Json) -> str:
 MUTATIONS: list[Callable[[Random, Json], str]] = [
     *([_replace_any] * 5),
     *([_chunks] * 4),
-    *([_option] * 3),
+    *([_option, _name] * 3),
     *([_change_number, _delete, _header, _file] * 2),
     *(_rename, _add, _duplicate_key, _swap, _shape, _dtype, _version, _tensors, _text, _large_extra, _many_chunks),
 ]

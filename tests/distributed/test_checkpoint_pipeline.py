@@ -194,6 +194,8 @@ def _save_stages_of_one_name(path: Path, change: str) -> str:
     if dist.get_rank() == 1:
         if change == "weight":
             model.weight.data[-1, -1] += 1e-6
+        elif change == "signs":
+            model.weight.data[:, 1::2] *= -1
         elif change == "shape":
             model.weight = nn.Parameter(torch.ones(WIDTH, 2 * WIDTH))
             optimizer = shardopt.AdamW8bit(model.parameters())
@@ -208,6 +210,7 @@ def _save_stages_of_one_name(path: Path, change: str) -> str:
     ("change", "message"),
     [
         ("weight", "got different values of model.weight on different ranks"),
+        ("signs", "got different values of model.weight on different ranks"),
         ("shape", "got different shapes, dtypes or shards of model.weight"),
         ("exp_avg_codes", "got different values of optimizer.weight.exp_avg_codes on different ranks"),
         ("exp_avg_sq_scales", "got different values of optimizer.weight.exp_avg_sq_scales on different ranks"),

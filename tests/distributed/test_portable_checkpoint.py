@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardopt
@@ -14,7 +15,10 @@ from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
+from shardopt.checkpoint import restore
 from shardopt.checkpoint.contents import Owner, contents_of
+from shardopt.checkpoint.staging import Stager
+from shardopt.optim.state import ParameterState
 
 STEPS = 2
 
@@ -132,6 +136,28 @@ def test_fragments_with_scales_of_their_own_get_common_ones(ranks: Pool, tmp_pat
     ranks.run(2, _continue_exactly, tmp_path)
 
 
+def _save_where_one_cannot_decode(path: Path) -> tuple[str, str]:
+    """Rank 1 fails before the collective in which cut blocks get common scales; then it does not."""
+    model, optimizer = trained("fsdp1 flat", STEPS, "lion", codec="companded8", exact_cut_blocks=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(ParameterState, "decode", _out_of_memory)
+        try:
+            shardopt.checkpoint.save(path, model, optimizer)
+        except RuntimeError as error:
+            failed = type(error).__name__, str(error)
+    shardopt.checkpoint.save(path, model, optimizer, epoch=7, generator=torch.arange(5))
+    return failed
+
+
+def test_a_rank_that_fails_leaves_no_other_in_a_collective(ranks: Pool, tmp_path: Path) -> None:
+    told, own = ranks.run(2, _save_where_one_cannot_decode, tmp_path, timeout=60)
+    assert own == ("OutOfMemoryError", "CUDA out of memory")
+    assert told[0] == "CheckpointError"
+    assert "got an error on rank 1" in told[1]
+    ranks.run(2, _continue_exactly, tmp_path)
+
+
 def _continue_exactly(path: Path) -> None:
     model, optimizer = _fresh("fsdp", "lion", {"codec": "companded8"})
     shardopt.checkpoint.load(path, model, optimizer)
@@ -152,3 +178,61 @@ def _save_while_training(way: str, path: Path) -> None:
 def test_async_save(ranks: Pool, tmp_path: Path, way: str) -> None:
     ranks.run(2, _save_while_training, way, tmp_path)
     ranks.run(3, _load, "fsdp columns", tmp_path, "adamw", {})
+
+
+def _save_without_memory(path: Path) -> tuple[str, str]:
+    """The host of rank 1 has no memory for the copy; then it has."""
+    model, optimizer = trained("fsdp", STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Stager, "_copy", _no_memory)
+        try:
+            shardopt.checkpoint.async_save(path, model, optimizer)
+        except RuntimeError as error:
+            failed = type(error).__name__, str(error)
+    shardopt.checkpoint.async_save(path, model, optimizer, epoch=7, generator=torch.arange(5)).result(timeout=60)
+    return failed
+
+
+def _no_memory(stager: Stager, tensor: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_async_save_without_memory_fails_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    told, own = ranks.run(2, _save_without_memory, tmp_path)
+    assert own == ("RuntimeError", "DefaultCPUAllocator: can't allocate memory")
+    assert told[0] == "CheckpointError"
+    assert "got an error on rank 1" in told[1]
+    assert "can't allocate memory" in told[1]
+    ranks.run(3, _load, "fsdp columns", tmp_path, "adamw", {})
+
+
+def _load_without_memory(way: str, path: Path, convert: bool) -> tuple[str, str]:
+    """The device of rank 1 has none for the state; then it has."""
+    options = {"codec": "dynamic8"} if convert else {}
+    model, optimizer = _fresh(way, "adamw", options)
+    before = snapshot_of(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(restore, "_placed", _out_of_memory)
+        try:
+            shardopt.checkpoint.load(path, model, optimizer, convert=convert)
+        except RuntimeError as error:
+            failed = type(error).__name__, str(error)
+    assert_same(snapshot_of(model, optimizer), before)
+    shardopt.checkpoint.load(path, model, optimizer, convert=convert)
+    return failed
+
+
+def _out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat", "zero"])
+def test_no_memory_for_the_state_changes_nothing(ranks: Pool, tmp_path: Path, way: str, convert: bool) -> None:
+    ranks.run(2, _save, "fsdp", tmp_path, "adamw", {})
+    told, own = ranks.run(2, _load_without_memory, way, tmp_path, convert)
+    assert own == ("OutOfMemoryError", "CUDA out of memory")
+    assert told[0] == "CheckpointError"
+    assert "got an error on rank 1" in told[1]

@@ -16,7 +16,7 @@ import torch
 from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, of_companding
 from shardopt.checkpoint.foreign.peer import Moments, Peer
 from shardopt.checkpoint.foreign.structure import are_floats, is_dense
-from shardopt.checkpoint.foreign.wording import kind_of
+from shardopt.checkpoint.wording import kind_of
 from shardopt.codec import Moment
 
 _GROUP = 32

@@ -17,8 +17,8 @@ from shardopt.checkpoint.foreign.report import ImportReport, Outcome
 from shardopt.checkpoint.foreign.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.foreign.targets import check_not_flat, name_of, sharded
 from shardopt.checkpoint.foreign.torchao import Torchao
-from shardopt.checkpoint.foreign.wording import few, kind_of, named, shown
 from shardopt.checkpoint.groups import merged
+from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.flat_state import agreeing, all_or_none

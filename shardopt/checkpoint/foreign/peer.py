@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.checkpoint.foreign.moments import CodedMoment
-from shardopt.checkpoint.foreign.wording import few
+from shardopt.checkpoint.wording import few
 from shardopt.codec import Moment
 
 #: The moments of one parameter under our names, in float or in codes.

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES
-from shardopt.checkpoint.foreign.wording import named, shown
+from shardopt.checkpoint.wording import named, shown
 
 #: The library's limit.
 _MAX_HEADER_BYTES = 100_000_000

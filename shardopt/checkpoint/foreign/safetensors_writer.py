@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Description(NamedTuple):
 class SafetensorsWriter:
     """Writes under a temporary name, and puts the file in place when it is complete; a context manager.
 
-    An ``OSError`` is kept, not raised, and nothing more is written: who gathers tensors from other ranks has to go on.
+    An error is kept, not raised, and nothing more is written: who gathers tensors from other ranks has to go on.
 
     Args:
         path: of the file.
@@ -50,7 +50,7 @@ class SafetensorsWriter:
         metadata: strings for the header.
 
     Attributes:
-        failure: what went wrong.
+        failure: what went wrong first.
     """
 
     def __init__(
@@ -59,41 +59,38 @@ class SafetensorsWriter:
         self._path = Path(path)
         self._temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.tmp")
         self._left = list(reversed(tensors))
-        self.failure: OSError | None = None
-        header = _header(tensors, metadata)
-        try:
+        self.failure: Exception | None = None
+        with self._keeping_failure():
+            header = _header(tensors, metadata)
             self._file = open(self._temporary, "xb")  # noqa: SIM115  closed by __exit__
             self._file.write(len(header).to_bytes(8, "little") + header)
-        except OSError as error:
-            self.failure = error
 
     def write(self, tensor: Tensor) -> None:
-        """Appends the next tensor, on any device.
-
-        Raises:
-            ValueError: it is not the one that was announced.
-        """
-        name, dtype, shape = self._left.pop()
-        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-            raise ValueError(f"{name}: got {tuple(tensor.shape)} of {tensor.dtype}, expected {shape} of {dtype}")
-        if self.failure is None:
-            try:
+        """Appends the next tensor, on any device. One that is not what was announced is a failure."""
+        with self._keeping_failure():
+            name, dtype, shape = self._left.pop()
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+                raise ValueError(f"{name}: got {tuple(tensor.shape)} of {tensor.dtype}, expected {shape} of {dtype}")
+            if self.failure is None:
                 self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            except OSError as error:
-                self.failure = error
 
     def commit(self) -> None:
         """Puts the complete file in place, unless something went wrong."""
-        assert not self._left
-        if self.failure is None:
-            try:
+        with self._keeping_failure():
+            if self.failure is None:
+                assert not self._left
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self._file.close()
                 os.replace(self._temporary, self._path)
                 sync_folder(self._path.parent)
-            except OSError as error:
-                self.failure = error
+
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, other ranks must not wait for this one
+            self.failure = self.failure or error
 
     def __enter__(self) -> SafetensorsWriter:
         return self

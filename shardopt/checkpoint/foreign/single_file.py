@@ -27,9 +27,9 @@ from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, SafetensorsWriter
 from shardopt.checkpoint.foreign.targets import names_of, part_of, sharded
-from shardopt.checkpoint.foreign.wording import few, shown
-from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, saved_options
+from shardopt.checkpoint.groups import SavedGroup, checked_groups, describe, merged_from, options_by_name, saved_options
 from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.checkpoint.wording import few, line, named, shown
 from shardopt.codec import Moment
 from shardopt.layout import Shard, shard_of
 from shardopt.layout.names import buffer_names, parameter_names
@@ -95,19 +95,12 @@ def save_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer,
 
     Raises:
         CheckpointError: the file could not be written.
-        ValueError: the parameters are flat, or the optimizer has others than the model.
+        ValueError: the parameters are flat, the optimizer has others than the model, or a tensor is of a dtype that
+            such files do not have here, such as complex numbers. Nothing was written.
     """
-    names = names_of(model, optimizer)
-    entries = [_entry(model_key(name), value) for name, value in _tensors_of(model).items()]
-    entries += _state_entries(optimizer, names, dequantize)
-    entries.sort(key=lambda entry: -entry.what.dtype.itemsize)  # so that each tensor begins aligned
-    groups = [describe(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
-    for group in groups if dequantize else ():
-        group["options"] = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
-    header = {"format_version": FORMAT_VERSION, "dequantized": dequantize, "param_groups": groups}
-    failure: OSError | None = None
+    entries, metadata = on_every_rank(lambda: _to_save(model, optimizer, dequantize))
+    failure: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        metadata = {"format": "pt", _KEY: json.dumps(header)}
         with SafetensorsWriter(path, [entry.what for entry in entries], metadata) as writer:
             for entry in entries:
                 writer.write(_whole(entry.get()))
@@ -159,7 +152,7 @@ def _naming(path: PathLike) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, ValueError) as error:
-        raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+        raise CheckpointError(f"{os.fspath(path)}: {line(error)}") from error
 
 
 def _check_values(
@@ -171,11 +164,39 @@ def _check_values(
             spec.check_local(local_entries(spec.shard, state[index]), names[id(param)])
 
 
-def _demand_written(path: PathLike, size: int, failure: OSError | None) -> None:
-    if failure is not None:
+def _demand_written(path: PathLike, size: int, failure: Exception | None) -> None:
+    if isinstance(failure, OSError):
         raise CheckpointError(
             f"{path}: got {failure} while writing {size} bytes, expected room for them; what stood there stays"
         ) from failure
+    if failure is not None:
+        raise CheckpointError(
+            f"{path}: got {type(failure).__name__} while writing {size} bytes: {failure}; what stood there stays"
+        ) from failure
+
+
+def _to_save(model: Module, optimizer: ShardedOptimizer, dequantize: bool) -> tuple[list[_Entry], dict[str, str]]:
+    """All tensors of a file in their order, and its metadata.
+
+    Raises:
+        ValueError: the file cannot hold one, the parameters are flat, or the optimizer has others than the model.
+    """
+    names = names_of(model, optimizer)
+    optimizer.synchronize()
+    entries = [_entry(model_key(name), value) for name, value in _tensors_of(model).items()]
+    entries += _state_entries(optimizer, names, dequantize)
+    for name, dtype, _ in (entry.what for entry in entries):
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"got {named(name)} of {dtype}, expected one of {', '.join(map(str, DTYPES))}; register it with "
+                "persistent=False, or save with shardopt.checkpoint.save"
+            )
+    entries.sort(key=lambda entry: -entry.what.dtype.itemsize)  # so that each tensor begins aligned
+    groups = [describe(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
+    for group in groups if dequantize else ():
+        group["options"] = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
+    header = {"format_version": FORMAT_VERSION, "dequantized": dequantize, "param_groups": groups}
+    return entries, {"format": "pt", _KEY: json.dumps(header)}
 
 
 def _tensors_of(model: Module) -> dict[str, Tensor]:
@@ -236,9 +257,10 @@ def _plan(
     wanted: dict[int, _Wanted] = {}
     groups: list[dict[str, Any]] = []
     places = itertools.count()
+    saved = options_by_name(header.param_groups)
     for index, group in enumerate(optimizer.param_groups):
         with _naming(path):
-            options = saved_options(header.param_groups, [names[id(param)] for param in group["params"]], index)
+            options = saved_options(saved, [names[id(param)] for param in group["params"]], index)
         left_out: tuple[str, ...] = ("params", "param_names")
         if header.dequantized:
             left_out += STATE_FORMAT  # as torch.optim's state, it belongs to no format of ours
@@ -277,7 +299,7 @@ def _header(path: str, text: str | None) -> _Header:
         )
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: got format version {version}, expected at most {FORMAT_VERSION}; update shardopt"
+            f"{path}: got format version {shown(version)}, expected at most {FORMAT_VERSION}; update shardopt"
         )
     return _Header(dequantized, checked_groups(path, groups))
 
@@ -316,8 +338,9 @@ def _check(path: str, file: SafetensorsReader, of: str, found: set[str], expecte
         stored = file.tensors[name]
         if (stored.shape, stored.dtype) != (tuple(like.shape), like.dtype):
             raise CheckpointError(
-                f"{path}: got {name} of shape {stored.shape} and {DTYPES[stored.dtype]}, expected {tuple(like.shape)} "
-                f"and {DTYPES[like.dtype]}; load it into the model and optimizer that were saved"
+                f"{path}: got {named(name)} of shape {shown(stored.shape)} and {DTYPES[stored.dtype]}, expected "
+                f"{tuple(like.shape)} and {DTYPES.get(like.dtype, like.dtype)}; load it into the model and "
+                "optimizer that were saved"
             )
 
 

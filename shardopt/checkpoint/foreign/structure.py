@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.foreign.wording import few, named, shown
+from shardopt.checkpoint.wording import few, named, shown
 
 _MAX_NESTING = 16
 

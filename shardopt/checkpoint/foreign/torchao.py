@@ -14,7 +14,7 @@ from torch import Tensor
 from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, is_map, of_map
 from shardopt.checkpoint.foreign.peer import Moments, Peer
 from shardopt.checkpoint.foreign.structure import are_floats, is_dense
-from shardopt.checkpoint.foreign.wording import kind_of, shown
+from shardopt.checkpoint.wording import kind_of, shown
 from shardopt.codec import Moment
 
 _EIGHT_BIT = "OptimState8bit"
