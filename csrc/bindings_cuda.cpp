@@ -26,14 +26,14 @@ using Batch = std::tuple<int, int, int, int64_t, int64_t>;  // CudaBatch
 py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups, bool aligned) {
   const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data(), aligned);
   py::list batches;
-  for (const CudaBatch& b : made.batches)
-    batches.append(py::make_tuple(b.rule, b.codec, b.format, b.begin, b.end));
+  for (const CudaBatch& b : made.batches) batches.append(py::make_tuple(b.rule, b.codec, b.format, b.begin, b.end));
   return py::make_tuple(py::array_t<CudaTask>(static_cast<py::ssize_t>(made.tasks.size()), made.tasks.data()), batches);
 }
 
-void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t groups, uint64_t tasks, uint64_t steps, uint64_t tables,
-                  uint64_t prepared, uint64_t grad_scale, uint64_t found_inf, uint64_t nonfinite, int64_t entry_count,
-                  int64_t step_count, Phase phase, const std::vector<Batch>& batches, uint64_t stream) {
+void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t groups, uint64_t tasks, uint64_t steps,
+                  uint64_t tables, uint64_t prepared, uint64_t grad_scale, uint64_t found_inf, uint64_t nonfinite,
+                  int64_t entry_count, int64_t step_count, Phase phase, const std::vector<Batch>& batches,
+                  uint64_t stream) {
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
   const CudaCall call{pointer<TensorEntry>(entries),
@@ -69,12 +69,12 @@ void bind_cuda(py::module_& m) {
   m.attr("cuda_prepared_bytes") = kPreparedBytes;
   m.attr("cuda_launched_gradients") = kLaunchedGradients;
   m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
-  m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"),
-        py::arg("aligned") = true, "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, end.");
+  m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"), py::arg("aligned") = true,
+        "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, end.");
   m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("gradients"), py::arg("groups"),
-        py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"), py::arg("found_inf"),
-        py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"), py::arg("batches"),
-        py::arg("stream"),
+        py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"),
+        py::arg("found_inf"), py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"),
+        py::arg("batches"), py::arg("stream"),
         "Steps the entries in a stream, without synchronization. Arguments without an _C type are addresses on the "
         "device; of the gradients' addresses, too, on the host for up to cuda_launched_gradients entries and steps.");
   m.def("copy_cuda", &copy_on_cuda, py::arg("device"), py::arg("to"), py::arg("source"), py::arg("nbytes"),

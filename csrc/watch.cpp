@@ -32,8 +32,12 @@ const Torch& torch() {
                                " without DLPack's exchange interface of version 1, expected PyTorch 2.11 or newer");
     }
     const auto type = [](const py::object& object) { return reinterpret_cast<PyTypeObject*>(object.inc_ref().ptr()); };
-    return Torch{type(tensor), api, PyUnicode_InternFromString("grad"), py::object(tensor.attr("grad")).release().ptr(),
-                 PyUnicode_InternFromString("params"), py::object(tensor.attr("storage_offset")).release().ptr(),
+    return Torch{type(tensor),
+                 api,
+                 PyUnicode_InternFromString("grad"),
+                 py::object(tensor.attr("grad")).release().ptr(),
+                 PyUnicode_InternFromString("params"),
+                 py::object(tensor.attr("storage_offset")).release().ptr(),
                  py::object(tensor.attr("untyped_storage")).release().ptr()};
   }();
   return found;

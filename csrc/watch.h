@@ -70,8 +70,8 @@ class Watch {
     bool planned = false;  // whether it is in a table
     uint8_t dtype = 0;
     uint8_t gradient_dtype = kNoGradient;
-    bool strided = false;  // whether it or its gradient is not contiguous
-    uint64_t gradient = 0;  // its address in the last step; 0 where there was none
+    bool strided = false;                     // whether it or its gradient is not contiguous
+    uint64_t gradient = 0;                    // its address in the last step; 0 where there was none
     size_t first_entry = 0, entry_count = 0;  // its state's place in entries_
   };
   struct Group {

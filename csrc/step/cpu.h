@@ -20,7 +20,8 @@ class CpuStep {
   // The entries stay the caller's; their sizes must not change.
   CpuStep(const TensorEntry* entries, int64_t count);
 
-  // Has the steps that follow run on at most `threads` threads with a target's kernels. Their results depend on neither.
+  // Has the steps that follow run on at most `threads` threads with a target's kernels. Their results depend on
+  // neither.
   void prepare(int threads, const std::string& target);
 
   // Steps all entries and returns the number of elements that were skipped. Cannot fail.

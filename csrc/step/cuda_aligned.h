@@ -10,11 +10,11 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kEach = 16;                                // elements of a lane in a turn
-constexpr int kBlockLanes = kAlignedBlock / kEach;       // lanes of a block
-constexpr int kTurnBlocks = kWarp / kBlockLanes;         // blocks of a turn
-constexpr int kTurn = kTurnBlocks * kAlignedBlock;       // elements of a turn
-constexpr int kAlignedWarps = 4;                         // of a thread block
+constexpr int kEach = 16;                           // elements of a lane in a turn
+constexpr int kBlockLanes = kAlignedBlock / kEach;  // lanes of a block
+constexpr int kTurnBlocks = kWarp / kBlockLanes;    // blocks of a turn
+constexpr int kTurn = kTurnBlocks * kAlignedBlock;  // elements of a turn
+constexpr int kAlignedWarps = 4;                    // of a thread block
 constexpr size_t kSharedBytes = 48 * 1024;
 
 // Consecutive elements, moved at once.

@@ -22,7 +22,7 @@ SHARDOPT_DEVICE float near_reciprocal_root(float x) {
 #endif
 
 // The roots that a Quick may have: normal numbers, whose residuals are, too.
-constexpr float kLeastQuickRoot = 8.8817841970012523e-16f;  // 2^-50
+constexpr float kLeastQuickRoot = 8.8817841970012523e-16f;     // 2^-50
 constexpr float kLargestQuickRoot = 4.611686018427387904e18f;  // 2^62
 
 // The larger one; NaN if one is.
@@ -53,9 +53,7 @@ SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
   return static_cast<int8_t>(word >> (8 * k)) * 256;
 #endif
 }
-SHARDOPT_DEVICE int32_t signed_half_of(uint32_t word, int k) {
-  return static_cast<int16_t>(word >> (16 * k));
-}
+SHARDOPT_DEVICE int32_t signed_half_of(uint32_t word, int k) { return static_cast<int16_t>(word >> (16 * k)); }
 
 // Half k of two words; byte k of four.
 SHARDOPT_DEVICE uint32_t halves_of(uint32_t a, uint32_t b, int k) {
@@ -110,9 +108,7 @@ struct Quick {
   friend SHARDOPT_DEVICE int32_t bits(Quick a) { return shardopt::SHARDOPT_TARGET::bits(a.x); }
   friend SHARDOPT_DEVICE Quick magnitude(Quick a) { return fabsf(a.x); }
   friend SHARDOPT_DEVICE Quick select(bool condition, Quick yes, Quick no) { return condition ? yes.x : no.x; }
-  friend SHARDOPT_DEVICE Quick fma(Quick a, Quick b, Quick c) {
-    return shardopt::SHARDOPT_TARGET::fma(a.x, b.x, c.x);
-  }
+  friend SHARDOPT_DEVICE Quick fma(Quick a, Quick b, Quick c) { return shardopt::SHARDOPT_TARGET::fma(a.x, b.x, c.x); }
 
   // Correctly rounded if x and 1 / x are normal numbers.
   friend SHARDOPT_DEVICE Quick reciprocal(Quick a) {

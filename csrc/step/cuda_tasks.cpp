@@ -28,9 +28,8 @@ bool has_blocks(int codec, tasks::List<Codec...>) {
 // The entry's format in kAlignedFormats if it is whole blocks, one after the other; -1 otherwise. Addresses, which
 // change from step to step, are left to the kernels.
 int aligned_format(const TensorEntry& entry, int rule) {
-  const bool contiguous =
-      entry.rows == 1 || (entry.row_stride == entry.cols && entry.global_row_numel == entry.cols &&
-                          entry.scales_row_stride * kAlignedBlock == entry.cols);
+  const bool contiguous = entry.rows == 1 || (entry.row_stride == entry.cols && entry.global_row_numel == entry.cols &&
+                                              entry.scales_row_stride * kAlignedBlock == entry.cols);
   if (entry.cut || entry.block_size != kAlignedBlock || entry.cols % kAlignedBlock != 0 || !contiguous) return -1;
   if (!has_moments(rule, tasks::Rules{}) || !has_blocks(entry.codec, tasks::Codecs{})) return -1;
   for (int i = 0; i < kAlignedFormatCount; ++i) {

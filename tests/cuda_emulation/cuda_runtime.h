@@ -68,8 +68,8 @@ struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   bool done = false;
-  int32_t value = 0;  // what it hands to the lanes of its warp
-  int64_t waits = 0;  // how often it has waited
+  int32_t value = 0;                      // what it hands to the lanes of its warp
+  int64_t waits = 0;                      // how often it has waited
   std::vector<Copy> begun;                // asynchronous copies, not yet committed
   std::deque<std::vector<Copy>> batches;  // committed ones that nobody has waited for
 };
@@ -151,8 +151,8 @@ inline bool __all_sync(uint32_t mask, bool condition) {
   return all != 0;
 }
 
-// Asynchronous copies are done as late as they may be, so that a kernel that does not wait for them reads what was there
-// before. A misaligned one is an error, as on the device.
+// Asynchronous copies are done as late as they may be, so that a kernel that does not wait for them reads what was
+// there before. A misaligned one is an error, as on the device.
 inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) {
   if (bytes != 4 && bytes != 8 && bytes != 16) abort();
   if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes) abort();

@@ -1,6 +1,6 @@
 // Compares the square roots and reciprocals without guards (csrc/step/cuda_quick.h) with correctly rounded ones: all
-// 2^24 significands of roots, all 2^23 of reciprocals, at the ends and in the middle of the exponents that they are for.
-// Prints how many differ.
+// 2^24 significands of roots, all 2^23 of reciprocals, at the ends and in the middle of the exponents that they are
+// for. Prints how many differ.
 #define SHARDOPT_TARGET checked
 #include <cuda_runtime.h>
 
