@@ -17,12 +17,12 @@ PATHS = [str(Path(__file__).parent.parent), str(Path(shardopt.__file__).parent.p
 
 #: Attacks by default, and in full.
 COUNTS = {
-    "hostile": (150, 1500),
-    "race": (100, 2000),
-    "pairs": (20, 116),
-    "interrupts": (20, 160),
-    "damage": (100, 1500),
-    "kills": (16, 400),
+    "hostile": (60, 1500),
+    "race": (30, 2000),
+    "pairs": (8, 116),
+    "interrupts": (10, 160),
+    "damage": (40, 1500),
+    "kills": (8, 400),
 }
 
 
