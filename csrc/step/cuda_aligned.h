@@ -5,8 +5,11 @@
 // WarpStepper, which does the whole turn: nothing is stored before all lanes know that there are none.
 #pragma once
 
+#include <cuda_pipeline.h>
+
 #include "step/cuda_quick.h"
 #include "step/cuda_stepper.h"
+#include "step/cuda_words.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
@@ -16,45 +19,6 @@ constexpr int kTurnBlocks = kWarp / kBlockLanes;    // blocks of a turn
 constexpr int kTurn = kTurnBlocks * kAlignedBlock;  // elements of a turn
 constexpr int kAlignedWarps = 4;                    // of a thread block
 constexpr size_t kSharedBytes = 48 * 1024;
-
-// Consecutive elements, moved at once.
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Words {
-  T x[kCount];
-};
-
-// The type that the device moves so many bytes by.
-template <size_t kBytes>
-using Moved = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
-
-template <class T>
-SHARDOPT_DEVICE void store_streaming(void* to, const T& words) {
-  Moved<sizeof(T)> v;
-  static_assert(sizeof v == sizeof words);
-  __builtin_memcpy(&v, &words, sizeof v);
-  __stcs(static_cast<Moved<sizeof(T)>*>(to), v);
-}
-
-template <WeightFormat kFormat>
-struct WeightTypes {
-  using High = uint16_t;
-  using Low = void;
-};
-template <>
-struct WeightTypes<WeightFormat::kFloat32> {
-  using High = float;
-  using Low = void;
-};
-template <>
-struct WeightTypes<WeightFormat::kBFloat16Plus8> {
-  using High = uint16_t;
-  using Low = int8_t;
-};
-template <>
-struct WeightTypes<WeightFormat::kBFloat16Plus16> {
-  using High = uint16_t;
-  using Low = int16_t;
-};
 
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 class AlignedStepper {
@@ -218,21 +182,6 @@ class AlignedStepper {
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_.first += kTurn;
   }
 
-  // Words of 32 bits, as the codes and 16-bit floats of a part are best taken apart.
-  template <class T>
-  struct Packed {
-    uint32_t words[kPart * sizeof(T) / 4];
-
-    SHARDOPT_DEVICE explicit Packed(const Part<T>& part) {
-      const auto v = *reinterpret_cast<const Moved<sizeof part>*>(&part);
-      __builtin_memcpy(words, &v, sizeof words);
-    }
-    SHARDOPT_DEVICE int32_t code(int j) const { return byte_of(words[j / 4], j % 4); }
-    SHARDOPT_DEVICE float number(int j) const {
-      return sizeof(T) == 4 ? float_from_bits(static_cast<int32_t>(words[j])) : bf16_of(words[j / 2], j % 2);
-    }
-  };
-
   // The lane's new weights and moments, the unsigned one's root where the codec wants that. Returns whether they can be
   // encoded.
   SHARDOPT_DEVICE bool update(const Inputs& inputs, float (&weight)[kEach], float (&root)[kEach],
@@ -244,17 +193,17 @@ class AlignedStepper {
     float largest_gradient = 0.0f, largest_weight = 0.0f;
 #pragma unroll
     for (int h = 0; h < kParts; ++h) {
-      const Packed<High> weights(inputs.high[h]);
-      const Packed<Gradient> gradients(inputs.gradient[h]);
-      const Packed<uint8_t> signed_codes(inputs.codes[h][kSigned]);
-      const Packed<uint8_t> unsigned_codes(inputs.codes[h][kHasUnsigned ? kUnsigned : kSigned]);
+      const Packed<High, kPart> weights(inputs.high[h]);
+      const Packed<Gradient, kPart> gradients(inputs.gradient[h]);
+      const Packed<uint8_t, kPart> signed_codes(inputs.codes[h][kSigned]);
+      const Packed<uint8_t, kPart> unsigned_codes(inputs.codes[h][kHasUnsigned ? kUnsigned : kSigned]);
       if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) zeros |= zero_bytes(unsigned_codes);
 #pragma unroll
       for (int j = 0; j < kPart; ++j) {
         const int i = h * kPart + j;
         Quick param = weights.number(j), r = 0.0f, m[kMoments + 1];
         if constexpr (kHasLow) {
-          const Packed<Low> low_bits(inputs.low[h]);
+          const Packed<Low, kPart> low_bits(inputs.low[h]);
           const int32_t nearest = bits(param);
           const int32_t joined = nearest + (kLowBits == 8 ? signed_byte_of(low_bits.words[j / 4], j % 4)
                                                           : signed_half_of(low_bits.words[j / 2], j % 2));
@@ -397,26 +346,6 @@ class AlignedStepper {
     }
   }
 
-  // Half k of each word.
-  template <class T>
-  SHARDOPT_DEVICE static void pack_halves(Part<T> (&to)[kParts], const uint32_t (&word)[kEach], int k) {
-    uint32_t packed[kEach / 2];
-#pragma unroll
-    for (int i = 0; i < kEach; i += 2) packed[i / 2] = halves_of(word[i], word[i + 1], k);
-    static_assert(sizeof packed == sizeof to);
-    __builtin_memcpy(to, packed, sizeof packed);
-  }
-
-  // Byte k of each word.
-  template <class T>
-  SHARDOPT_DEVICE static void pack_bytes(Part<T> (&to)[kParts], const uint32_t (&word)[kEach], int k) {
-    uint32_t packed[kEach / 4];
-#pragma unroll
-    for (int i = 0; i < kEach; i += 4) packed[i / 4] = bytes_of(word + i, k);
-    static_assert(sizeof packed == sizeof to);
-    __builtin_memcpy(to, packed, sizeof packed);
-  }
-
   SHARDOPT_DEVICE Unsigned make_unsigned(const Inputs& inputs) const {
     const float none[2] = {1.0f, 1.0f};
     return Unsigned(kHasUnsigned ? inputs.unsigned_scales.x : none, table_, 0.0f);  // it decodes only
@@ -430,14 +359,6 @@ class AlignedStepper {
     } else {
       return 0.0f;
     }
-  }
-
-  // Not zero if one of the codes is.
-  SHARDOPT_DEVICE static uint32_t zero_bytes(const Packed<uint8_t>& codes) {
-    uint32_t found = 0;
-#pragma unroll
-    for (const uint32_t word : codes.words) found |= (word - 0x01010101u) & ~word;
-    return found & 0x80808080u;
   }
 
   const Rule rule_;

@@ -2,8 +2,6 @@
 // makes of the guarded ones, where the guards let a number pass.
 #pragma once
 
-#include <cuda_pipeline.h>
-
 #include "step/cuda_lane.h"
 
 SHARDOPT_BEGIN_NAMESPACE
@@ -34,61 +32,6 @@ SHARDOPT_DEVICE float larger(float a, float b) {
 #else
   return a != a || a > b ? a : b;
 #endif
-}
-
-// Byte k of a word.
-SHARDOPT_DEVICE int32_t byte_of(uint32_t word, int k) {
-#if defined(__CUDA_ARCH__)
-  return static_cast<int32_t>(__byte_perm(word, 0, 0x4440 + k));
-#else
-  return static_cast<int32_t>(word >> (8 * k) & 0xff);
-#endif
-}
-
-// Bytes k of a word as a signed number, times 2^8; and its half k.
-SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
-#if defined(__CUDA_ARCH__)
-  return static_cast<int32_t>(__byte_perm(word, 0, 0x8804 + k * 0x1110));
-#else
-  return static_cast<int8_t>(word >> (8 * k)) * 256;
-#endif
-}
-SHARDOPT_DEVICE int32_t signed_half_of(uint32_t word, int k) { return static_cast<int16_t>(word >> (16 * k)); }
-
-// Half k of two words; byte k of four.
-SHARDOPT_DEVICE uint32_t halves_of(uint32_t a, uint32_t b, int k) {
-#if defined(__CUDA_ARCH__)
-  return __byte_perm(a, b, k == 0 ? 0x5410 : 0x7632);
-#else
-  return (a >> (16 * k) & 0xffff) | (b >> (16 * k)) << 16;
-#endif
-}
-SHARDOPT_DEVICE uint32_t bytes_of(const uint32_t* words, int k) {
-#if defined(__CUDA_ARCH__)
-  const int selector = k | (4 + k) << 4;
-  return __byte_perm(__byte_perm(words[0], words[1], selector), __byte_perm(words[2], words[3], selector), 0x5410);
-#else
-  uint32_t packed = 0;
-  for (int i = 0; i < 4; ++i) packed |= (words[i] >> (8 * k) & 0xff) << (8 * i);
-  return packed;
-#endif
-}
-
-// table[byte k of the word] of a table in shared memory.
-SHARDOPT_DEVICE float shared_entry(const float* table, uint32_t word, int k) {
-#if defined(__CUDA_ARCH__)
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(table));
-  float x;
-  asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__dp4a(word, 4u << (8 * k), base)));
-  return x;
-#else
-  return table[byte_of(word, k)];
-#endif
-}
-
-// Half k of a word, a bfloat16.
-SHARDOPT_DEVICE float bf16_of(uint32_t word, int k) {
-  return float_from_bits(static_cast<int32_t>(k == 0 ? word << 16 : word & 0xffff0000u));
 }
 
 struct Quick {

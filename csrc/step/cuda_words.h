@@ -1,0 +1,148 @@
+// Consecutive elements of a lane as words of 32 bits: how they are moved, taken apart and put together.
+#pragma once
+
+#include <type_traits>
+
+#include "step/cuda_lane.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+// Consecutive elements, moved at once.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Words {
+  T x[kCount];
+};
+
+// The type that the device moves so many bytes by.
+template <size_t kBytes>
+using Moved = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
+
+template <class T>
+SHARDOPT_DEVICE void store_streaming(void* to, const T& words) {
+  Moved<sizeof(T)> v;
+  static_assert(sizeof v == sizeof words);
+  __builtin_memcpy(&v, &words, sizeof v);
+  __stcs(static_cast<Moved<sizeof(T)>*>(to), v);
+}
+
+template <WeightFormat kFormat>
+struct WeightTypes {
+  using High = uint16_t;
+  using Low = void;
+};
+template <>
+struct WeightTypes<WeightFormat::kFloat32> {
+  using High = float;
+  using Low = void;
+};
+template <>
+struct WeightTypes<WeightFormat::kBFloat16Plus8> {
+  using High = uint16_t;
+  using Low = int8_t;
+};
+template <>
+struct WeightTypes<WeightFormat::kBFloat16Plus16> {
+  using High = uint16_t;
+  using Low = int16_t;
+};
+
+// Byte k of a word.
+SHARDOPT_DEVICE int32_t byte_of(uint32_t word, int k) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int32_t>(__byte_perm(word, 0, 0x4440 + k));
+#else
+  return static_cast<int32_t>(word >> (8 * k) & 0xff);
+#endif
+}
+
+// Bytes k of a word as a signed number, times 2^8; and its half k.
+SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int32_t>(__byte_perm(word, 0, 0x8804 + k * 0x1110));
+#else
+  return static_cast<int8_t>(word >> (8 * k)) * 256;
+#endif
+}
+SHARDOPT_DEVICE int32_t signed_half_of(uint32_t word, int k) { return static_cast<int16_t>(word >> (16 * k)); }
+
+// Half k of two words; byte k of four.
+SHARDOPT_DEVICE uint32_t halves_of(uint32_t a, uint32_t b, int k) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(a, b, k == 0 ? 0x5410 : 0x7632);
+#else
+  return (a >> (16 * k) & 0xffff) | (b >> (16 * k)) << 16;
+#endif
+}
+SHARDOPT_DEVICE uint32_t bytes_of(const uint32_t* words, int k) {
+#if defined(__CUDA_ARCH__)
+  const int selector = k | (4 + k) << 4;
+  return __byte_perm(__byte_perm(words[0], words[1], selector), __byte_perm(words[2], words[3], selector), 0x5410);
+#else
+  uint32_t packed = 0;
+  for (int i = 0; i < 4; ++i) packed |= (words[i] >> (8 * k) & 0xff) << (8 * i);
+  return packed;
+#endif
+}
+
+// table[byte k of the word] of a table in shared memory.
+SHARDOPT_DEVICE float shared_entry(const float* table, uint32_t word, int k) {
+#if defined(__CUDA_ARCH__)
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(table));
+  float x;
+  asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__dp4a(word, 4u << (8 * k), base)));
+  return x;
+#else
+  return table[byte_of(word, k)];
+#endif
+}
+
+// Half k of a word, a bfloat16.
+SHARDOPT_DEVICE float bf16_of(uint32_t word, int k) {
+  return float_from_bits(static_cast<int32_t>(k == 0 ? word << 16 : word & 0xffff0000u));
+}
+
+// The elements of a part, taken apart from its words.
+template <class T, int kCount>
+struct Packed {
+  uint32_t words[kCount * sizeof(T) / 4];
+
+  SHARDOPT_DEVICE explicit Packed(const Words<T, kCount>& part) {
+    const auto v = *reinterpret_cast<const Moved<sizeof part>*>(&part);
+    __builtin_memcpy(words, &v, sizeof words);
+  }
+  SHARDOPT_DEVICE int32_t code(int j) const { return byte_of(words[j / 4], j % 4); }
+  SHARDOPT_DEVICE float number(int j) const {
+    return sizeof(T) == 4 ? float_from_bits(static_cast<int32_t>(words[j])) : bf16_of(words[j / 2], j % 2);
+  }
+};
+
+// Not zero if one of the codes is.
+template <int kCount>
+SHARDOPT_DEVICE uint32_t zero_bytes(const Packed<uint8_t, kCount>& codes) {
+  uint32_t found = 0;
+#pragma unroll
+  for (const uint32_t word : codes.words) found |= (word - 0x01010101u) & ~word;
+  return found & 0x80808080u;
+}
+
+// Half k of each word.
+template <class Part, int kParts, int kWords>
+SHARDOPT_DEVICE void pack_halves(Part (&to)[kParts], const uint32_t (&word)[kWords], int k) {
+  uint32_t packed[kWords / 2];
+#pragma unroll
+  for (int i = 0; i < kWords; i += 2) packed[i / 2] = halves_of(word[i], word[i + 1], k);
+  static_assert(sizeof packed == sizeof to);
+  __builtin_memcpy(to, packed, sizeof packed);
+}
+
+// Byte k of each word.
+template <class Part, int kParts, int kWords>
+SHARDOPT_DEVICE void pack_bytes(Part (&to)[kParts], const uint32_t (&word)[kWords], int k) {
+  uint32_t packed[kWords / 4];
+#pragma unroll
+  for (int i = 0; i < kWords; i += 4) packed[i / 4] = bytes_of(word + i, k);
+  static_assert(sizeof packed == sizeof to);
+  __builtin_memcpy(to, packed, sizeof packed);
+}
+
+SHARDOPT_END_NAMESPACE
