@@ -61,8 +61,9 @@ struct Log8 {
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode_above_zero(F u, F& decoded) const {
-      const IntOf<F> q = bits(fma(to_float(bits(u) - top), inverse_step, kWhole + 255.0f));
-      decoded = float_from_bits(q * step + opaque(base - kWholeBits * step));
+      const IntOf<F> q = bits(fma(to_float(bits(u) - top), inverse_step, kWhole + 255.0f));  // and kWholeBits
+      const auto steps = as_unsigned(step), offset = as_unsigned(base) - static_cast<uint32_t>(kWholeBits) * steps;
+      decoded = float_from_bits(as_signed(as_unsigned(q) * steps + as_unsigned(opaque(as_signed(offset)))));
       return q;
     }
 
