@@ -51,6 +51,10 @@ struct UnsignedInts {
   SHARDOPT_OPERATOR(UnsignedInts, *)
   SHARDOPT_OPERATOR(UnsignedInts, ^)
   SHARDOPT_OPERATOR(UnsignedInts, &)
+  friend SHARDOPT_HD UnsignedInts operator<<(UnsignedInts a, int by) {
+    SHARDOPT_EACH a.x[i] = a.x[i] << by;
+    return a;
+  }
   friend SHARDOPT_HD UnsignedInts operator>>(UnsignedInts a, int by) {
     SHARDOPT_EACH a.x[i] = a.x[i] >> by;
     return a;

@@ -116,6 +116,12 @@ SHARDOPT_HD F magnitude(F x) {
   return float_from_bits(magnitude_bits(x));
 }
 
+// The bits of x moved up, whatever its sign; those above are lost.
+template <class I>
+SHARDOPT_HD I moved_up(I x, int by) {
+  return as_signed(as_unsigned(x) << by);
+}
+
 // At 1.5 * 2^23 the float grid is the integers.
 constexpr float kWhole = 12582912.0f;
 constexpr int32_t kWholeBits = 0x4b400000;

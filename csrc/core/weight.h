@@ -39,11 +39,11 @@ SHARDOPT_HD IntOf<F> master_word(F x) {
   } else {
     // The largest below 65536 whose word is no infinity. From 65520 the float16 is one, the master weight is not.
     constexpr int32_t kLargest = kLowBits == 16 ? 0x477fffff : 0x477fffe0;
-    const I normal = rounded_word<kLowBits>((min_int(b, spread<I>(kLargest)) - (112 << 23)) << 3);
+    const I normal = rounded_word<kLowBits>(moved_up(min_int(b, spread<I>(kLargest)) - (112 << 23), 3));
     // Below 2^-14 a float16 is a multiple of 2^-24; what is missing has kLowBits more.
     const F y = magnitude(x), shifted = y + 0.5f;
     const I low = round_to_int((y - (shifted - 0.5f)) * (16777216.0f * (1 << kLowBits)));
-    const I subnormal = ((bits(shifted) - 0x3f000000) << 16) + (low << kDropped);
+    const I subnormal = moved_up(bits(shifted) - 0x3f000000, 16) + moved_up(low, kDropped);
     const I finite = select(b < 0x38800000, subnormal, normal);
     const I special = select(b > kInfinityBits, spread<I>(0x7e000000), spread<I>(0x7c000000));
     return select(b >= kInfinityBits, special, finite) | sign;
@@ -81,7 +81,7 @@ SHARDOPT_HD SplitWeight<IntOf<F>> split_weight(F x) {
 // `low` as a signed number.
 template <DType kDType, int kLowBits, class I>
 SHARDOPT_HD auto join_weight(I high, I low) {
-  const I nearest = high << 16, joined = nearest + low * (1 << (16 - kLowBits));
+  const I nearest = high << 16, joined = nearest + moved_up(low, 16 - kLowBits);
   // Another sign: the parameter was set to zero from outside, and the low bits are still those of another weight.
   return float_from_master_word<kDType>(select((joined ^ nearest) < 0, nearest, joined));
 }
