@@ -15,9 +15,8 @@
 //     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
 //     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
 //     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
-//   and of unsigned coders, for blocks without zeros, before and after the step:
-//     is_even(e)         whether a block with these extremes, the smallest above zero, needs no more than these:
-//     decode_above_zero, encode_above_zero   as above, of codes and numbers that are not zero
+//     decode_above_zero, encode_above_zero   of unsigned coders: cheaper ones, for codes and numbers that are not zero
+//     is_even(e)         of unsigned codecs: whether those suffice for a block with these extremes, the smallest > 0
 // and knows nothing of rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
 

@@ -132,7 +132,7 @@ SHARDOPT_HD IntOf<F> round_to_int(F x) {
   return bits(x + kWhole) - kWholeBits;
 }
 
-// The same of the exact x * y + z, z whole.
+// x * y + z, computed exactly and rounded to the nearest integer, ties to even, for |x * y + z| < 2^22. z is whole.
 template <class F>
 SHARDOPT_HD IntOf<F> round_fma_to_int(F x, float y, float z) {
   return bits(fma(x, y, kWhole + z)) - kWholeBits;

@@ -18,7 +18,7 @@ SHARDOPT_HD I rounded_word(I word) {
   return as_signed(kLowBits == 16 ? w : w + 0x7fu + ((w >> 8) & 1u));
 }
 
-// What a bfloat16's master weight would round to infinity, less one last place of the word.
+// The largest finite word of 16 + kLowBits bits of a bfloat16.
 template <int kLowBits>
 constexpr int32_t kLargestWord = kInfinityBits - (1 << (16 - kLowBits));
 

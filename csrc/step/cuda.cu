@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "step/cuda_kernel.h"
 
@@ -17,51 +16,6 @@ namespace {
 
 void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
-
-using Formats = std::make_integer_sequence<int, kAlignedFormatCount>;
-
-unsigned grid_of(const CudaBatch& batch) {
-  constexpr int64_t kTasks = kThreads / kWarp;
-  return static_cast<unsigned>((batch.end - batch.begin + kTasks - 1) / kTasks);
-}
-
-template <class Rule>
-void launch(const CudaCall& call, const CudaBatch& batch, cudaStream_t stream) {
-  step_tasks<Rule><<<grid_of(batch), kThreads, 0, stream>>>(call, batch);
-  check(cudaGetLastError(), "the step's kernel");
-}
-
-template <class Rule, class Codec, int kFormat>
-void launch_aligned(const CudaCall& call, const CudaBatch& batch, cudaStream_t stream) {
-  if constexpr (Rule::Kept::kCount > 0 && Codec::Signed::kScales > 0) {
-    constexpr AlignedFormat kIts = kAlignedFormats[kFormat];
-    step_aligned_tasks<Rule, Codec, kIts.weight, kIts.gradient><<<grid_of(batch), kThreads, 0, stream>>>(call, batch);
-    check(cudaGetLastError(), "the kernel of aligned blocks");
-  }
-}
-
-using Launch = void (*)(const CudaCall&, const CudaBatch&, cudaStream_t);
-
-template <class Rule, class Codec, int... kFormat>
-Launch launch_of_format(int format, std::integer_sequence<int, kFormat...>) {
-  constexpr Launch launches[] = {launch_aligned<Rule, Codec, kFormat>...};
-  return launches[format];
-}
-
-template <class Rule, class... Codec>
-Launch launch_of_codec(const CudaBatch& batch, List<Codec...>) {
-  if (batch.format < 0) return launch<Rule>;
-  using OfFormat = Launch (*)(int, Formats);
-  constexpr OfFormat of_format[] = {launch_of_format<Rule, Codec>...};
-  return of_format[batch.codec](batch.format, Formats{});
-}
-
-template <class... Rule>
-Launch launch_of(const CudaBatch& batch, List<Rule...>) {
-  using OfCodec = Launch (*)(const CudaBatch&, Codecs);
-  constexpr OfCodec of_codec[] = {launch_of_codec<Rule>...};
-  return of_codec[batch.rule](batch, Codecs{});
 }
 
 }  // namespace
@@ -84,7 +38,11 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream)
 }
 
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream) {
-  cuda::launch_of(batch, cuda::Rules{})(call, batch, static_cast<cudaStream_t>(stream));
+  constexpr int64_t kTasks = cuda::kThreads / cuda::kWarp;
+  const auto grid = static_cast<unsigned>((batch.end - batch.begin + kTasks - 1) / kTasks);
+  const cuda::Kernel kernel = cuda::kernel_of(batch, cuda::Rules{});
+  kernel<<<grid, cuda::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call, batch);
+  cuda::check(cudaGetLastError(), "the step's kernel");
 }
 
 void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void* stream) {

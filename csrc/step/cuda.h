@@ -1,4 +1,5 @@
-// The step on a CUDA device: one launch prepares the scalars of all entries and counts the steps, one steps everything.
+// The step on a CUDA device: one launch counts the steps and prepares the scalars of all entries; then one per rule,
+// codec and weight format steps the blocks that are whole and aligned, and one per rule all the others.
 #pragma once
 
 #include <vector>

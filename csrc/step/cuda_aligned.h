@@ -1,5 +1,5 @@
 // The step of whole blocks of 128 elements that lie one after the other, aligned, in a usual format: a block per eight
-// lanes, sixteen elements per lane, copied asynchronously into a ring in shared memory two turns ahead.
+// lanes, sixteen elements per lane, copied asynchronously into a ring in shared memory one or two turns ahead.
 //
 // A turn of a warp is four blocks. Zeros, numbers out of the ordinary and updates that would be lost are left to
 // WarpStepper, which does the whole turn: nothing is stored before all lanes know that there are none.
@@ -42,7 +42,7 @@ class AlignedStepper {
   using UnsignedScales = Words<float, Unsigned::kScales>;
   using SignedScales = Words<float, Signed::kScales>;
 
-  // What a lane reads in a turn. It copied all of it itself, so that it need not wait for others.
+  // The inputs of a lane in a turn. A lane copies its own, so that it need not wait for others.
   struct alignas(16) InputsWithoutLow {
     Part<High> high[kParts];
     Part<Gradient> gradient[kParts];
@@ -63,7 +63,7 @@ class AlignedStepper {
   };
 
  public:
-  // What is looked up, in shared memory: the values of signed codes, and the codec's table where its coders need it.
+  // Look-up tables in shared memory: the values of signed codes, and the codec's table where its coders need it.
   struct Table {
     static constexpr int kFloats = Codec::kCoderTable;
     float values[256];
@@ -263,7 +263,6 @@ class AlignedStepper {
       }
       e.low = kInfinityBits - e.low;
       usual = usual && Unsigned::is_even(e);
-      if (!__all_sync(0xffffffffu, usual)) return false;
       Unsigned::measure(e, unsigned_scales);
       const Unsigned coder(unsigned_scales, table_, quick_reciprocal(Unsigned::inverted(unsigned_scales)));
 #pragma unroll
@@ -277,8 +276,6 @@ class AlignedStepper {
         }
       }
       pack_bytes(unsigned_codes, codes, 0);
-    } else {
-      if (!__all_sync(0xffffffffu, usual)) return false;
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) largest = larger(largest, fabsf(moment[i]));
@@ -286,6 +283,8 @@ class AlignedStepper {
     for (int lane_bit = 1; lane_bit < kBlockLanes; lane_bit *= 2) {
       largest = larger(largest, float_from_bits(exchange(bits(largest), lane_bit)));
     }
+    usual = usual && largest < kLargestQuickMoment;  // and so no NaN
+    if (!__all_sync(0xffffffffu, usual)) return false;
     Signed::measure({bits(largest), 0}, signed_scales);
     const Signed coder(signed_scales, table_, quick_reciprocal(Signed::inverted(signed_scales)));
 #pragma unroll

@@ -1,7 +1,9 @@
-// The kernels of a CUDA step: one prepares what is the same for all elements of an entry, one steps everything.
+// The kernels of a CUDA step: prepare computes the scalars of all entries, step_tasks steps the tasks of a rule, and
+// step_aligned_tasks those of a rule, a codec and a weight format whose blocks are whole and aligned.
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "step/cuda_aligned.h"
 
@@ -62,7 +64,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call, const 
   for (int64_t i = threadIdx.x; i < call.entry_count; i += blockDim.x) prepare_entry(call, i, gradients.address[i]);
 }
 
-// The same for many entries, by two launches of many thread blocks.
+// For more entries than addresses go with a launch: two launches of many thread blocks do what prepare does.
 __global__ void __launch_bounds__(kPrepareThreads) count_steps(CudaCall call) {
   const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;
   if (i < call.step_count && !is_off(call)) *call.steps[i] += 1.0f;
@@ -137,7 +139,7 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
   return skipped;
 }
 
-// The same of whole, aligned blocks of one codec and format.
+// A warp per task of whole, aligned blocks, all of one rule, codec and format.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 __global__ void __launch_bounds__(kThreads, kAlignedResident) step_aligned_tasks(CudaCall call, CudaBatch batch) {
   using Stepper = AlignedStepper<Rule, Codec, kWeight, kGradient>;
@@ -149,6 +151,39 @@ __global__ void __launch_bounds__(kThreads, kAlignedResident) step_aligned_tasks
   const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (i >= batch.end) return;
   count_skipped(call, step_aligned<Rule, Codec, Stepper>(call, call.tasks[i], table, rings[threadIdx.x / kWarp]));
+}
+
+using Kernel = void (*)(CudaCall, CudaBatch);
+using AlignedFormats = std::make_integer_sequence<int, kAlignedFormatCount>;
+
+template <class Rule, class Codec, int kFormat>
+constexpr Kernel aligned_kernel() {
+  if constexpr (Rule::Kept::kCount > 0 && Codec::Signed::kScales > 0) {
+    return step_aligned_tasks<Rule, Codec, kAlignedFormats[kFormat].weight, kAlignedFormats[kFormat].gradient>;
+  } else {
+    return nullptr;  // make_cuda_tasks gives these no format
+  }
+}
+
+template <class Rule, class Codec, int... kFormat>
+Kernel kernel_of_format(int format, std::integer_sequence<int, kFormat...>) {
+  const Kernel kernels[] = {aligned_kernel<Rule, Codec, kFormat>()...};
+  return kernels[format];
+}
+
+template <class Rule, class... Codec>
+Kernel kernel_of_codec(const CudaBatch& batch, List<Codec...>) {
+  if (batch.format < 0) return step_tasks<Rule>;
+  const Kernel kernels[] = {kernel_of_format<Rule, Codec>(batch.format, AlignedFormats{})...};
+  return kernels[batch.codec];
+}
+
+// The kernel that steps a batch, of kThreads threads per thread block. Called with Rules{}; a template, so that a
+// source that does not call it need not compile all kernels.
+template <class... Rule>
+Kernel kernel_of(const CudaBatch& batch, List<Rule...>) {
+  const Kernel kernels[] = {kernel_of_codec<Rule>(batch, Codecs{})...};
+  return kernels[batch.rule];
 }
 
 SHARDOPT_END_NAMESPACE

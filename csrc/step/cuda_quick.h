@@ -19,9 +19,10 @@ SHARDOPT_DEVICE float near_reciprocal_root(float x) {
 }
 #endif
 
-// The roots that a Quick may have: normal numbers, whose residuals are, too.
-constexpr float kLeastQuickRoot = 8.8817841970012523e-16f;     // 2^-50
-constexpr float kLargestQuickRoot = 4.611686018427387904e18f;  // 2^62
+// Roots above it are normal numbers, and their residuals, too.
+constexpr float kLeastQuickRoot = 0x1p-50f;
+// Moments below it have scales whose reciprocals are normal numbers.
+constexpr float kLargestQuickMoment = 0x1p120f;
 
 // The larger one; NaN if one is.
 SHARDOPT_DEVICE float larger(float a, float b) {

@@ -73,7 +73,7 @@ class Chunks(Tensor):
         return self._written.values()
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> Chunks:
-        """The same with copies of what this rank saves, and nothing else.
+        """Chunks that hold copies of the rectangles this rank saves, and nothing else.
 
         Args:
             copy: gives the copy of a rectangle.

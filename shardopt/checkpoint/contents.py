@@ -141,7 +141,7 @@ def state_key(name: str, entry: str) -> str:
 
 
 def with_common_scales(contents: Sequence[Content]) -> list[Content]:
-    """The same contents, but for those whose cut blocks have a scale per fragment: those blocks are coded again.
+    """Encodes anew the cut blocks whose fragments have scales of their own; other contents are returned as they are.
 
     All ranks must call this, and none of them within :func:`on_every_rank`: it has a collective of its own, before
     which ranks agree on whether all of them come to it.

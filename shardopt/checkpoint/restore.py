@@ -382,7 +382,7 @@ def _placed(target: _Target, place: Place) -> dict[str, Tensor]:
 
 
 def _with_weights(target: _Target) -> _Target:
-    """The same with the weights in the form that parameter and optimizer keep."""
+    """Converts the checkpoint's weights to the format that the parameter and the optimizer keep."""
     if not target.converts_weights:
         return target
     old, new = target.weights

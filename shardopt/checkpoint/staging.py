@@ -68,7 +68,7 @@ class Staged(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same tensors."""
+        """Returns the state dict as it is: its tensors are copies."""
         return state_dict
 
     def synchronize_staging(self) -> None:

@@ -151,7 +151,7 @@ def _encode_cut_columns(loaded: Sequence[_Loaded]) -> tuple[list[_Loaded], Excep
         try:
             kept = {key: each.entries[key] for key in each.entries.keys() - {m.name for m in each.spec.moments}}
             found.append(each._replace(entries={**kept, **each.spec.encode_whole(whole)}))
-        except Exception as error:
+        except Exception as error:  # the other ranks, which gather, must not wait for this one
             failure = error
     return found, failure
 
@@ -231,7 +231,7 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
 
 
 def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
-    """What a state dict has of a parameter.
+    """The entries of one parameter in a state dict, or None where it has none.
 
     Raises:
         ValueError: it is no dict.

@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstring>
-#include <utility>
 
 #include "step/cuda_kernel.h"
 
@@ -25,41 +24,9 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void*) {
   run(call.entry_count, [&] { emulated::prepare_entries(call, gradients); });
 }
 
-using Kernel = void (*)(CudaCall, CudaBatch);
-using Formats = std::make_integer_sequence<int, kAlignedFormatCount>;
-
-template <class Rule, class Codec, int kFormat>
-Kernel aligned_kernel() {
-  if constexpr (Rule::Kept::kCount > 0 && Codec::Signed::kScales > 0) {
-    constexpr AlignedFormat kIts = kAlignedFormats[kFormat];
-    return emulated::step_aligned_tasks<Rule, Codec, kIts.weight, kIts.gradient>;
-  } else {
-    return nullptr;
-  }
-}
-
-template <class Rule, class Codec, int... kFormat>
-Kernel kernel_of_format(int format, std::integer_sequence<int, kFormat...>) {
-  const Kernel kernels[] = {aligned_kernel<Rule, Codec, kFormat>()...};
-  return kernels[format];
-}
-
-template <class Rule, class... Codec>
-Kernel kernel_of_codec(const CudaBatch& batch, emulated::List<Codec...>) {
-  if (batch.format < 0) return emulated::step_tasks<Rule>;
-  const Kernel kernels[] = {kernel_of_format<Rule, Codec>(batch.format, Formats{})...};
-  return kernels[batch.codec];
-}
-
-template <class... Rule>
-Kernel kernel_of(const CudaBatch& batch, emulated::List<Rule...>) {
-  const Kernel kernels[] = {kernel_of_codec<Rule>(batch, emulated::Codecs{})...};
-  return kernels[batch.rule];
-}
-
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void*) {
   constexpr int64_t kTasks = emulated::kThreads / emulated::kWarp;
-  const Kernel kernel = kernel_of(batch, emulated::Rules{});
+  const emulated::Kernel kernel = emulated::kernel_of(batch, emulated::Rules{});
   blockIdx.x = 0;
   for (int64_t first = batch.begin; first < batch.end; first += kTasks, ++blockIdx.x)
     emulation::run_block(emulated::kThreads, [&] { kernel(call, batch); });
