@@ -40,5 +40,6 @@ else
     "$venv/bin/python" -c 'import sys, torch; print("testing with PyTorch", torch.__version__, "on Python", sys.version)'
 fi
 # Not "python -m pytest", which would import the source tree in place of what was installed.
-"$venv/bin/pytest" ${options[@]+"${options[@]}"}
+# Two processes: most tests keep one core busy. The tests of a file stay together, with what they share.
+"$venv/bin/pytest" -n 2 --dist loadfile ${options[@]+"${options[@]}"}
 if [ -n "$unclean" ]; then die "the tests passed, but ruff or mypy found something: see above"; fi

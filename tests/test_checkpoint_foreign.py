@@ -443,7 +443,12 @@ def import_sharded(way: str, package: str, codec: str, size: int) -> None:
     assert_same(parts[2], whole[2])
 
 
-WORLDS = [(2, "fsdp"), (3, "fsdp columns"), (4, "fsdp"), (4, "fsdp tp"), (2, "hsdp of one"), (2, "fsdp offload")]
+WORLDS = [
+    (3, "fsdp columns"),
+    (4, "fsdp tp"),
+    (2, "fsdp offload"),
+    *(pytest.param(*world, marks=pytest.mark.slow) for world in [(2, "fsdp"), (4, "fsdp"), (2, "hsdp of one")]),
+]
 
 
 @pytest.mark.parametrize("package", STATES)

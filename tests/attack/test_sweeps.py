@@ -17,12 +17,12 @@ PATHS = [str(Path(__file__).parent.parent), str(Path(shardopt.__file__).parent.p
 
 #: Attacks by default, and in full.
 COUNTS = {
-    "hostile": (60, 1500),
-    "race": (30, 2000),
-    "pairs": (8, 116),
-    "interrupts": (10, 160),
-    "damage": (40, 1500),
-    "kills": (8, 400),
+    "hostile": (40, 1500),
+    "race": (20, 2000),
+    "pairs": (6, 116),
+    "interrupts": (8, 160),
+    "damage": (30, 1500),
+    "kills": (6, 400),
 }
 
 

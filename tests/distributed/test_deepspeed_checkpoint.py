@@ -167,7 +167,10 @@ def _load_bf16(path: Path, settings: dict[str, Any]) -> None:
     _load(path, settings, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("stage", "other"), [(1, 2), (2, 3), (3, 1), (0, 2), (3, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("stage", "other"),
+    [(1, 2), (3, 1), (0, 2), *(pytest.param(*stages, marks=pytest.mark.slow) for stages in [(2, 3), (3, 0), (0, 0)])],
+)
 def test_bf16(deepspeed_ranks: Pool, tmp_path: Path, stage: int, other: int) -> None:
     """What is saved of a model with masters is these: float32."""
     settings = {n: config(n, zero=WORST[n], **BF16) for n in (stage, other)}
@@ -304,7 +307,9 @@ def test_after_evaluation(deepspeed_ranks: Pool, tmp_path: Path, zero: dict[str,
 
 
 @pytest.mark.parametrize(
-    "found", [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}], ids=str
+    "found",
+    [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}],
+    ids=["pipeline", "autotp", "model parallel"],
 )
 def test_model_parallel_is_refused(found: dict[str, Any]) -> None:
     """Ranks have other parameters under the same names."""

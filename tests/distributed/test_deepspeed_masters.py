@@ -234,7 +234,9 @@ def _load(settings: dict[str, Any], path: Path) -> None:
     _goes_on(engine)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 5), (4, 6), (6, 1)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(1, 2), (4, 6), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(2, 5), (6, 1)])]
+)
 def test_portable_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
     """On other numbers of ranks; four of them average exactly, three do not."""
     deepspeed_ranks.run(4, _save, _config(*ZERO[saved]), tmp_path)

@@ -67,7 +67,7 @@ def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int) -> None
     pair.compare()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3, 4])
 @pytest.mark.parametrize(
     ("rule", "codec"),
     [

@@ -112,7 +112,10 @@ def _cases(backend: str, world_size: int) -> list[tuple[str, Setup]]:
 
 @pytest.mark.parametrize(
     ("backend", "world_size"),
-    [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp1", 2), ("fsdp1", 3), ("zero_redundancy", 3)],
+    [
+        *(("ddp", 2), ("fsdp2", 1), ("fsdp2", 3), ("fsdp1", 3), ("zero_redundancy", 3)),
+        *(pytest.param(backend, 2, marks=pytest.mark.slow) for backend in ("fsdp2", "fsdp1")),
+    ],
 )
 def test_as_a_real_run(ranks: Pool, backend: str, world_size: int) -> None:
     ranks.run(world_size, _all, _cases(backend, world_size))

@@ -191,7 +191,14 @@ def _skips(orig: bool, codec: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "orig"), FEW_WORLDS)
-@pytest.mark.parametrize(("codec", "block_size"), [("log8", 128), ("log8", 16), ("dynamic8", 16), ("companded8", 128)])
+@pytest.mark.parametrize(
+    ("codec", "block_size"),
+    [
+        ("log8", 128),
+        ("dynamic8", 16),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("log8", 16), ("companded8", 128)]),
+    ],
+)
 def test_skip(ranks: Pool, world_size: int, orig: bool, codec: str, block_size: int) -> None:
     ranks.run(world_size, _skips, orig, codec, block_size)
 

@@ -47,7 +47,13 @@ def _round_trip(way: str, rule: str, codec: str, options: dict[str, bool]) -> No
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("world_size", "way"), [(1, "single"), (2, "fsdp columns"), (3, "tp"), (4, "fsdp tp"), (4, "fsdp"), (4, "hsdp")]
+    ("world_size", "way"),
+    [
+        (2, "fsdp columns"),
+        (4, "fsdp tp"),
+        (4, "hsdp"),
+        *(pytest.param(*world, marks=pytest.mark.slow) for world in [(1, "single"), (3, "tp"), (4, "fsdp")]),
+    ],
 )
 def test_round_trip(ranks: Pool, world_size: int, way: str, options: str) -> None:
     ranks.run(world_size, _round_trip, way, "adamw", "log8", OPTIONS[options])

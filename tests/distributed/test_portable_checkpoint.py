@@ -77,10 +77,12 @@ def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 @pytest.mark.parametrize("way", LAYOUTS)
-def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str) -> None:
-    world_size = LAYOUTS[way][1]
-    for path in saved.values():
-        ranks.run(world_size, _load, way, path, "adamw", {})
+@pytest.mark.parametrize("sources", [2, pytest.param(len(LAYOUTS), marks=pytest.mark.slow)])
+def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str, sources: int) -> None:
+    """By default each layout loads what the two before it saved, the first of them what the last ones did."""
+    world_size, place = LAYOUTS[way][1], list(LAYOUTS).index(way)
+    for before in range(1, sources + 1):
+        ranks.run(world_size, _load, way, list(saved.values())[place - before], "adamw", {})
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [

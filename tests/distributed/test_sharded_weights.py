@@ -50,7 +50,7 @@ def _sharded_as_whole(rule: str, codecs: list[str], weights: str, block_size: in
     pair.compare()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3, 4])
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("codec", ["log8", "fp32"])
 def test_sharded_as_whole(ranks: Pool, codec: str, weights: str, world_size: int) -> None:
@@ -133,7 +133,7 @@ def _round_trip(way: str, weights: str, options: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("weights", FEW_FORMATS)
-@pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp columns"), (3, "fsdp")])
+@pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp columns"), pytest.param(3, "fsdp", marks=pytest.mark.slow)])
 def test_round_trip(ranks: Pool, world_size: int, way: str, weights: str, options: str) -> None:
     ranks.run(world_size, _round_trip, way, weights, OPTIONS[options])
 
@@ -157,7 +157,14 @@ def _resume(way: str, weights: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", FEW_FORMATS)
-@pytest.mark.parametrize(("saved_on", "saved_way"), [(2, "fsdp"), (3, "fsdp columns"), (1, "single")])
+@pytest.mark.parametrize(
+    ("saved_on", "saved_way"),
+    [
+        (2, "fsdp"),
+        pytest.param(3, "fsdp columns", marks=pytest.mark.slow),
+        pytest.param(1, "single", marks=pytest.mark.slow),
+    ],
+)
 def test_resume_elsewhere(ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str, weights: str) -> None:
     ranks.run(saved_on, _save, saved_way, weights, tmp_path)
     for world_size, way in [(1, "single"), (3, "fsdp"), (2, "fsdp columns"), (4, "fsdp tp")]:
