@@ -31,17 +31,19 @@ TARGET_FLAGS = {
     "cpu_avx512.cpp": AVX512,
     "cpu_avx512vbmi.cpp": [*AVX512, "-mavx512vbmi"],
 }
-X86 = platform.machine().lower() in ("x86_64", "amd64")
+MACHINE = platform.machine().lower()
 
 
 def cpu_sources() -> list[str]:
     names = ["csrc/bindings.cpp", "csrc/watch.cpp", "csrc/step/cpu.cpp", "csrc/step/thread_pool.cpp"]
-    names.append("csrc/step/cpu_portable.cpp")
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
-    if X86:
-        names += [f"csrc/step/{name}" for name in TARGET_FLAGS]
-    return names
+    targets = ["portable"]
+    if MACHINE in ("x86_64", "amd64"):
+        targets += ["avx2", "avx512", "avx512vbmi"]
+    elif MACHINE in ("aarch64", "arm64"):
+        targets.append("neon")
+    return names + [f"csrc/step/cpu_{target}.cpp" for target in targets]
 
 
 def pybind11_headers() -> str:

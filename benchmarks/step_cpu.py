@@ -6,6 +6,7 @@ Each contender has its own copy of the parameters; all share one set of gradient
 
     python benchmarks/step_cpu.py --shapes one transformer --threads 1 2 --json step_cpu.json
     python benchmarks/step_cpu.py --dtype bfloat16 --threads 2
+    python benchmarks/step_cpu.py --columns 4096 1000 448 257 130 64 33 --contenders "shardopt log8"
     pip install bitsandbytes torchao deepspeed ninja     # the peers
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -130,24 +133,17 @@ class Result:
         return self.ms * 1e6 / self.numel
 
 
-def measure(names: list[str], shapes: str, numel: int, threads: int, rounds: int, dtype: torch.dtype) -> list[Result]:
-    """Medians over interleaved rounds, after two unmeasured ones."""
-    torch.set_num_threads(threads)
+def step_of(contender: str, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], object]:
+    """The step of a contender whose parameters and gradients are random numbers of these sizes."""
     torch.manual_seed(0)
-    sizes = SHAPES[shapes](numel)
-    gradients = [torch.randn(size).mul_(1e-3).to(dtype) for size in sizes]
-    initial = [torch.randn(size).to(dtype) for size in sizes]
-    steps: dict[str, Callable[[], object]] = {}
-    for name in names:
-        if DTYPES.get(name, dtype) != dtype:
-            continue
-        params = [torch.nn.Parameter(tensor.clone()) for tensor in initial]
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-        try:
-            steps[name] = CONTENDERS[name](params).step
-        except ImportError as error:
-            print(f"left out {name}: {error}", file=sys.stderr)
+    params = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+    for param in params:
+        param.grad = torch.randn(param.shape).mul_(1e-3).to(dtype)
+    return CONTENDERS[contender](params).step
+
+
+def interleaved(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step in each round, after two unmeasured rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for current in range(rounds + 2):
         for name, step in steps.items():
@@ -155,10 +151,29 @@ def measure(names: list[str], shapes: str, numel: int, threads: int, rounds: int
             step()
             if current >= 2:
                 seconds[name].append(time.perf_counter() - start)
-    total = sum(gradient.numel() for gradient in gradients)
+    return seconds
+
+
+def measure(
+    contenders: list[str], shapes: dict[str, list[tuple[int, ...]]], threads: int, rounds: int, dtype: torch.dtype
+) -> list[Result]:
+    """Each contender on each list of sizes, all in one interleaved run."""
+    torch.set_num_threads(threads)
+    steps: dict[str, Callable[[], object]] = {}
+    cases: dict[str, tuple[str, str, int]] = {}
+    for contender, (name, sizes) in product(contenders, shapes.items()):
+        if DTYPES.get(contender, dtype) != dtype:
+            continue
+        case = f"{contender}, {name}"
+        try:
+            steps[case] = step_of(contender, sizes, dtype)
+        except ImportError as error:
+            print(f"left out {contender}: {error}", file=sys.stderr)
+            continue
+        cases[case] = contender, name, sum(math.prod(size) for size in sizes)
     return [
-        Result(name, threads, shapes, total, statistics.median(times) * 1e3, min(times) * 1e3)
-        for name, times in seconds.items()
+        Result(contender, threads, name, numel, statistics.median(times) * 1e3, min(times) * 1e3)
+        for (contender, name, numel), times in zip(cases.values(), interleaved(steps, rounds).values(), strict=True)
     ]
 
 
@@ -183,6 +198,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["one"])
+    parser.add_argument("--columns", type=int, nargs="+", help="one tensor for each, with rows of so many elements")
     parser.add_argument("--transformer-numel", type=int, default=100_000_000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
@@ -190,19 +206,25 @@ def main() -> None:
     args = parser.parse_args()
 
     print(f"{machine()}, commit {commit()}, {args.dtype}, medians of {args.rounds} rounds")
+    dtype = getattr(torch, args.dtype)
+    if args.columns:
+        runs = [{f"rows of {columns}": [(args.numel // columns, columns)] for columns in args.columns}]
+    else:
+        numels = {"one": args.numel, "transformer": args.transformer_numel}
+        runs = [{name: SHAPES[name](numels[name])} for name in args.shapes]
     results: list[Result] = []
-    for shapes in args.shapes:
-        for threads in args.threads:
-            dtype = getattr(torch, args.dtype)
-            numel = args.transformer_numel if shapes == "transformer" else args.numel
-            found = measure(args.contenders, shapes, numel, threads, args.rounds, dtype)
-            base = found[0]
-            print(f"\n{shapes}: {base.numel:,} parameters, {threads} threads")
-            print(f"{'':26}{'ms':>10}{'fastest':>10}{'ns/param':>10}{'time / ' + base.contender:>24}")
-            for result in found:
-                row = f"{result.contender:26}{result.ms:10.2f}{result.fastest_ms:10.2f}{result.ns_per_parameter:10.3f}"
-                print(f"{row}{result.ms / base.ms:24.2f}")
-            results += found
+    for shapes, threads in product(runs, args.threads):
+        found = measure(args.contenders, shapes, threads, args.rounds, dtype)
+        base = found[0]
+        print(f"\n{base.numel:,} parameters, {threads} threads")
+        print(f"{'':42}{'ms':>10}{'fastest':>10}{'ns/param':>10}{'to the first':>14}{'fastest':>10}")
+        for result in found:
+            name = f"{result.contender}, {result.shapes}"
+            ratio = result.ns_per_parameter / base.ns_per_parameter
+            fastest = result.fastest_ms / result.numel / (base.fastest_ms / base.numel)
+            row = f"{name:42}{result.ms:10.2f}{result.fastest_ms:10.2f}{result.ns_per_parameter:10.3f}"
+            print(f"{row}{ratio:14.2f}{fastest:10.2f}")
+        results += found
     if args.json:
         header = {"machine": machine(), "commit": commit(), "dtype": args.dtype, "command": sys.argv}
         args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))

@@ -9,6 +9,8 @@
 #include "core/lanes_avx512.h"
 #elif defined(__AVX2__)
 #include "core/lanes_avx2.h"
+#elif defined(SHARDOPT_NEON)
+#include "core/lanes_neon.h"
 #else
 #include "core/lanes_portable.h"
 #endif

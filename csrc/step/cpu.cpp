@@ -22,6 +22,8 @@ KernelOf kernels_of(const std::string& target) {
   if (target == "avx512vbmi") return avx512vbmi::cpu_kernel;
   if (target == "avx512") return avx512::cpu_kernel;
   if (target == "avx2") return avx2::cpu_kernel;
+#elif defined(__aarch64__)
+  if (target == "neon") return neon::cpu_kernel;
 #endif
   return portable::cpu_kernel;
 }
@@ -48,6 +50,8 @@ std::vector<std::string> cpu_targets() {
     targets.push_back("avx512");
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) targets.push_back("avx2");
+#elif defined(__aarch64__)
+  targets.push_back("neon");  // every such processor has it
 #endif
   targets.push_back("portable");
   return targets;

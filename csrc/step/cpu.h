@@ -9,7 +9,7 @@
 
 namespace shardopt {
 
-// The instruction sets that this machine runs, best first: "avx512vbmi", "avx512", "avx2", "portable".
+// The instruction sets that this machine runs, best first: "avx512vbmi", "avx512", "avx2", "neon", "portable".
 std::vector<std::string> cpu_targets();
 
 using KernelOf = CpuKernel (*)(int codec, int rule);

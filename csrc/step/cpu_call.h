@@ -30,6 +30,10 @@ CpuKernel cpu_kernel(int codec, int rule);
 namespace avx512vbmi {
 CpuKernel cpu_kernel(int codec, int rule);
 }
+#elif defined(__aarch64__)
+namespace neon {
+CpuKernel cpu_kernel(int codec, int rule);
+}
 #endif
 
 }  // namespace shardopt

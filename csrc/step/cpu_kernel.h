@@ -29,40 +29,40 @@ Rule rule_of(const double* hyper, float step) {
   return last.rule;
 }
 
-// Steps blocks of one entry. kWhole: elements in a whole block, or 0 for any number.
-template <class Rule, class Codec, class Format, int kPack, int kWhole>
+// Where a block is: in the tensors, or in copies that are filled up to whole packs.
+template <class Code, int kMoments>
+struct Block {
+  Weights weights;
+  const char* gradient;
+  Code* codes[kMoments + 1];
+  int64_t scale_index;
+  int n;  // elements
+};
+
+// Steps blocks of one entry, several of one length together: the processor works on one while another waits for its
+// maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
+template <class Rule, class Codec, class Format, int kPack, int kMost, int kTogether, bool kExact>
 class BlockStepper {
   static constexpr int kMoments = Rule::Kept::kCount;
   static constexpr int kUnsigned = Rule::Kept::kUnsigned;
   static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;  // no rule keeps more than one
   static constexpr bool kRelative = Codec::kRelative && kUnsigned >= 0;
   static constexpr int kStep = kPack * kLanes;
-  static_assert(kWhole % kStep == 0, "a whole block is a number of packs");
-  static constexpr int kCapacity = (kWhole ? kWhole : kMaxBlock) / kStep;
+  static_assert(kMost % kStep == 0, "the longest block is a number of packs");
+  static constexpr int kCapacity = kMost / kStep;
   using Code = typename Codec::Code;
   using Unsigned = typename Codec::Unsigned;
   using Signed = typename Codec::Signed;
+  using Block = shardopt::SHARDOPT_TARGET::Block<Code, kMoments>;
   using F = Floats<kPack>;
   using I = Ints<kPack>;
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
-  // Where the one maximum waits for the other, several blocks go together: the processor works on the next one
-  // meanwhile.
-  static constexpr int kTogether = kWhole > 0 && kRelative ? 4 : 1;
   static constexpr bool kBlockwise = Signed::kScales > 0;
 
   // What is known of a block between the passes.
   struct Kept {
     LaneExtremes extremes[kMoments + 1];
     F x[kMoments + 1][kCapacity];  // signed moments, the unsigned one or its root
-  };
-
-  // Where a block is: in the tensors, or for a short block in a copy that is filled up to whole packs.
-  struct Block {
-    Weights weights;
-    const char* gradient;
-    Code* codes[kMoments + 1];
-    int64_t scale_index;
-    int n;  // elements
   };
 
  public:
@@ -78,103 +78,87 @@ class BlockStepper {
         signed_table_(table_),
         unsigned_table_(table_) {}
 
-  // Steps blocks [begin, end), counted along the rows. Returns how many elements were skipped.
-  int64_t step(int64_t begin, int64_t end) {
-    const int64_t blocks_per_row = (entry_.cols + entry_.block_size - 1) / entry_.block_size;
-    int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row, nonfinite = 0;
-    Block whole[kTogether];
-    int waiting = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t col = in_row * entry_.block_size, left = entry_.cols - col;
-      const Block block = at(row, in_row, col, static_cast<int>(left < entry_.block_size ? left : entry_.block_size));
-      if (block.n % kStep != 0) {
-        nonfinite += step_in_copy(block);
-      } else if (kWhole != 0 && block.n != kWhole) {
-        nonfinite += step_short(block);
-      } else {
-        whole[waiting++] = block;
-        if (waiting == kTogether) {
-          nonfinite += step_at<kWhole, kTogether>(whole);
-          waiting = 0;
-        }
-      }
-      if (++in_row == blocks_per_row) {
-        in_row = 0;
-        ++row;
-      }
-    }
-    for (int i = 0; i < waiting; ++i) nonfinite += step_at<kWhole, 1>(whole + i);
-    return nonfinite;
+  // Takes a block, of as many elements as those that wait, and steps them once they are kTogether. Returns how many
+  // elements were skipped.
+  SHARDOPT_HD int64_t add(const Block& block) {
+    waiting_[count_++] = block;
+    return count_ == kTogether ? step_waiting() : 0;
+  }
+
+  // Steps the blocks that wait.
+  SHARDOPT_HD int64_t step_waiting() {
+    const int count = count_;
+    count_ = 0;
+    if (count == 0) return 0;
+    return kExact || waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
   }
 
  private:
-  Block at(int64_t row, int64_t in_row, int64_t col, int n) const {
-    const int64_t offset = row * entry_.row_stride + col;
-    Block block;
-    block.weights = format_.weights(entry_, row, col, offset);
-    block.gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(format_.gradient()) * offset;
-    for (int k = 0; k < kMoments; ++k) block.codes[k] = reinterpret_cast<Code*>(entry_.codes[k]) + offset;
-    block.scale_index = row * entry_.scales_row_stride + in_row;
-    block.n = n;
-    return block;
+  // The elements of a block, filled up with zeros to whole packs.
+  struct alignas(64) Copy {
+    char weights[4 * kMost], low_bits[2 * kMost], gradient[4 * kMost];
+    Code codes[kMoments + 1][kMost];
+  };
+
+  // Out of line: the copies are large.
+  __attribute__((noinline)) int64_t step_in_copies(int count) {
+    Copy copies[kTogether];
+    Block blocks[kTogether];
+    const auto n = static_cast<uint64_t>(waiting_[0].n), padded = (n + kStep - 1) / kStep * kStep;
+    const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
+    const auto fill = [&](char* to, const char* from, uint64_t bytes) {
+      __builtin_memset(to + bytes * (padded - kStep), 0, bytes * kStep);
+      copy_bytes(to, from, bytes * n);
+    };
+    for (int b = 0; b < count; ++b) {
+      const Block& from = waiting_[b];
+      Copy& copy = copies[b];
+      Block& block = blocks[b];
+      block = from;
+      block.n = static_cast<int>(padded);
+      fill(block.weights.words = copy.weights, from.weights.words, weight_bytes);
+      if (low_bytes) fill(block.weights.low_bits = copy.low_bits, from.weights.low_bits, low_bytes);
+      fill(copy.gradient, from.gradient, bytes_of(format_.gradient()));
+      block.gradient = copy.gradient;
+      for (int k = 0; k < kMoments; ++k) {
+        const Code zero = k == kUnsigned ? Code{} : static_cast<Code>(Signed::kZero);
+        for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = zero;
+        copy_bytes(copy.codes[k], from.codes[k], sizeof(Code) * n);
+        block.codes[k] = copy.codes[k];
+      }
+    }
+    const int64_t nonfinite = step(blocks, count);
+    if (!stores_) return nonfinite;
+    for (int b = 0; b < count; ++b) {
+      const Block& to = waiting_[b];
+      copy_bytes(to.weights.words, copies[b].weights, weight_bytes * n);
+      if (low_bytes) copy_bytes(to.weights.low_bits, copies[b].low_bits, low_bytes * n);
+      for (int k = 0; k < kMoments; ++k) copy_bytes(to.codes[k], copies[b].codes[k], sizeof(Code) * n);
+    }
+    return nonfinite;
+  }
+
+  // Out of line: within a larger function the compiler makes less of it.
+  __attribute__((noinline)) int64_t step(const Block* blocks, int count) {
+    const int n = kExact ? kMost : blocks[0].n;
+    Kept kept[kTogether];
+    int64_t nonfinite = 0;
+#pragma GCC unroll 1
+    for (int b = 0; b < count; ++b) {
+      const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
+      if (has_large_gradient(block, n)) {
+        nonfinite += update<true>(block, n, kept[b]);
+      } else {
+        update<false>(block, n, kept[b]);
+      }
+    }
+    if constexpr (kBlockwise) encode(blocks, count, n, kept);
+    return nonfinite;
   }
 
   template <class Coder>
   SHARDOPT_HD float* scales(int moment, const Block& block) const {
     return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * block.scale_index;
-  }
-
-  // Out of line: the buffers are large.
-  __attribute__((noinline)) int64_t step_in_copy(const Block& block) {
-    alignas(64) char weights[4 * kMaxBlock], low_bits[2 * kMaxBlock], gradient[4 * kMaxBlock];
-    alignas(64) Code codes[kMoments + 1][kMaxBlock];
-    Block copy = block;
-    copy.n = (block.n + kStep - 1) / kStep * kStep;
-    const auto count = static_cast<uint64_t>(block.n), padded = static_cast<uint64_t>(copy.n);
-    const auto fill = [&](char* to, const char* from, uint64_t bytes) {
-      if (bytes == 0) return;
-      __builtin_memcpy(to, from, bytes * count);
-      __builtin_memset(to + bytes * count, 0, bytes * (padded - count));
-    };
-    const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
-    fill(weights, block.weights.words, weight_bytes);
-    fill(low_bits, block.weights.low_bits, low_bytes);
-    fill(gradient, block.gradient, bytes_of(format_.gradient()));
-    copy.weights.words = weights;
-    copy.weights.low_bits = low_bits;
-    copy.gradient = gradient;
-    for (int k = 0; k < kMoments; ++k) {
-      copy.codes[k] = codes[k];
-      const Code zero = k == kUnsigned ? Code{} : static_cast<Code>(Signed::kZero);
-      __builtin_memcpy(codes[k], block.codes[k], sizeof(Code) * count);
-      for (uint64_t i = count; i < padded; ++i) codes[k][i] = zero;
-    }
-    const int64_t nonfinite = step_short(copy);
-    if (stores_) {
-      __builtin_memcpy(block.weights.words, weights, weight_bytes * count);
-      if (low_bytes) __builtin_memcpy(block.weights.low_bits, low_bits, low_bytes * count);
-      for (int k = 0; k < kMoments; ++k) __builtin_memcpy(block.codes[k], codes[k], sizeof(Code) * count);
-    }
-    return nonfinite;
-  }
-
-  __attribute__((noinline)) int64_t step_short(const Block& block) { return step_at<0, 1>(&block); }
-
-  template <int kStatic, int kCount>
-  SHARDOPT_HD int64_t step_at(const Block* blocks) {
-    const int n = kStatic ? kStatic : blocks[0].n;
-    Kept kept[kCount];
-    int64_t nonfinite = 0;
-#pragma GCC unroll 1
-    for (int b = 0; b < kCount; ++b) {
-      if (has_large_gradient(blocks[b], n)) {
-        nonfinite += update<true>(blocks[b], n, kept[b]);
-      } else {
-        update<false>(blocks[b], n, kept[b]);
-      }
-    }
-    if constexpr (kBlockwise) encode<kCount>(blocks, n, kept);
-    return nonfinite;
   }
 
   SHARDOPT_HD bool has_large_gradient(const Block& block, int n) const {
@@ -255,12 +239,11 @@ class BlockStepper {
     return *shared;
   }
 
-  template <int kCount>
-  SHARDOPT_HD void encode(const Block* blocks, int n, Kept* kept) const {
+  SHARDOPT_HD void encode(const Block* blocks, int count, int n, Kept* kept) const {
     const bool stores = kAlwaysStores || stores_;
-    float unsigned_scale[kCount][Unsigned::kScales + 1], signed_scale[kCount][Signed::kScales + 1];
+    float unsigned_scale[kTogether][Unsigned::kScales + 1], signed_scale[kTogether][Signed::kScales + 1];
 #pragma GCC unroll 1
-    for (int b = 0; b < kCount; ++b) {
+    for (int b = 0; b < count; ++b) {
       if constexpr (kUnsigned >= 0) {
         Unsigned::measure(agreed(blocks[b], kept[b].extremes[kUnsigned], kUnsigned, Phase::kStep), unsigned_scale[b]);
       }
@@ -270,25 +253,26 @@ class BlockStepper {
     }
     if constexpr (kUnsigned >= 0) {
 #pragma GCC unroll 1
-      for (int b = 0; b < kCount; ++b) {
+      for (int b = 0; b < count; ++b) {
         const Unsigned coder(unsigned_scale[b], table_);
+        const Block block = blocks[b];
         LaneExtremes extremes;
         for (int i = 0; i < n; i += kStep) {
           const F x = kept[b].x[kUnsigned][i / kStep];
           if constexpr (kRelative) {
             F unit, &moment = kept[b].x[kSigned][i / kStep];
             const I code = coder.encode(x, unit);
-            if (stores) store_lanes(blocks[b].codes[kUnsigned] + i, code);
+            if (stores) store_lanes(block.codes[kUnsigned] + i, code);
             moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
             extremes.add_signed(moment);
           } else if (stores) {
-            store_lanes(blocks[b].codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
+            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
           }
         }
         if (kRelative) kept[b].extremes[kSigned] = extremes;
       }
 #pragma GCC unroll 1
-      for (int b = 0; b < kCount; ++b) {
+      for (int b = 0; b < count; ++b) {
         if (stores) store_scales<Unsigned>(kUnsigned, blocks[b], unsigned_scale[b]);
       }
       if (!kAlwaysStores && kRelative && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
@@ -296,18 +280,19 @@ class BlockStepper {
     if constexpr (kHasSigned) {
       if constexpr (kRelative) {
 #pragma GCC unroll 1
-        for (int b = 0; b < kCount; ++b) {
+        for (int b = 0; b < count; ++b) {
           Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kRelative), signed_scale[b]);
         }
       }
       if (!stores) return;
 #pragma GCC unroll 1
-      for (int b = 0; b < kCount; ++b) {
+      for (int b = 0; b < count; ++b) {
         const Signed coder(signed_scale[b], table_);
+        const Block block = blocks[b];
         for (int i = 0; i < n; i += kStep) {
-          store_lanes(blocks[b].codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));
+          store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));
         }
-        store_scales<Signed>(kSigned, blocks[b], signed_scale[b]);
+        store_scales<Signed>(kSigned, block, signed_scale[b]);
       }
     }
   }
@@ -330,22 +315,68 @@ class BlockStepper {
   const Format format_;
   const FastTable<Signed, kPack> signed_table_;
   const FastTable<Unsigned, kPack> unsigned_table_;
+  Block waiting_[kTogether];
+  int count_ = 0;
 };
 
-template <class Rule, class Codec, class Format, int kPack, int kWhole>
-int64_t step_range(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
-  const int64_t nonfinite = BlockStepper<Rule, Codec, Format, kPack, kWhole>(call, entry).step(begin, end);
+// Calls step(block) for blocks [begin, end) of an entry, counted along its rows.
+template <class Rule, class Codec, class Format, class Step>
+SHARDOPT_HD void each_block(const TensorEntry& entry, int64_t begin, int64_t end, Step step) {
+  using Code = typename Codec::Code;
+  constexpr int kMoments = Rule::Kept::kCount;
+  const Format format(entry);
+  const int64_t blocks_per_row = (entry.cols + entry.block_size - 1) / entry.block_size;
+  int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t col = in_row * entry.block_size, left = entry.cols - col, offset = row * entry.row_stride + col;
+    Block<Code, kMoments> block;
+    block.weights = format.weights(entry, row, col, offset);
+    block.gradient = reinterpret_cast<const char*>(entry.gradient) + bytes_of(format.gradient()) * offset;
+    for (int k = 0; k < kMoments; ++k) block.codes[k] = reinterpret_cast<Code*>(entry.codes[k]) + offset;
+    block.scale_index = row * entry.scales_row_stride + in_row;
+    block.n = static_cast<int>(left < entry.block_size ? left : entry.block_size);
+    step(block);
+    if (++in_row == blocks_per_row) {
+      in_row = 0;
+      ++row;
+    }
+  }
+}
+
+// Blocks of any size, one after the other.
+template <class Rule, class Codec, class Format, int kPack>
+int64_t step_each(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+  BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, entry);
+  int64_t nonfinite = 0;
+  each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) { nonfinite += stepper.add(block); });
   return call.phase == Phase::kStep ? nonfinite : 0;
 }
 
-// The usual cases know their formats and block size when compiled, and go by packs of SHARDOPT_PACK vectors; with packs
-// of one there are no such cases. Rows shorter than a pack are none either: they would be filled up.
+// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements.
+template <class Rule, class Codec, class Format>
+int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+  constexpr int kWhole = 128;
+  BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, entry);
+  BlockStepper<Rule, Codec, Format, 16 / kLanes, kWhole, 4, false> rest(call, entry);
+  int64_t nonfinite = 0;
+  each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) {
+    nonfinite += block.n == kWhole ? whole.add(block) : rest.add(block);
+  });
+  return nonfinite + whole.step_waiting() + rest.step_waiting();
+}
+
+// The usual cases know their formats and block size when compiled. With packs of one there are none; nor are rows
+// without blocks that are shorter than a pack, which would be filled up.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 CpuKernel usual_kernel(const TensorEntry& entry) {
   const bool is_it =
       entry.weight_format == static_cast<int32_t>(kWeight) && entry.gradient_dtype == static_cast<int32_t>(kGradient);
-  constexpr int kWhole = Codec::Signed::kScales > 0 ? 128 : 0;
-  return is_it ? step_range<Rule, Codec, FixedFormat<kWeight, kGradient>, SHARDOPT_PACK, kWhole> : nullptr;
+  if (!is_it) return nullptr;
+  if constexpr (Codec::Signed::kScales > 0) {
+    return step_blocks_of_128<Rule, Codec, FixedFormat<kWeight, kGradient>>;
+  } else {
+    return step_each<Rule, Codec, FixedFormat<kWeight, kGradient>, SHARDOPT_PACK>;
+  }
 }
 
 template <class Rule, class Codec>
@@ -353,14 +384,14 @@ int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin
   if (call.phase != Phase::kStep && !entry.cut) return 0;
   CpuKernel kernel = nullptr;
   if constexpr (Rule::Kept::kCount > 0 && SHARDOPT_PACK > 1) {
-    const bool is_blocked_alike = Codec::Signed::kScales == 0 || entry.block_size == 128;
-    if (!entry.cut && is_blocked_alike && entry.cols >= SHARDOPT_PACK * kLanes) {
+    const bool fits = Codec::Signed::kScales > 0 ? entry.block_size == 128 : entry.cols >= SHARDOPT_PACK * kLanes;
+    if (!entry.cut && fits) {
       kernel = usual_kernel<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);
       if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(entry);
       if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(entry);
     }
   }
-  if (!kernel) kernel = step_range<Rule, Codec, AnyFormat, 1, 0>;
+  if (!kernel) kernel = step_each<Rule, Codec, AnyFormat, 1>;
   return kernel(call, entry, begin, end);
 }
 

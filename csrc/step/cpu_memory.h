@@ -66,6 +66,20 @@ SHARDOPT_HD bool any_at_least(const char* from, DType dtype, int n, float scale,
                                    : is_any(float_from_fp16(low)) || is_any(float_from_fp16(high));
 }
 
+// Inline: most copies are of few bytes, and of as many as the one before, so that the branches are foreseen.
+SHARDOPT_HD void copy_bytes(void* to, const void* from, uint64_t n) {
+  auto t = static_cast<char*>(to);
+  auto f = static_cast<const char*>(from);
+  for (; n >= 16; n -= 16, t += 16, f += 16) __builtin_memcpy(t, f, 16);
+  const auto copy = [&](uint64_t bytes) {
+    if (!(n & bytes)) return;
+    __builtin_memcpy(t, f, bytes);
+    t += bytes;
+    f += bytes;
+  };
+  copy(8), copy(4), copy(2), copy(1);
+}
+
 // The weights of a block.
 struct Weights {
   char* words;     // the parameter

@@ -1,0 +1,242 @@
+// Steps random parameters with the kernels of one instruction set, TARGET, and prints a digest of all they leave behind
+// for each rule, codec, weight format and shape: the same on all processors. Pages that cannot be read follow each
+// buffer, so that the program dies of whatever is read or written beyond.
+//
+//   digests TABLES    a file with the codecs' tables, in order: an int64 count, and so many floats
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "step/cpu_call.h"
+#include "step/instances.h"
+
+using namespace shardopt;
+
+namespace {
+
+struct Shape {
+  int64_t rows, cols;
+  int32_t block_size;
+  bool cut;  // one cut block per row
+};
+const Shape kShapes[] = {
+    {9, 128, 128, false}, {3, 1000, 128, false}, {5, 448, 128, false}, {6, 257, 128, false},  {7, 130, 128, false},
+    {9, 33, 128, false},  {5, 7, 128, false},    {3, 70, 32, false},   {2, 300, 4096, false}, {5, 33, 128, true},
+};
+
+struct Format {
+  WeightFormat weight;
+  DType gradient;
+  size_t bytes, low_bytes, gradient_bytes;
+};
+const Format kFormats[] = {
+    {WeightFormat::kFloat32, DType::kFloat32, 4, 0, 4},
+    {WeightFormat::kBFloat16, DType::kBFloat16, 2, 0, 2},
+    {WeightFormat::kFloat16, DType::kFloat16, 2, 0, 2},
+    {WeightFormat::kBFloat16, DType::kFloat32, 2, 0, 4},
+    {WeightFormat::kBFloat16Plus8, DType::kBFloat16, 2, 1, 2},
+    {WeightFormat::kBFloat16Plus16, DType::kBFloat16, 2, 2, 2},
+    {WeightFormat::kFloat16Plus8, DType::kFloat16, 2, 1, 2},
+    {WeightFormat::kFloat16Plus16, DType::kFloat16, 2, 2, 2},
+    {WeightFormat::kBFloat16Stochastic, DType::kBFloat16, 2, 0, 2},
+};
+
+const std::map<std::string, double> kHyper = {
+    {"lr", 1e-3},      {"beta1", 0.9},          {"beta2", 0.99},
+    {"eps", 1e-8},     {"coupled_decay", 0.01}, {"decoupled_decay", 0.02},
+    {"momentum", 0.9}, {"dampening", 0.1},      {"nesterov", 1.0},
+};
+
+class Random {
+ public:
+  uint64_t next() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    return state_ ^= state_ << 17;
+  }
+
+  // From 2^-20 to 1; some are zero, one in a thousand is not finite or too large for a moment.
+  float gradient() {
+    const uint64_t r = next();
+    if (r % 16 == 0) return 0.0f;
+    if (r % 997 == 1) return r & 4096 ? __builtin_inff() : r & 8192 ? __builtin_nanf("") : -3e38f;
+    const uint32_t bits = static_cast<uint32_t>(107 + (r >> 8) % 20) << 23 | ((r >> 20) & 0x7fffff) | (r & 128) << 24;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+
+ private:
+  uint64_t state_ = 88172645463325252ull;
+};
+
+void put(char* to, float x, DType dtype) {
+  uint32_t b;
+  std::memcpy(&b, &x, sizeof b);
+  if (dtype == DType::kFloat32) {
+    std::memcpy(to, &b, 4);
+    return;
+  }
+  // A bfloat16 is cut short; a float16 of the same sign and mantissa, from 2^-14 to 1, is enough for a test.
+  uint16_t half = static_cast<uint16_t>(b >> 16);
+  if (dtype == DType::kFloat16) {
+    const uint32_t exponent = b >> 23 & 255;
+    const uint32_t moved = exponent == 255 ? 31 : exponent < 113 ? 0 : exponent > 142 ? 30 : exponent - 112;
+    half = static_cast<uint16_t>(b >> 16 & 0x8000u) | static_cast<uint16_t>(moved << 10 | (b >> 13 & 0x3ff));
+  }
+  std::memcpy(to, &half, 2);
+}
+
+// Zeros, right before a page that cannot be read.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t size) { make(size); }
+  ~Buffer() {
+    if (begin_) munmap(begin_, mapped_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  void make(size_t size) {
+    size_ = size;
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t used = (size + page - 1) / page * page;
+    mapped_ = used + page;
+    void* pages = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED || mprotect(static_cast<char*>(pages) + used, page, PROT_NONE) != 0) std::abort();
+    begin_ = static_cast<char*>(pages);
+    data_ = begin_ + used - size;
+  }
+
+  char* data() const { return data_; }
+  size_t size() const { return size_; }
+  uint64_t address() const { return reinterpret_cast<uint64_t>(data_); }
+
+ private:
+  char *begin_ = nullptr, *data_ = nullptr;
+  size_t mapped_ = 0, size_ = 0;
+};
+
+class Digest {
+ public:
+  void add(const Buffer& bytes) {
+    for (size_t i = 0; i < bytes.size(); ++i)
+      value_ = (value_ ^ static_cast<unsigned char>(bytes.data()[i])) * 1099511628211ull;
+  }
+  unsigned long long value() const { return value_; }
+
+ private:
+  uint64_t value_ = 14695981039346656037ull;
+};
+
+template <class Rule, class Codec>
+void run(int rule, int codec, const std::vector<const float*>& tables) {
+  constexpr int kMoments = Rule::Kept::kCount;
+  for (const Format& format : kFormats) {
+    for (const Shape& shape : kShapes) {
+      const auto n = static_cast<size_t>(shape.rows * shape.cols);
+      const auto blocks = static_cast<size_t>((shape.cols + shape.block_size - 1) / shape.block_size * shape.rows);
+      Random random;
+      Buffer param(n * format.bytes), low_bits(n * format.low_bytes), gradient(n * format.gradient_bytes);
+      Buffer codes[kMoments + 1], scales[kMoments + 1], extremes[kMoments + 1];
+      const DType weight_dtype = format.bytes == 4 ? DType::kFloat32
+                                 : format.weight == WeightFormat::kFloat16 ||
+                                         format.weight == WeightFormat::kFloat16Plus8 ||
+                                         format.weight == WeightFormat::kFloat16Plus16
+                                     ? DType::kFloat16
+                                     : DType::kBFloat16;
+      for (size_t i = 0; i < n; ++i)
+        put(param.data() + i * format.bytes, static_cast<float>(i % 37) / 40.0f - 0.4f, weight_dtype);
+      TensorEntry entry{};
+      float step = 0.0f;
+      entry.param = param.address();
+      entry.gradient = gradient.address();
+      entry.step = reinterpret_cast<uint64_t>(&step);
+      entry.low_bits = low_bits.address();
+      for (int k = 0; k < kMoments; ++k) {
+        const bool is_unsigned = k == Rule::Kept::kUnsigned;
+        codes[k].make(n * sizeof(typename Codec::Code));
+        std::memset(codes[k].data(), is_unsigned ? 0 : Codec::Signed::kZero, codes[k].size());
+        scales[k].make(blocks * 4 * (is_unsigned ? Codec::Unsigned::kScales : Codec::Signed::kScales));
+        extremes[k].make(blocks * sizeof(Extremes));
+        entry.codes[k] = codes[k].address();
+        entry.scales[k] = scales[k].address();
+        entry.extremes[k] = extremes[k].address();
+      }
+      entry.rows = shape.rows;
+      entry.cols = entry.row_stride = entry.global_row_numel = shape.cols;
+      entry.scales_row_stride = static_cast<int64_t>(blocks) / shape.rows;
+      entry.noise_key = 0x123456789abcdef;
+      entry.block_size = shape.block_size;
+      entry.weight_format = static_cast<int32_t>(format.weight);
+      entry.gradient_dtype = static_cast<int32_t>(format.gradient);
+      entry.codec = codec;
+      entry.cut = shape.cut;
+      GroupEntry group{};
+      int h = 0;
+      for (const char* name : Rule::kHyper) group.hyper[h++] = kHyper.at(name);
+      group.gradient_scale = 1.0f;
+      group.rule = rule;
+      const CpuCall call{&entry, &group, tables.data(), Phase::kStep};
+      int64_t skipped = 0;
+      Digest digest;
+      for (int steps = 0; steps < 4; ++steps) {
+        step += 1.0f;
+        for (size_t i = 0; i < n; ++i)
+          put(gradient.data() + i * format.gradient_bytes, random.gradient(), format.gradient);
+        for (const Phase phase : {Phase::kStep, Phase::kRelative, Phase::kFinish}) {
+          CpuCall now = call;
+          now.phase = phase;
+          skipped += SHARDOPT_KERNELS::cpu_kernel(codec, rule)(now, entry, 0, static_cast<int64_t>(blocks));
+        }
+        digest.add(param);
+        digest.add(low_bits);
+        for (int k = 0; k < kMoments; ++k) {
+          digest.add(codes[k]);
+          digest.add(scales[k]);
+        }
+      }
+      std::printf("%s %s weights %d gradients %d, %lld rows of %lld in blocks of %d%s: %016llx, %lld skipped\n",
+                  Rule::kName, Codec::kName, entry.weight_format, entry.gradient_dtype,
+                  static_cast<long long>(shape.rows), static_cast<long long>(shape.cols), shape.block_size,
+                  shape.cut ? ", cut" : "", digest.value(), static_cast<long long>(skipped));
+    }
+  }
+}
+
+template <class Rule, class... Codec>
+void run_codecs(int rule, const std::vector<const float*>& tables, generic::List<Codec...>) {
+  int codec = 0;
+  (run<Rule, Codec>(rule, codec++, tables), ...);
+}
+
+template <class... Rule>
+void run_rules(const std::vector<const float*>& tables, generic::List<Rule...>) {
+  int rule = 0;
+  (run_codecs<Rule>(rule++, tables, generic::Codecs{}), ...);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  FILE* file = count == 2 ? std::fopen(arguments[1], "rb") : nullptr;
+  if (!file) return std::fprintf(stderr, "usage: digests TABLES\n"), 2;
+  std::vector<std::vector<float>> tables(generic::Codecs::kCount);
+  std::vector<const float*> addresses;
+  for (auto& table : tables) {
+    int64_t numel = 0;
+    if (std::fread(&numel, sizeof numel, 1, file) != 1) return 2;
+    table.resize(static_cast<size_t>(numel));
+    if (std::fread(table.data(), sizeof(float), table.size(), file) != table.size()) return 2;
+    addresses.push_back(table.data());
+  }
+  std::fclose(file);
+  run_rules(addresses, generic::Rules{});
+}

@@ -1,0 +1,76 @@
+"""The CPU kernels of all instruction sets leave the same bits, other processors' too, and touch nothing beyond.
+
+tests/cpu_targets/digests.cpp has the steps, and buffers that end where memory does.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shardopt import _C
+from shardopt.codec import CODECS
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "csrc"
+FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", f"-I{SOURCES}")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The codecs' tables, for the program."""
+    path = tmp_path_factory.mktemp("tables") / "tables"
+    with path.open("wb") as file:
+        for name in _C.codecs:
+            table = CODECS[name].table
+            values = [] if table is None else table.tolist()
+            file.write(struct.pack(f"<q{len(values)}f", len(values), *values))
+    return path
+
+
+def compiler(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"there is no {name}: apt install g++ g++-aarch64-linux-gnu qemu-user-static")
+    return found
+
+
+def build(folder: Path, compiler: str, target: str, *flags: str) -> Path:
+    """The program with the kernels of one instruction set."""
+    sources = [SOURCES / "step" / f"cpu_{target}.cpp", ROOT / "tests/cpu_targets/digests.cpp"]
+    program = folder / f"digests_{target}"
+    run([compiler, *FLAGS, *flags, f"-DSHARDOPT_KERNELS={target}", *sources, "-o", program])
+    return program
+
+
+def run(command: Sequence[str | Path]) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def expected(tables: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the portable kernels leave, a line per case."""
+    program = build(tmp_path_factory.mktemp("portable"), compiler("g++"), "portable", "-O2")
+    return run([program, tables]).splitlines()
+
+
+@pytest.mark.skipif("avx2" not in _C.cpu_targets(), reason="this processor has no AVX2")
+def test_avx2(tables: Path, expected: list[str], tmp_path: Path) -> None:
+    program = build(tmp_path, compiler("g++"), "avx2", "-O2", "-mavx2", "-mfma")
+    assert run([program, tables]).splitlines() == expected
+
+
+def test_neon(tables: Path, expected: list[str], tmp_path: Path) -> None:
+    """AArch64's, in an emulator."""
+    emulator = compiler("qemu-aarch64-static")
+    program = build(tmp_path, compiler("aarch64-linux-gnu-g++"), "neon", "-O2", "-static")
+    assert run([emulator, program, tables]).splitlines() == expected
