@@ -1,10 +1,13 @@
 """What a step costs beside the arithmetic: 300 tensors of 16 elements, so that the kernels have next to nothing to do.
 
-"same" steps with the same gradient objects again and again; "fresh" with new ones in every step, as a training loop
-makes them (only the step is timed). Contenders take turns there, as in step_cpu.py, so that each finds cold caches;
-"alone" is the same as "same", but each contender by itself with warm ones. Medians are reported.
+The parameters are plain, DTensors on a mesh of one rank, those of an FSDP2 or FSDP1 model or of a
+ZeroRedundancyOptimizer: all in this process, whose process group has one rank. "same" steps with the same gradient
+objects again and again; "fresh" with new ones in every step, as a training loop makes them (only the step is timed).
+Contenders take turns there, as in step_cpu.py, so that each finds cold caches; "alone" is the same as "same", but each
+contender by itself with warm ones. Medians are reported.
 
     python benchmarks/step_overhead.py --threads 1 2
+    python benchmarks/step_overhead.py --threads 1 --params plain dtensor
 """
 
 from __future__ import annotations
@@ -15,10 +18,75 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import shardopt
 from step_cpu import CONTENDERS, Params, commit, machine
 
+Step = Callable[[], object]
+Kind = Callable[[int, int], Params]
+
+
+class Tensors(nn.Module):
+    """A model of so many vectors."""
+
+    def __init__(self, tensors: int, numel: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.ones(numel) for _ in range(tensors))
+
+    def forward(self) -> Tensor:
+        return torch.stack([vector.sum() for vector in self.vectors]).sum()
+
+
+_models: list[nn.Module] = []
+
+
+def kept(model: nn.Module) -> Params:
+    """The parameters of a model that stays alive: FSDP1 asks it what they are."""
+    _models.append(model)
+    return list(model.parameters())
+
+
+def plain(tensors: int, numel: int) -> Params:
+    return [nn.Parameter(torch.ones(numel)) for _ in range(tensors)]
+
+
+def dtensor(tensors: int, numel: int) -> Params:
+    mesh = init_device_mesh("cpu", (1,))
+    return [nn.Parameter(distribute_tensor(torch.ones(numel), mesh, [Shard(0)])) for _ in range(tensors)]
+
+
+def fsdp2(tensors: int, numel: int) -> Params:
+    model = Tensors(tensors, numel)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return kept(model)
+
+
+def fsdp1(tensors: int, numel: int) -> Params:
+    model = FullyShardedDataParallel(Tensors(tensors, numel), use_orig_params=True, device_id=torch.device("cpu"))
+    model().backward()  # leaves the parameters sharded
+    return kept(model)
+
+
+PARAMS: dict[str, Kind] = {"plain": plain, "dtensor": dtensor, "fsdp2": fsdp2, "fsdp1": fsdp1, "zero1": plain}
 NAMES = ("shardopt log8", "torch fused", "torch foreach")
+ZERO1 = {
+    "shardopt log8": (shardopt.AdamW, {"codec": "log8"}),
+    "torch fused": (torch.optim.AdamW, {"fused": True}),
+    "torch foreach": (torch.optim.AdamW, {"foreach": True}),
+}
+
+
+def step_of(name: str, kind: str, params: Params) -> Step:
+    if kind != "zero1":
+        return CONTENDERS[name](params).step
+    optimizer, options = ZERO1[name]
+    return ZeroRedundancyOptimizer(params, optimizer, lr=1e-4, **options).step
 
 
 def new_gradients(params: Params) -> None:
@@ -27,27 +95,29 @@ def new_gradients(params: Params) -> None:
         param.grad = torch.full_like(param, 1e-3)
 
 
-def measure(tensors: int, numel: int, rounds: int) -> dict[tuple[str, str], float]:
-    """Median seconds by contender and kind of gradients, after 10 unmeasured rounds."""
-    runs: dict[tuple[str, str], tuple[Params, Callable[[], object]]] = {}
-    for name in NAMES:
-        for gradients in ("same", "fresh"):
-            params = [torch.nn.Parameter(torch.ones(numel)) for _ in range(tensors)]
-            new_gradients(params)
-            runs[name, gradients] = (params, CONTENDERS[name](params).step)
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+def measure(kinds: list[str], tensors: int, numel: int, rounds: int) -> dict[tuple[str, str, str], float]:
+    """Median seconds by parameters, contender and kind of gradients, after 10 unmeasured rounds."""
+    runs: dict[tuple[str, str, str], tuple[Params, Step]] = {}
+    for kind in kinds:
+        for name in NAMES:
+            for gradients in ("same", "fresh"):
+                params = PARAMS[kind](tensors, numel)
+                new_gradients(params)
+                runs[kind, name, gradients] = (params, step_of(name, kind, params))
+    seconds: dict[tuple[str, str, str], list[float]] = {key: [] for key in runs}
     for _ in range(rounds + 10):
         for key, (params, step) in runs.items():
-            if key[1] == "fresh":
+            if key[2] == "fresh":
                 new_gradients(params)
             seconds[key].append(timed(step))
-    for name in NAMES:
-        _, step = runs[name, "same"]
-        seconds[name, "alone"] = [timed(step) for _ in range(rounds + 10)]
+    for kind in kinds:
+        for name in NAMES:
+            _, step = runs[kind, name, "same"]
+            seconds[kind, name, "alone"] = [timed(step) for _ in range(rounds + 10)]
     return {key: statistics.median(times[10:]) for key, times in seconds.items()}
 
 
-def timed(step: Callable[[], object]) -> float:
+def timed(step: Step) -> float:
     """Seconds that a step takes."""
     start = time.perf_counter()
     step()
@@ -60,16 +130,20 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=16, help="elements per tensor")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--params", choices=PARAMS, nargs="+", default=list(PARAMS))
     args = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(f"{machine()}, commit {commit()}, medians of {args.rounds} rounds")
     for threads in args.threads:
         torch.set_num_threads(threads)
-        found = measure(args.tensors, args.numel, args.rounds)
+        found = measure(args.params, args.tensors, args.numel, args.rounds)
         print(f"\n{args.tensors} tensors of {args.numel} elements, {threads} threads, microseconds per step")
         print(f"{'':26}{'same gradients':>16}{'fresh gradients':>17}{'same, alone':>14}")
-        for name in NAMES:
-            same, fresh, alone = (found[name, kind] * 1e6 for kind in ("same", "fresh", "alone"))
-            print(f"{name:26}{same:16.1f}{fresh:17.1f}{alone:14.1f}")
+        for kind in args.params:
+            for name in NAMES:
+                same, fresh, alone = (found[kind, name, which] * 1e6 for which in ("same", "fresh", "alone"))
+                print(f"{kind + ', ' + name:26}{same:16.1f}{fresh:17.1f}{alone:14.1f}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

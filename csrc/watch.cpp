@@ -78,10 +78,10 @@ bool is_cut(PyObject* tensor, const DLTensor& view) {
   return bytes < (offset + last + 1) * (view.dtype.bits / 8);
 }
 
-// This rank's part of a tensor. Of a DTensor parameter some state is plain, such as its step count.
-py::object local_of(const py::object& local, PyObject* tensor) {
-  if (local.is_none() || Py_TYPE(tensor) == torch().tensor) return py::reinterpret_borrow<py::object>(tensor);
-  return local(py::handle(tensor));
+py::object attribute(PyObject* object, const py::object& name) {
+  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.ptr()));
+  if (!found) throw py::error_already_set();
+  return found;
 }
 
 // How `grad` is read from tensors of a type, without the search for the attribute: nullptr where that is not known.
@@ -151,11 +151,17 @@ void Watch::add_parameter(const py::handle& param, const py::object& shard, bool
   parameter.type = Py_TYPE(param.ptr());
   parameter.shard = shard;
   parameter.local = shard.is_none() ? py::none() : py::object(shard.attr("local"));
+  const py::object attributes = shard.is_none() ? py::none() : py::object(shard.attr("attributes"));
+  if (!attributes.is_none()) {
+    parameter.local_name = attributes[py::int_(0)];
+    parameter.layout_name = attributes[py::int_(1)];
+    parameter.layout = attribute(param.ptr(), parameter.layout_name);
+  }
   parameter.grad = grad_getter(parameter.type);
   parameter.planned = planned;
   if (!planned) return;
   DLTensor tensor;
-  const py::object local = local_of(parameter.local, param.ptr());
+  const py::object local = local_of(parameter, param.ptr());
   if (!read(local.ptr(), tensor)) throw std::invalid_argument("got a parameter that is not a dense tensor");
   parameter.dtype = dtype_of(tensor);
   parameter.view = TensorView(tensor);
@@ -175,13 +181,24 @@ void Watch::add_state(Parameter& parameter, const py::handle& entries, const py:
     Entry entry{py::reinterpret_borrow<py::object>(name), needed.contains(py::handle(name)), {}};
     if (entry.needed) {
       DLTensor tensor;
-      const py::object local = local_of(parameter.local, item);
+      const py::object local = local_of(parameter, item);
       if (!read(local.ptr(), tensor)) throw std::invalid_argument("got state that is not a dense tensor");
       entry.view = TensorView(tensor);
     }
     entries_.push_back(std::move(entry));
   }
   parameter.entry_count = entries_.size() - parameter.first_entry;
+}
+
+// Of a DTensor parameter some state is plain, such as its step count.
+py::object Watch::local_of(const Parameter& parameter, PyObject* tensor) {
+  const bool is_plain = parameter.local.is_none() || Py_TYPE(tensor) == torch().tensor;
+  if (is_plain) return py::reinterpret_borrow<py::object>(tensor);
+  if (parameter.local_name && Py_TYPE(tensor) == parameter.type) {
+    py::object local = attribute(tensor, parameter.local_name);
+    if (Py_TYPE(local.ptr()) == torch().tensor) return local;  // and not one that waits for a collective
+  }
+  return parameter.local(py::handle(tensor));
 }
 
 bool Watch::same_groups(const py::object& param_groups) const {
@@ -198,13 +215,22 @@ bool Watch::same_groups(const py::object& param_groups) const {
   return true;
 }
 
-bool Watch::same_parameter(const Parameter& parameter) const {
+bool Watch::same_parameter(Parameter& parameter) const {
   if (Py_TYPE(parameter.param) != parameter.type) return false;
-  if (!parameter.shard.is_none() && !shard_of_(py::handle(parameter.param)).is(parameter.shard)) return false;
-  const py::object local = local_of(parameter.local, parameter.param);
+  if (!parameter.shard.is_none() && !same_shard(parameter)) return false;
+  const py::object local = local_of(parameter, parameter.param);
   DLTensor tensor;
   return read(local.ptr(), tensor) && parameter.view == tensor && has_shape_of(parameter, tensor) &&
          (parameter.view.is_contiguous() || has_strides_of(parameter, tensor));
+}
+
+bool Watch::same_shard(Parameter& parameter) const {
+  py::object layout;
+  if (parameter.layout_name) layout = attribute(parameter.param, parameter.layout_name);
+  if (layout && layout.is(parameter.layout)) return true;
+  if (!shard_of_(py::handle(parameter.param)).is(parameter.shard)) return false;
+  parameter.layout = std::move(layout);
+  return true;
 }
 
 bool Watch::has_shape_of(const Parameter& parameter, const DLTensor& tensor) const {
@@ -225,7 +251,7 @@ bool Watch::same_entries(const Parameter& parameter, PyObject* entries) const {
     const Entry& entry = entries_[parameter.first_entry + i];
     if (!PyDict_Next(entries, &at, &name, &value) || name != entry.name.ptr()) return false;
     if (!entry.needed) continue;
-    const py::object local = local_of(parameter.local, value);
+    const py::object local = local_of(parameter, value);
     DLTensor tensor;
     if (!read(local.ptr(), tensor) || !(entry.view == tensor)) return false;
   }
@@ -268,9 +294,18 @@ py::object Watch::gradient_of(const Parameter& parameter) const {
   return py::reinterpret_steal<py::object>(gradient);
 }
 
+// The local tensor of a gradient that is sharded as its parameter is, as far as the layouts tell; else None.
+py::object Watch::part_of(const Parameter& parameter, PyObject* gradient) const {
+  if (!parameter.layout_name || Py_TYPE(gradient) != parameter.type) return py::none();
+  const py::object layout = attribute(gradient, parameter.layout_name);
+  if (!layout.is(parameter.layout) && !layout.is(parameter.gradient_layout)) return py::none();
+  py::object local = attribute(gradient, parameter.local_name);
+  return Py_TYPE(local.ptr()) == torch().tensor ? local : py::none();
+}
+
 py::object Watch::refresh(const py::object& param_groups, const py::object& state) {
   if (!same_groups(param_groups) || !same_state(state)) return py::none();
-  py::list gradients(parameters_.size()), stepped;
+  py::list gradients(parameters_.size()), stepped, left;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     PyObject* gradient = gradient_of(parameter).release().ptr();
@@ -281,14 +316,28 @@ py::object Watch::refresh(const py::object& param_groups, const py::object& stat
       continue;
     }
     if (!parameter.planned || !same_parameter(parameter)) return py::none();
-    if (parameter.shard.is_none() && !accept(parameter, gradient)) return py::none();
     stepped.append(py::handle(parameter.param));
+    if (!parameter.shard.is_none()) {
+      py::object part = part_of(parameter, gradient);
+      if (part.is_none()) {
+        left.append(i);
+        continue;
+      }
+      gradients[i] = part;
+      gradient = part.ptr();
+    }
+    if (!accept(parameter, gradient)) return py::none();
   }
-  return py::make_tuple(gradients, stepped);
+  return py::make_tuple(gradients, stepped, left);
 }
 
-bool Watch::take(size_t parameter, const py::object& gradient) {
-  return accept(parameters_.at(parameter), gradient.ptr());
+bool Watch::take(size_t index, const py::object& gradient, const py::object& part) {
+  Parameter& parameter = parameters_.at(index);
+  if (!accept(parameter, part.ptr())) return false;
+  const bool has_layout = parameter.layout_name && Py_TYPE(gradient.ptr()) == parameter.type;
+  if (has_layout && attribute(gradient.ptr(), parameter.local_name).is(part))
+    parameter.gradient_layout = attribute(gradient.ptr(), parameter.layout_name);
+  return true;
 }
 
 py::bytes Watch::gradient_dtypes() const {
@@ -351,9 +400,11 @@ void bind_watch(py::module_& m) {
   py::class_<Watch>(m, "Watch", "Notices whether what a step's tables were made of is still as it was.")
       .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object>(),
            py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"))
-      .def("refresh", &Watch::refresh, py::arg("param_groups"), py::arg("state"),
-           "The gradients, and the parameters that have one; or None if the tables must be made anew.")
-      .def("take", &Watch::take, py::arg("parameter"), py::arg("gradient"),
+      .def(
+          "refresh", &Watch::refresh, py::arg("param_groups"), py::arg("state"),
+          "The gradients, the parameters that have one, and whose gradient is still to be taken; or None if the tables "
+          "must be made anew.")
+      .def("take", &Watch::take, py::arg("parameter"), py::arg("gradient"), py::arg("part"),
            "Takes this rank's part of a gradient; False if the tables must be made anew.")
       .def("gradient_dtypes", &Watch::gradient_dtypes,
            "Per parameter the gradient's DType, with the bit `strided` where it or the parameter is not contiguous; "

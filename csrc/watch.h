@@ -23,19 +23,20 @@ using Column = py::array_t<T, py::array::c_style>;
 // arrays, in the order in which it is needed.
 class Watch {
  public:
-  // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order, `shards` says how its local
-  // tensors are found: None for a plain tensor, else an object with `local(tensor)`, which `shard_of(param)` gives; and
-  // `entries` which state entries the tables point to: a set of names, or None for a parameter that is in no table.
+  // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order:
+  //   shards   None for a plain tensor, else `shard_of(param)`: an object with `local(tensor)`, and with `attributes`,
+  //            None or the names of the attributes in which a tensor keeps its local tensor and its layout
+  //   entries  the names of the state entries that the tables point to, or None for a parameter that is in no table
   Watch(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
         py::object shard_of);
 
-  // The gradients, None for a parameter without one, and the parameters that have one; or None if anything else is not
-  // as it was, or if a gradient is not what the kernels can step. Gradients of parameters that are no plain tensors are
-  // still to be handed to `take`.
+  // Returns the gradients, None for a parameter without one; the parameters that have one; and the indices of those
+  // whose gradient the caller has to hand to `take`. Of other sharded parameters the gradients are this rank's parts.
+  // Returns None if anything the tables depend on has changed, or if the kernels cannot step a gradient.
   py::object refresh(const py::object& param_groups, const py::object& state);
 
-  // Takes this rank's part of the gradient of a parameter; false if the kernels cannot step it.
-  bool take(size_t parameter, const py::object& gradient);
+  // Takes the gradient of a parameter and this rank's part of it; false if the kernels cannot step that.
+  bool take(size_t index, const py::object& gradient, const py::object& part);
 
   // In the place of a gradient's dtype (`DType`) where there is no gradient: all bits.
   static constexpr uint8_t kNoGradient = 255;
@@ -62,8 +63,11 @@ class Watch {
   struct Parameter {
     PyObject* param = nullptr;  // borrowed: alive as long as it stands in the optimizer's groups
     PyTypeObject* type = nullptr;
-    py::object shard, local;  // none for a plain tensor
-    getter grad = nullptr;    // of torch.Tensor; nullptr for a type that has its own
+    py::object shard, local;             // none for a plain tensor
+    py::object local_name, layout_name;  // the shard's `attributes`, if it has any
+    py::object layout;                   // of the parameter: as long as it is the same object, so is the shard
+    py::object gradient_layout;          // of a gradient whose local tensor was this rank's part
+    getter grad = nullptr;               // of torch.Tensor; nullptr for a type that has its own
     TensorView view;
     size_t first_size = 0;  // its shape's place in sizes_; the strides of one that is not contiguous follow
     int32_t ndim = 0;
@@ -85,13 +89,16 @@ class Watch {
 
   void add_parameter(const py::handle& param, const py::object& shard, bool planned);
   void add_state(Parameter& parameter, const py::handle& entries, const py::handle& needed);
+  static py::object local_of(const Parameter& parameter, PyObject* tensor);
   bool same_groups(const py::object& param_groups) const;
   bool same_state(const py::object& state) const;
-  bool same_parameter(const Parameter& parameter) const;
+  bool same_parameter(Parameter& parameter) const;
+  bool same_shard(Parameter& parameter) const;
   bool same_entries(const Parameter& parameter, PyObject* entries) const;
   bool has_shape_of(const Parameter& parameter, const DLTensor& tensor) const;
   bool has_strides_of(const Parameter& parameter, const DLTensor& tensor) const;
   py::object gradient_of(const Parameter& parameter) const;
+  py::object part_of(const Parameter& parameter, PyObject* gradient) const;
   bool accept(Parameter& parameter, PyObject* gradient) const;
 
   std::vector<Group> groups_;

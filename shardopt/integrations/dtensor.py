@@ -37,6 +37,7 @@ class DTensorShard(Shard):
     """The part of a DTensor parameter on this rank."""
 
     plain = False
+    attributes = ("_local_tensor", "_spec")
 
     def __init__(self, global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         if any(placement.is_partial() for placement in placements):

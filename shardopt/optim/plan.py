@@ -75,7 +75,6 @@ class Plan:
         self._gradients: list[Tensor | None] = []  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that it changes
         shards = [None if p is None or p.spec.shard.plain else p.spec.shard for p in planned]
-        self._sharded = [index for index, shard in enumerate(shards) if shard is not None]
         names = [None if p is None else p.spec.state_names for p in planned]
         self._watch = _C.Watch(param_groups, state, shards, names, shard_of)
         by_device: dict[torch.device, list[tuple[int, PlannedParameter]]] = {device: [] for device in flat.cuts}
@@ -115,15 +114,14 @@ class Plan:
         found = self._watch.refresh(param_groups, state)
         if found is None:
             return False
-        gradients, self._stepped = found
+        gradients, self._stepped, left = found
         self._gradients = gradients
-        for index in self._sharded:
+        for index in left:
             gradient, parameter = gradients[index], self._planned[index]
-            if gradient is None:
-                continue
+            assert gradient is not None
             assert parameter is not None
             part = parameter.spec.shard.local_gradient(gradient) if local is None else local[index]
-            if not self._watch.take(index, part):
+            if not self._watch.take(index, gradient, part):
                 return False
             gradients[index] = part
         return True
