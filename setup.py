@@ -26,24 +26,21 @@ ROOT = Path(__file__).parent
 ALL_CUDA_ARCHS = ("75", "80", "90", "100", "110", "120")  # 80 also serves 86 and 89, 100 also 103, 120 also 121
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
-TARGET_FLAGS = {
+X86 = {
     "cpu_avx2.cpp": ["-mavx2", "-mfma"],
     "cpu_avx512.cpp": AVX512,
     "cpu_avx512vbmi.cpp": [*AVX512, "-mavx512vbmi"],
 }
-MACHINE = platform.machine().lower()
+ARM = {"cpu_neon.cpp": []}
+#: Flags of the sources that only processors of this kind run.
+TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
 
 def cpu_sources() -> list[str]:
     names = ["csrc/bindings.cpp", "csrc/watch.cpp", "csrc/step/cpu.cpp", "csrc/step/thread_pool.cpp"]
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
-    targets = ["portable"]
-    if MACHINE in ("x86_64", "amd64"):
-        targets += ["avx2", "avx512", "avx512vbmi"]
-    elif MACHINE in ("aarch64", "arm64"):
-        targets.append("neon")
-    return names + [f"csrc/step/cpu_{target}.cpp" for target in targets]
+    return names + [f"csrc/step/{name}" for name in ("cpu_portable.cpp", *TARGET_FLAGS)]
 
 
 def pybind11_headers() -> str:

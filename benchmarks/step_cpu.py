@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import math
 import platform
 import statistics
 import subprocess
@@ -133,12 +132,12 @@ class Result:
         return self.ms * 1e6 / self.numel
 
 
-def step_of(contender: str, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], object]:
-    """The step of a contender whose parameters and gradients are random numbers of these sizes."""
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
-    for param in params:
-        param.grad = torch.randn(param.shape).mul_(1e-3).to(dtype)
+def step_of(contender: str, gradients: list[torch.Tensor]) -> Callable[[], object]:
+    """The step of a contender on random parameters with these gradients."""
+    torch.manual_seed(1)
+    params = [torch.nn.Parameter(torch.randn(gradient.shape).to(gradient.dtype)) for gradient in gradients]
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
     return CONTENDERS[contender](params).step
 
 
@@ -159,18 +158,20 @@ def measure(
 ) -> list[Result]:
     """Each contender on each list of sizes, all in one interleaved run."""
     torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    gradients = {name: [torch.randn(size).mul_(1e-3).to(dtype) for size in sizes] for name, sizes in shapes.items()}
     steps: dict[str, Callable[[], object]] = {}
     cases: dict[str, tuple[str, str, int]] = {}
-    for contender, (name, sizes) in product(contenders, shapes.items()):
+    for contender, name in product(contenders, shapes):
         if DTYPES.get(contender, dtype) != dtype:
             continue
         case = f"{contender}, {name}"
         try:
-            steps[case] = step_of(contender, sizes, dtype)
+            steps[case] = step_of(contender, gradients[name])
         except ImportError as error:
             print(f"left out {contender}: {error}", file=sys.stderr)
             continue
-        cases[case] = contender, name, sum(math.prod(size) for size in sizes)
+        cases[case] = contender, name, sum(gradient.numel() for gradient in gradients[name])
     return [
         Result(contender, threads, name, numel, statistics.median(times) * 1e3, min(times) * 1e3)
         for (contender, name, numel), times in zip(cases.values(), interleaved(steps, rounds).values(), strict=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the package with its test tools into .venv, then lints, type-checks and tests it.
 #
-#   launch/test.sh [--all] [--torch X.Y.Z] [PYTEST OPTIONS]
+#   launch/test.sh [--all] [--torch X.Y.Z] [PYTEST OPTIONS]     (-n 0: all tests in one process, as --pdb needs)
 #
 #   --all      also the tests marked slow, and with a GPU those marked gpu
 #   --torch    tests with this version of PyTorch, in .venv-torch-X.Y.Z; lints and types belong to the pinned one. Takes

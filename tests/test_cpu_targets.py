@@ -1,6 +1,7 @@
-"""The CPU kernels of all instruction sets leave the same bits, other processors' too, and touch nothing beyond.
+"""The CPU kernels of all instruction sets leave the same bits and touch nothing beyond the end of a tensor.
 
-tests/cpu_targets/digests.cpp has the steps, and buffers that end where memory does.
+tests/cpu_targets/digests.cpp takes the steps, in buffers before pages that cannot be read. Kernels of another processor
+are run in an emulator.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def compiler(name: str) -> str:
+def tool(name: str) -> str:
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"there is no {name}: apt install g++ g++-aarch64-linux-gnu qemu-user-static")
@@ -58,19 +59,19 @@ def run(command: Sequence[str | Path]) -> str:
 
 @pytest.fixture(scope="module")
 def expected(tables: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the portable kernels leave, a line per case."""
-    program = build(tmp_path_factory.mktemp("portable"), compiler("g++"), "portable", "-O2")
+    """Digests of the portable kernels' results, a line per case."""
+    program = build(tmp_path_factory.mktemp("portable"), tool("g++"), "portable", "-O2")
     return run([program, tables]).splitlines()
 
 
 @pytest.mark.skipif("avx2" not in _C.cpu_targets(), reason="this processor has no AVX2")
 def test_avx2(tables: Path, expected: list[str], tmp_path: Path) -> None:
-    program = build(tmp_path, compiler("g++"), "avx2", "-O2", "-mavx2", "-mfma")
+    program = build(tmp_path, tool("g++"), "avx2", "-O2", "-mavx2", "-mfma")
     assert run([program, tables]).splitlines() == expected
 
 
 def test_neon(tables: Path, expected: list[str], tmp_path: Path) -> None:
     """AArch64's, in an emulator."""
-    emulator = compiler("qemu-aarch64-static")
-    program = build(tmp_path, compiler("aarch64-linux-gnu-g++"), "neon", "-O2", "-static")
+    emulator = tool("qemu-aarch64-static")
+    program = build(tmp_path, tool("aarch64-linux-gnu-g++"), "neon", "-O2", "-static")
     assert run([emulator, program, tables]).splitlines() == expected

@@ -365,8 +365,7 @@ int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_
   return nonfinite + whole.step_waiting() + rest.step_waiting();
 }
 
-// The usual cases know their formats and block size when compiled. With packs of one there are none; nor are rows
-// without blocks that are shorter than a pack, which would be filled up.
+// The kernel of an entry in these formats, which are known when compiling; nullptr for another entry.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 CpuKernel usual_kernel(const TensorEntry& entry) {
   const bool is_it =
@@ -384,6 +383,7 @@ int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin
   if (call.phase != Phase::kStep && !entry.cut) return 0;
   CpuKernel kernel = nullptr;
   if constexpr (Rule::Kept::kCount > 0 && SHARDOPT_PACK > 1) {
+    // Codecs without blocks fill rows up to packs: shorter rows go by vectors.
     const bool fits = Codec::Signed::kScales > 0 ? entry.block_size == 128 : entry.cols >= SHARDOPT_PACK * kLanes;
     if (!entry.cut && fits) {
       kernel = usual_kernel<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);

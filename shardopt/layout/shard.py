@@ -99,8 +99,8 @@ class Shard:
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
     plain = True
 
-    #: Names of a tensor's attributes with its local tensor and with an object that is another one where the shard is
-    #: another one; None where `local` and the shard of a parameter are to be asked for in each step.
+    #: Names of the attributes in which tensors keep their local tensor and their layout. Cached steps read these: they
+    #: look the shard up again only when a parameter has another layout object. None: they call `local` in each step.
     attributes: tuple[str, str] | None = None
 
     #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.

@@ -1,6 +1,6 @@
-// Steps random parameters with the kernels of one instruction set, TARGET, and prints a digest of all they leave behind
-// for each rule, codec, weight format and shape: the same on all processors. Pages that cannot be read follow each
-// buffer, so that the program dies of whatever is read or written beyond.
+// Steps random parameters with the kernels of the instruction set SHARDOPT_KERNELS and prints a digest of all that
+// they leave behind for each rule, codec, weight format and shape: the same on all processors. A page that cannot be
+// read follows each buffer, so that the program dies of whatever is read or written beyond.
 //
 //   digests TABLES    a file with the codecs' tables, in order: an int64 count, and so many floats
 #include <sys/mman.h>

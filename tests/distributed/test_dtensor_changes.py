@@ -21,7 +21,7 @@ import shardopt.layout
 from ranks.layouts import values
 from ranks.pool import Pool
 
-SHAPE = (70, 130)
+SHAPE = (71, 130)
 CHANGED_AT = 3
 Gradient = Callable[[Tensor, DeviceMesh], DTensor]
 
