@@ -37,7 +37,13 @@ TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(p
 
 
 def cpu_sources() -> list[str]:
-    names = ["csrc/bindings.cpp", "csrc/watch.cpp", "csrc/step/cpu.cpp", "csrc/step/thread_pool.cpp"]
+    names = [
+        "csrc/bindings.cpp",
+        "csrc/inputs.cpp",
+        "csrc/torch_tensor.cpp",
+        "csrc/step/cpu.cpp",
+        "csrc/step/thread_pool.cpp",
+    ]
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
     return names + [f"csrc/step/{name}" for name in ("cpu_portable.cpp", *TARGET_FLAGS)]
@@ -172,7 +178,7 @@ class BuildExtension(build_ext):
             cuda_objects = pool.submit(compile_cuda)
             objects = [name for names in pool.map(compile_cpu, cpu_sources()) for name in names]
             objects += cuda_objects.result()
-        libraries = ["pthread", "dl", "rt"] if toolkit else ["pthread"]
+        libraries = ["pthread", "dl", "rt"] if toolkit else ["pthread", "dl"]
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),

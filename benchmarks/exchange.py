@@ -34,8 +34,8 @@ from decoder import Architecture, Decoder, set_gradients
 from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.flat_state import flat_parts, shared_blocks
+from shardopt.step.cut_blocks import FlatCuts
 from step_cpu import commit, machine
 
 RANKS_ON_PAPER = 512

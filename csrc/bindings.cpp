@@ -10,7 +10,7 @@
 
 #include "step/cpu.h"
 #include "step/instances.h"
-#include "watch.h"
+#include "inputs.h"
 
 namespace py = pybind11;
 
@@ -140,7 +140,7 @@ PYBIND11_MODULE(_C, m) {
            "Takes the param groups of the next step, and on how many threads and with which kernels it runs.")
       .def("run", &CpuStepOfTables::run, py::arg("phase"),
            "Steps the entries; returns the number of elements that were skipped.");
-  bind_watch(m);
+  bind_inputs(m);
 #if defined(SHARDOPT_WITH_CUDA)
   m.attr("with_cuda") = true;
   bind_cuda(m);

@@ -1,7 +1,7 @@
 """The compiled step of shardopt."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
@@ -96,26 +96,23 @@ class CpuStep:
     def prepare(self, groups: npt.NDArray[Any], threads: int, target: str) -> None: ...
     def run(self, phase: Phase) -> int: ...
 
-class Watch:
-    """Notices whether what a step's tables were made of is still as it was."""
+class Inputs:
+    """The tensors that a cached kernel table points to."""
 
     no_gradient: ClassVar[int]
     strided: ClassVar[int]
 
     def __init__(
         self,
-        param_groups: list[dict[str, Any]],
+        param_groups: list[Any],
         state: Mapping[Any, Any],
         shards: list[Any],
         entries: list[frozenset[str] | None],
         shard_of: Callable[[Any], object],
     ) -> None: ...
-    def refresh(
-        self, param_groups: list[dict[str, Any]], state: Mapping[Any, Any]
-    ) -> tuple[list[Any], list[Any], list[int]] | None: ...
-    def take(self, parameter: int, gradient: object, part: object) -> bool: ...
-    def gradient_dtypes(self) -> bytes: ...
-    def options_changed(self, param_groups: list[dict[str, Any]]) -> bool: ...
-    def fill(
-        self, table: npt.NDArray[Any], parameters: npt.NDArray[np.int64], first_elements: npt.NDArray[np.int64]
-    ) -> bool: ...
+    def read(
+        self, param_groups: Sequence[Any], state: Mapping[Any, Any], parts: Mapping[int, Any] | None
+    ) -> tuple[list[Any], list[Any]] | None: ...
+    def gradient_kinds(self) -> bytes: ...
+    def options_changed(self, param_groups: Sequence[Any]) -> bool: ...
+    def fill(self, rows: npt.NDArray[Any], tensors: npt.NDArray[np.int64], elements: npt.NDArray[np.int64]) -> bool: ...

@@ -12,7 +12,7 @@ from torch import Tensor
 from ranks.layouts import values
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables
+from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, addresses
 
 #: The weight format, the parameter's dtype and that of its low bits.
 FORMATS: dict[str, tuple[_C.WeightFormat, torch.dtype, torch.dtype | None]] = {
@@ -128,7 +128,7 @@ class Problem:
     def run(self, make_call: Callable[[torch.device, Tables], Call], steps: int) -> int:
         """Takes steps, with NaN and Inf among the third one's gradients; returns how many elements were skipped."""
         ordered = sorted(CODECS.values(), key=lambda codec: codec.index)
-        tables = Tables(self.entries, [self.tensors["step"]], [codec.table for codec in ordered])
+        tables = Tables(self.entries, addresses([self.tensors["step"]]), [codec.table for codec in ordered])
         call = make_call(self.gradient.device, tables)
         for t in range(1, steps + 1):
             gradient = (values(tuple(self.gradient.shape), 100 + t) * 1e-2).to(self._gradient_dtype)

@@ -19,7 +19,8 @@ import shardopt
 from helpers import RULES, everything
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
-from shardopt.optim import ShardedOptimizer, stepper
+from shardopt.optim import ShardedOptimizer
+from shardopt.step import stepper
 
 STEPS = 4
 BF16 = torch.bfloat16
@@ -87,14 +88,14 @@ def test_learning_rate_in_a_tensor() -> None:
 def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan per parameter, through new learning rates."""
     made: list[int] = []
-    original = stepper.make_plan
+    original = stepper.Stepper._make_tables
 
-    def make_plan(*args: Any) -> Any:
+    def make_tables(*args: Any) -> Any:
         made.append(len(args[0]))
         return original(*args)
 
     pair = Pair(make_net())
-    monkeypatch.setattr(stepper, "make_plan", make_plan)
+    monkeypatch.setattr(stepper.Stepper, "_make_tables", make_tables)
     for number in range(3):
         loss_of(pair.models[0], make_batch(number)).backward()
         pair.released.step()

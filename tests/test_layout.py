@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.layout import (
+    Band,
     BlockGrid,
     assign,
     assign_later,
     assigned,
     is_quantized,
-    rectangles,
     register,
     shard,
     shard_of,
@@ -69,13 +69,17 @@ def column_ranges(draw: st.DrawFn) -> tuple[BlockGrid, int, int]:
     return grid, first, draw(st.integers(0, row_numel - first))
 
 
+def band_of(grid: BlockGrid, first_col: int, cols: int) -> Band:
+    return Band(0, 2, first_col, cols, cols, first_col // grid.block_size, grid.blocks_per_row)
+
+
 @settings(deadline=None)
 @given(column_ranges())
-def test_rectangles_tile_the_columns(drawn: tuple[BlockGrid, int, int]) -> None:
+def test_divided_bands_tile_the_columns(drawn: tuple[BlockGrid, int, int]) -> None:
     grid, first_col, cols = drawn
     at = 0
-    for part in rectangles(grid, first_col, cols):
-        assert part.col == at
+    for part in band_of(grid, first_col, cols).divided(grid):
+        assert part.first_col - first_col == part.element == at
         assert part.cols > 0
         at += part.cols
     assert at == cols
@@ -83,11 +87,11 @@ def test_rectangles_tile_the_columns(drawn: tuple[BlockGrid, int, int]) -> None:
 
 @settings(deadline=None)
 @given(column_ranges())
-def test_rectangles_are_whole_blocks_or_one_cut_block(drawn: tuple[BlockGrid, int, int]) -> None:
+def test_divided_bands_are_whole_blocks_or_one_cut_block(drawn: tuple[BlockGrid, int, int]) -> None:
     grid, first_col, cols = drawn
-    parts = rectangles(grid, first_col, cols)
+    parts = list(band_of(grid, first_col, cols).divided(grid))
     for part in parts:
-        begin, end = first_col + part.col, first_col + part.col + part.cols
+        begin, end = part.first_col, part.first_col + part.cols
         assert part.block == begin // grid.block_size
         last = (end - 1) // grid.block_size
         if part.cut:

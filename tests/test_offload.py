@@ -19,7 +19,7 @@ from ranks.models import loss_of, make_batch, make_net
 from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt import _C
-from shardopt.kernels.dispatch import CpuCall, LossScaling, Tables
+from shardopt.kernels.dispatch import CpuCall, LossScaling, Tables, addresses
 from shardopt.kernels.streamed import EXTENT, STATE_MOVES, StreamedCall, StreamedTables
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer, placement
@@ -380,7 +380,7 @@ def test_state_that_was_loaded_later_moves_in() -> None:
 def test_steps_of_nothing_are_counted() -> None:
     """A rank may hold nothing of its parameters."""
     steps = torch.zeros(())
-    tables = Tables(np.zeros(0, dtype=_C.tensor_entry), [steps], [None] * len(CODEC_NAMES))
+    tables = Tables(np.zeros(0, dtype=_C.tensor_entry), addresses([steps]), [None] * len(CODEC_NAMES))
     streamed = StreamedTables(tables, np.zeros(0, dtype=EXTENT), np.zeros(0, dtype=np.int64))
     call = StreamedCall(streamed, STATE_MOVES, HostTransfers(CHUNK), CHUNK, CpuCall)
     for _ in range(2):

@@ -209,7 +209,7 @@ def test_offload_changed_before_a_release(now: str | None) -> None:
 def test_only_changed_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = make()
     checked: list[object] = []
-    monkeypatch.setattr("shardopt.optim.stepper.check_options", checked.append)
+    monkeypatch.setattr("shardopt.step.stepper.check_options", checked.append)
     for step in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 * step
         give_gradients(optimizer, step)

@@ -23,7 +23,8 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt import _C
 from shardopt.kernels.dispatch import use_cpu_target
-from shardopt.optim import ShardedOptimizer, stepper
+from shardopt.optim import ShardedOptimizer
+from shardopt.step import stepper
 from step_problem import kept, make, params_of, step
 
 
@@ -285,13 +286,13 @@ def test_what_was_skipped_is_counted_over_all_tables() -> None:
 def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through new gradients, another learning rate, and gradients that come and go."""
     made: list[int] = []
-    original = stepper.make_plan
+    original = stepper.Stepper._make_tables
 
-    def make_plan(*args: Any) -> Any:
+    def make_tables(*args: Any) -> Any:
         made.append(len(made))
         return original(*args)
 
-    monkeypatch.setattr(stepper, "make_plan", make_plan)
+    monkeypatch.setattr(stepper.Stepper, "_make_tables", make_tables)
     optimizer = make(dtype=torch.bfloat16)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for t, without in enumerate([(), (), (1,), (2,), (), (0, 1, 2, 3, 4), ()]):

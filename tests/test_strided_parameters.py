@@ -17,7 +17,7 @@ from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.kernels.dispatch import CpuCall
-from shardopt.optim import stepper
+from shardopt.step import stepper
 from strided_problem import (
     BF16,
     OPTIONS,
@@ -139,8 +139,8 @@ def test_strides_that_change_in_place() -> None:
 def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through gradients that come, go, and lie in memory in another way."""
     made: list[int] = []
-    original = stepper.make_plan
-    monkeypatch.setattr(stepper, "make_plan", lambda *args: made.append(0) or original(*args))
+    original = stepper.Stepper._make_tables
+    monkeypatch.setattr(stepper.Stepper, "_make_tables", lambda *args: made.append(0) or original(*args))
     run(make(), range(8))
     assert len(made) == 1
 

@@ -37,7 +37,8 @@ class DTensorShard(Shard):
     """The part of a DTensor parameter on this rank."""
 
     plain = False
-    attributes = ("_local_tensor", "_spec")
+    layout_attribute = "_spec"
+    local_attribute = "_local_tensor"
 
     def __init__(self, global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         if any(placement.is_partial() for placement in placements):

@@ -12,8 +12,8 @@ from typing import Any
 
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
-from shardopt.optim.planning import listed_name
 from shardopt.optim.state import ParameterState
+from shardopt.step.inputs import listed_name
 
 
 def install(module: ModuleType) -> None:

@@ -50,12 +50,12 @@ class Tables(NamedTuple):
 
     Attributes:
         entries: rows of ``_C.tensor_entry``; all that they point to lives on one device.
-        steps: float32 scalars, one per parameter; the first phase counts each up by one.
+        steps: addresses of float32 scalars, one per parameter; the first phase counts each up by one.
         codec_tables: what each codec looks up (``Codec.table``), by the codec's index.
     """
 
     entries: npt.NDArray[np.void]
-    steps: Sequence[Tensor]
+    steps: npt.NDArray[np.uint64]
     codec_tables: Sequence[Tensor | None]
 
 
@@ -132,7 +132,7 @@ class CpuCall:
     """Steps on the CPU."""
 
     def __init__(self, tables: Tables) -> None:
-        self._step = _C.CpuStep(tables.entries, addresses(tables.steps), addresses(tables.codec_tables))
+        self._step = _C.CpuStep(tables.entries, tables.steps, addresses(tables.codec_tables))
         self._tables = tables  # kept alive: the step has addresses of them
         self._off = False
         self._nonfinite = 0

@@ -106,7 +106,7 @@ class CudaCall:
         entries = self._tables.entries
         tasks, batches = _C.cuda_tasks(entries, groups, ALIGNED_KERNELS)
         fixed = {
-            "steps": addresses(self._tables.steps),
+            "steps": self._tables.steps,
             "tables": addresses(self._codec_tables),
             "tasks": tasks,
             "prepared": np.zeros(len(entries) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels

@@ -234,7 +234,7 @@ class _Chunk:
         self._rows = rows
         self._moves = moves
         self._extents = streamed.extents[rows]
-        self._tables = tables._replace(entries=tables.entries[rows], steps=tables.steps if first else [])
+        self._tables = tables._replace(entries=tables.entries[rows], steps=tables.steps if first else tables.steps[:0])
         self._home = tables.entries[rows]
         self._there = self._back = _no_copies()
         self._changed = True

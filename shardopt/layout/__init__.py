@@ -1,6 +1,6 @@
 """Where blocks lie and which of them this rank holds."""
 
-from shardopt.layout.block_grid import BlockGrid, Rectangle, is_quantized, rectangles
+from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.shard import (
     Band,
@@ -24,7 +24,6 @@ __all__ = [
     "FlatBuffer",
     "FlatShard",
     "LocalBlocks",
-    "Rectangle",
     "Segment",
     "Shard",
     "UnknownShardError",
@@ -34,7 +33,6 @@ __all__ = [
     "equal_ends",
     "is_quantized",
     "read_model",
-    "rectangles",
     "register",
     "register_model_reader",
     "shard_of",

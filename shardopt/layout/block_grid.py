@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 #: Rows shorter than this are not worth a scale.
 MIN_ROW_NUMEL = 32
@@ -62,34 +61,3 @@ class BlockGrid:
         """``(rows, blocks_per_row)``, with a last dimension where there are several scales per block."""
         shape = (self.rows, self.blocks_per_row)
         return shape if scales_per_block == 1 else (*shape, scales_per_block)
-
-
-class Rectangle(NamedTuple):
-    """A part of a shard: whole blocks only, or (``cut``) one block per row of which other ranks hold the rest.
-
-    ``col`` and ``cols`` count elements of the shard's rows, ``block`` counts from the row's first block.
-    """
-
-    col: int
-    cols: int
-    block: int
-    cut: bool
-
-
-def rectangles(grid: BlockGrid, first_col: int, cols: int) -> list[Rectangle]:
-    """Divides the columns ``[first_col, first_col + cols)`` of a row into whole blocks and cut ones."""
-    parts: list[Rectangle] = []
-    end = first_col + cols
-    size = grid.block_size
-    at = first_col
-    while at < end:
-        block = at // size
-        block_end = min((block + 1) * size, grid.row_numel)
-        if at == block * size and end >= block_end:
-            stop = end if grid.is_boundary(end) else end // size * size
-            parts.append(Rectangle(at - first_col, stop - at, block, cut=False))
-        else:
-            stop = min(end, block_end)
-            parts.append(Rectangle(at - first_col, stop - at, block, cut=True))
-        at = stop
-    return parts

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.shard import Band, Exchange, Shard
+from shardopt.layout.shard import ASSIGNED, Band, Exchange, Shard
 
 
 class _AssignedShard(Shard):
     """A shard that stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
 
     cuts_rows = True
+    layout_attribute = ASSIGNED
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -85,7 +86,7 @@ class FlatShard(_AssignedShard):
             whole_rows = (self.end - at) // width if col == 0 else 0
             rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
             block = row * per_row + col // grid.block_size
-            bands.append(Band(at - self.start, rows, col, cols, block - first_block, per_row))
+            bands.append(Band(at - self.start, rows, col, cols, cols, block - first_block, per_row))
             at += rows * cols
         return bands
 

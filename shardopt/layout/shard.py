@@ -46,20 +46,25 @@ class Band(NamedTuple):
     """Elements of a shard that form a matrix: the same columns of some successive rows.
 
     Attributes:
-        element: the index of the first in the local tensor; ``cols`` further on begins the next row.
-        rows: how many.
-        first_col: of the global row.
-        cols: how many.
-        block: the index, in the local scales, of the block that the first element is in.
+        element: index of the first element in the local tensor.
+        rows: number of rows.
+        first_col: first column in the global row.
+        cols: number of columns.
+        row_stride: elements from row to row in the local tensor.
+        block: index, in the local scales, of the block that holds the first element.
         blocks_stride: blocks from row to row in the local scales.
+        cut: whether each row is a part of one block, of which other ranks hold the rest. Without :meth:`divided` a band
+            may hold whole blocks and cut ones.
     """
 
     element: int
     rows: int
     first_col: int
     cols: int
+    row_stride: int
     block: int
     blocks_stride: int
+    cut: bool = False
 
     def split(self, limit: int, block_size: int) -> Iterator[Band]:
         """Its parts, in order: rows, or whole blocks of one row.
@@ -74,19 +79,39 @@ class Band(NamedTuple):
         if self.cols <= limit:
             some = limit // self.cols
             for row in range(0, self.rows, some):
-                first, block = self.element + row * self.cols, self.block + row * self.blocks_stride
+                first, block = self.element + row * self.row_stride, self.block + row * self.blocks_stride
                 yield self._replace(element=first, rows=min(some, self.rows - row), block=block)
             return
         width = max(limit // block_size, 1) * block_size
         end = self.first_col + self.cols
         for row in range(self.rows):
-            first, block = self.element + row * self.cols, self.block + row * self.blocks_stride
+            first, block = self.element + row * self.row_stride, self.block + row * self.blocks_stride
             col = self.first_col
             while col < end:
                 stop = min(col // block_size * block_size + width, end)
                 blocks = col // block_size - self.first_col // block_size
-                yield Band(first + col - self.first_col, 1, col, stop - col, block + blocks, self.blocks_stride)
+                element, cols = first + col - self.first_col, stop - col
+                yield Band(element, 1, col, cols, cols, block + blocks, self.blocks_stride)
                 col = stop
+
+    def divided(self, grid: BlockGrid) -> Iterator[Band]:
+        """Its columns of whole blocks, and each cut block by itself."""
+        size, end, col = grid.block_size, self.first_col + self.cols, self.first_col
+        while col < end:
+            block = col // size
+            block_end = min((block + 1) * size, grid.row_numel)
+            whole = col == block * size and end >= block_end
+            stop = min(end, block_end)
+            if whole:
+                stop = end if grid.is_boundary(end) else end // size * size
+            yield self._replace(
+                element=self.element + col - self.first_col,
+                first_col=col,
+                cols=stop - col,
+                block=self.block + block - self.first_col // size,
+                cut=not whole,
+            )
+            col = stop
 
 
 class Shard:
@@ -99,9 +124,12 @@ class Shard:
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
     plain = True
 
-    #: Names of the attributes in which tensors keep their local tensor and their layout. Cached steps read these: they
-    #: look the shard up again only when a parameter has another layout object. None: they call `local` in each step.
-    attributes: tuple[str, str] | None = None
+    #: Name of the attribute that refers to an object which decides the shard: cached steps look the shard up again only
+    #: when a parameter has another such object. None: they look it up in each step.
+    layout_attribute: str | None = None
+
+    #: Name of the attribute in which tensors keep their local tensor, if they are not local tensors themselves.
+    local_attribute: str | None = None
 
     #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
     cuts_rows = False
@@ -138,7 +166,7 @@ class Shard:
         """The part as matrices, for its blocks."""
         covered = self.local_blocks(grid)
         block = self.first_col // grid.block_size - covered.first
-        return [Band(0, self.rows, self.first_col, self.cols, block, covered.per_row)]
+        return [Band(0, self.rows, self.first_col, self.cols, self.cols, block, covered.per_row)]
 
     def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         """The shape of the local scales of codecs with one scale per block."""
@@ -192,7 +220,8 @@ Resolver = Callable[[Tensor], Shard | None]
 _resolvers: list[Resolver] = []
 ModelReader = Callable[[Module], None]
 _model_readers: list[ModelReader] = []
-_ASSIGNED = "_shardopt_shard"
+#: Name of the attribute in which parameters keep the shard that they were assigned.
+ASSIGNED = "_shardopt_shard"
 
 
 def register(resolver: Resolver) -> None:
@@ -213,7 +242,7 @@ def read_model(model: Module) -> None:
 
 def assign(param: Tensor, shard: Shard) -> None:
     """Says what shard a parameter is: it stands with the parameter, as long as that lives."""
-    setattr(param, _ASSIGNED, shard)
+    setattr(param, ASSIGNED, shard)
 
 
 class _Unread:
@@ -242,7 +271,7 @@ def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
     """
     unread = _Unread(read)
     for param in params:
-        setattr(param, _ASSIGNED, unread)
+        setattr(param, ASSIGNED, unread)
 
 
 def assigned(param: Tensor) -> Shard | None:
@@ -251,11 +280,11 @@ def assigned(param: Tensor) -> Shard | None:
     Raises:
         RuntimeError: what the function of :func:`assign_later` raises.
     """
-    found = getattr(param, _ASSIGNED, None)
+    found = getattr(param, ASSIGNED, None)
     if found is None or isinstance(found, Shard):
         return found
     found.read()
-    found = getattr(param, _ASSIGNED, None)
+    found = getattr(param, ASSIGNED, None)
     return found if isinstance(found, Shard) else None
 
 

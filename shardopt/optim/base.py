@@ -16,7 +16,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, read_model
-from shardopt.optim.entries import Group
 from shardopt.optim.flat_state import HELD, AnyState, held_elements, state_of
 from shardopt.optim.full_precision import check_weights, joined, split_into
 from shardopt.optim.loading import Adopted, adopt
@@ -25,8 +24,9 @@ from shardopt.optim.placement import StatePlaces
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
 from shardopt.optim.state import StateDict
-from shardopt.optim.stepper import Stepper
 from shardopt.optim.warn import warn_user
+from shardopt.step.rows import Group
+from shardopt.step.stepper import Stepper
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -337,7 +337,7 @@ class ShardedOptimizer(Optimizer, ABC):
             for param in group["params"]:
                 yield group, param
 
-    def _group(self, options: dict[str, Any]) -> Group:
+    def _group(self, options: Mapping[str, Any]) -> Group:
         """What a step needs to know of a param group.
 
         Raises:

@@ -26,8 +26,8 @@ from shardopt.optim.flat_state import (
     on_any_rank,
 )
 from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_options
-from shardopt.optim.planning import listed_name
 from shardopt.optim.state import ParameterState, StateDict, local_entries
+from shardopt.step.inputs import listed_name
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer

@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.deferred import DeferredStep, DeferredSteps
-from shardopt.optim.planning import listed_name
-from shardopt.optim.stepper import Stepper
+from shardopt.step.inputs import listed_name
+from shardopt.step.stepper import Stepper
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer
@@ -96,7 +96,7 @@ class ReleasedParameters:
 
         Raises:
             RuntimeError: it was stepped since the optimizer's last ``step()``; or the forward pass has not waited for
-                its last step; or see :func:`make_plan`.
+                its last step; or see :meth:`Stepper.prepare`.
         """
         parameter = self._parameters[param]
         if parameter.stepped:

@@ -1,0 +1,317 @@
+#include "inputs.h"
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+namespace shardopt {
+namespace {
+
+PyObject* interned_params() {
+  static PyObject* const name = PyUnicode_InternFromString("params");
+  return name;
+}
+
+// Whether an option has the same value as long as it is the same object.
+bool is_constant(PyObject* value) {
+  if (value == Py_None || PyBool_Check(value)) return true;
+  if (PyFloat_CheckExact(value) || PyLong_CheckExact(value) || PyUnicode_CheckExact(value)) return true;
+  if (!PyTuple_CheckExact(value)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+    if (!PyFloat_CheckExact(PyTuple_GET_ITEM(value, i))) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Attribute::Attribute(PyTypeObject* type, py::object name) : type_(type), name_(std::move(name)) {
+  PyObject* descriptor = _PyType_Lookup(type, name_.ptr());  // borrowed from the type
+  if (descriptor == nullptr) return;
+  if (Py_TYPE(descriptor) == &PyMemberDescr_Type) slot_ = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
+  if (Py_TYPE(descriptor) == &PyGetSetDescr_Type)
+    computed_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor)->d_getset;
+}
+
+py::object Attribute::of(PyObject* object) const {
+  PyObject* value;
+  if (Py_TYPE(object) != type_ || (slot_ == nullptr && computed_ == nullptr)) {
+    value = PyObject_GetAttr(object, name_.ptr());
+  } else if (slot_ != nullptr) {
+    value = PyMember_GetOne(reinterpret_cast<const char*>(object), slot_);
+  } else {
+    value = computed_->get(object, computed_->closure);
+  }
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+Inputs::Inputs(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
+               py::object shard_of)
+    : shard_of_(std::move(shard_of)) {
+  std::unordered_map<PyObject*, size_t> indices;
+  for (const py::handle group : param_groups) {
+    const auto params = py::cast<py::list>(group["params"]);
+    groups_.push_back({params.size(), {}});
+    for (const py::handle param : params) {
+      const size_t index = inputs_.size();
+      indices[param.ptr()] = index;
+      add_input(param.ptr(), shards[index], !entries[index].is_none());
+    }
+  }
+  options_changed(param_groups);
+  if (!PyDict_Check(state.ptr())) throw std::invalid_argument("optimizer.state: got no dict, expected one");
+  PyObject *key, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value);) {
+    const auto index = indices.find(key);
+    const bool in_table = index != indices.end() && inputs_[index->second].in_table;
+    state_.emplace_back(key, in_table ? static_cast<int64_t>(index->second) : -1);
+    if (in_table) add_entries(inputs_[index->second], value, entries[index->second]);
+  }
+}
+
+void Inputs::add_input(PyObject* param, const py::object& shard, bool in_table) {
+  Input& input = inputs_.emplace_back();
+  input.param = param;
+  input.type = Py_TYPE(param);
+  input.shard = shard;
+  input.grad = Attribute(input.type, py::str("grad"));
+  if (!shard.is_none()) {
+    const py::object local = shard.attr("local_attribute"), layout = shard.attr("layout_attribute");
+    if (!local.is_none()) input.local = Attribute(input.type, local);
+    if (!layout.is_none()) input.layout = Attribute(input.type, layout);
+    if (input.layout) input.known_layout = input.layout.of(param);
+  }
+  input.in_table = in_table;
+  if (!in_table) return;
+  TensorView view;
+  if (!view_tensor(local_of(input, param).ptr(), view))
+    throw std::invalid_argument("got a parameter that is not a dense tensor");
+  input.known = Known(view);
+  input.dtype = dtype_of(view);
+  input.device_type = view.device_type;
+  input.device_index = view.device_index;
+  input.ndim = static_cast<int32_t>(view.ndim);
+  input.sizes = sizes_.size();
+  sizes_.insert(sizes_.end(), view.sizes, view.sizes + view.ndim);
+  sizes_.insert(sizes_.end(), view.strides, view.strides + view.ndim);
+}
+
+void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed) {
+  if (!PyDict_Check(state)) throw std::invalid_argument("got a parameter's state that is no dict, expected one");
+  input.first_entry = entries_.size();
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(state, &at, &name, &value);) {
+    Entry entry{py::reinterpret_borrow<py::object>(name), needed.contains(py::handle(name)), {}};
+    TensorView view;
+    if (entry.needed && !view_tensor(local_of(input, value).ptr(), view))
+      throw std::invalid_argument("got state that is not a dense tensor");
+    entry.known = Known(view);
+    entries_.push_back(std::move(entry));
+  }
+  input.entry_count = entries_.size() - input.first_entry;
+}
+
+// Some state of a sharded parameter is plain, such as its step count.
+py::object Inputs::local_of(const Input& input, PyObject* tensor) {
+  if (input.shard.is_none() || (input.layout && !input.local) || is_plain_tensor(tensor))
+    return py::reinterpret_borrow<py::object>(tensor);
+  if (input.local && Py_TYPE(tensor) == input.type) {
+    py::object local = input.local.of(tensor);
+    if (is_plain_tensor(local.ptr())) return local;  // and no tensor that waits for a collective
+  }
+  return input.shard.attr("local")(py::handle(tensor));
+}
+
+bool Inputs::same_groups(PyObject* param_groups) const {
+  if (!PyList_Check(param_groups) || static_cast<size_t>(PyList_GET_SIZE(param_groups)) != groups_.size()) return false;
+  size_t index = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    PyObject* group = PyList_GET_ITEM(param_groups, g);
+    PyObject* params = PyDict_Check(group) ? PyDict_GetItemWithError(group, interned_params()) : nullptr;
+    if (params == nullptr || !PyList_Check(params)) return false;
+    if (static_cast<size_t>(PyList_GET_SIZE(params)) != groups_[g].count) return false;
+    for (size_t i = 0; i < groups_[g].count; ++i) {
+      if (PyList_GET_ITEM(params, i) != inputs_[index++].param) return false;
+    }
+  }
+  return true;
+}
+
+bool Inputs::same_state(PyObject* state) const {
+  if (!PyDict_Check(state) || static_cast<size_t>(PyDict_GET_SIZE(state)) != state_.size()) return false;
+  PyObject *key, *value;
+  Py_ssize_t at = 0;
+  for (const auto& [known_key, index] : state_) {
+    if (!PyDict_Next(state, &at, &key, &value) || key != known_key) return false;
+    if (index >= 0 && !same_entries(inputs_[index], value)) return false;
+  }
+  return true;
+}
+
+bool Inputs::same_entries(const Input& input, PyObject* state) const {
+  if (!PyDict_Check(state) || static_cast<size_t>(PyDict_GET_SIZE(state)) != input.entry_count) return false;
+  PyObject *name, *value;
+  Py_ssize_t at = 0;
+  for (size_t i = 0; i < input.entry_count; ++i) {
+    const Entry& entry = entries_[input.first_entry + i];
+    if (!PyDict_Next(state, &at, &name, &value) || name != entry.name.ptr()) return false;
+    TensorView view;
+    if (entry.needed && !(view_tensor(local_of(input, value).ptr(), view) && Known(view) == entry.known)) return false;
+  }
+  return true;
+}
+
+bool Inputs::same_parameter(Input& input) const {
+  if (Py_TYPE(input.param) != input.type || !same_layout(input)) return false;
+  TensorView view;
+  return view_tensor(local_of(input, input.param).ptr(), view) && Known(view) == input.known &&
+         has_shape_of(input, view) &&
+         std::equal(view.strides, view.strides + view.ndim, sizes_.data() + input.sizes + view.ndim);
+}
+
+bool Inputs::same_layout(Input& input) const {
+  if (input.shard.is_none()) return true;
+  py::object layout;
+  if (input.layout) layout = input.layout.of(input.param);
+  if (layout && layout.is(input.known_layout)) return true;
+  if (!shard_of_(py::handle(input.param)).is(input.shard)) return false;
+  input.known_layout = std::move(layout);
+  return true;
+}
+
+bool Inputs::has_shape_of(const Input& input, const TensorView& view) const {
+  return view.ndim == input.ndim && view.device_type == input.device_type && view.device_index == input.device_index &&
+         std::equal(view.sizes, view.sizes + view.ndim, sizes_.data() + input.sizes);
+}
+
+// This rank's part of a gradient that is sharded as its parameter is, as far as the layouts tell; else no object.
+py::object Inputs::part_of(const Input& input, const py::object& gradient) const {
+  if (input.shard.is_none() || (input.layout && !input.local)) return gradient;
+  if (!input.local || Py_TYPE(gradient.ptr()) != input.type) return {};
+  const py::object layout = input.layout.of(gradient.ptr());
+  if (!layout.is(input.known_layout) && !layout.is(input.known_gradient_layout)) return {};
+  py::object local = input.local.of(gradient.ptr());
+  return is_plain_tensor(local.ptr()) ? local : py::object();
+}
+
+bool Inputs::accept(Input& input, PyObject* part) const {
+  TensorView view;
+  if (!view_tensor(part, view) || !has_shape_of(input, view)) return false;
+  const uint8_t dtype = dtype_of(view);
+  if (dtype != input.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
+  if (!lies_in_storage(part, view)) return false;
+  input.strided = !input.known.contiguous || !view.is_contiguous();
+  input.gradient = view.address;
+  input.gradient_dtype = dtype;
+  return true;
+}
+
+py::object Inputs::read(const py::object& param_groups, const py::object& state, const py::object& parts) {
+  if (!same_groups(param_groups.ptr()) || !same_state(state.ptr())) return py::none();
+  py::list gradients(inputs_.size()), stepped;
+  std::vector<size_t> sharded_otherwise;
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    Input& input = inputs_[i];
+    py::object gradient = input.grad.of(input.param);
+    input.gradient_dtype = kNoDType;
+    if (!gradient.is_none()) {
+      if (!input.in_table || !same_parameter(input)) return py::none();
+      stepped.append(py::handle(input.param));
+      if (py::object part = part_of(input, gradient)) {
+        if (!accept(input, part.ptr())) return py::none();
+        gradient = std::move(part);
+      } else {
+        sharded_otherwise.push_back(i);
+      }
+    }
+    PyList_SET_ITEM(gradients.ptr(), i, gradient.release().ptr());
+  }
+  // Collectives come last: a rank that leaves this function before runs them when it makes its table anew.
+  for (const size_t i : sharded_otherwise) {
+    Input& input = inputs_[i];
+    const py::object gradient = gradients[i];
+    const py::object part =
+        parts.is_none() ? input.shard.attr("local_gradient")(gradient) : py::object(parts[py::int_(i)]);
+    if (!accept(input, part.ptr())) return py::none();
+    if (input.local && Py_TYPE(gradient.ptr()) == input.type && input.local.of(gradient.ptr()).is(part))
+      input.known_gradient_layout = input.layout.of(gradient.ptr());
+    gradients[i] = part;
+  }
+  return py::make_tuple(gradients, stepped);
+}
+
+py::bytes Inputs::gradient_kinds() const {
+  std::string kinds;
+  for (const Input& input : inputs_) {
+    kinds.push_back(static_cast<char>(input.gradient_dtype | (input.strided ? kStrided : 0)));
+  }
+  return kinds;
+}
+
+bool Inputs::options_changed(const py::object& param_groups) {
+  if (!PyList_Check(param_groups.ptr())) return true;
+  if (static_cast<size_t>(PyList_GET_SIZE(param_groups.ptr())) != groups_.size()) return true;
+  bool changed = false;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    PyObject* group = PyList_GET_ITEM(param_groups.ptr(), g);
+    if (!PyDict_Check(group)) return true;
+    auto& options = groups_[g].options;
+    size_t count = 0;
+    PyObject *name, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(group, &at, &name, &value);) {
+      if (name == interned_params()) continue;
+      const bool constant = is_constant(value);
+      if (count == options.size()) options.emplace_back();
+      auto& [known_name, known] = options[count++];
+      if (constant && name == known_name.ptr() && value == known.ptr()) continue;
+      changed = true;
+      known_name = py::reinterpret_borrow<py::object>(name);
+      known = constant ? py::reinterpret_borrow<py::object>(value) : py::object();
+    }
+    changed = changed || count != options.size();
+    options.resize(count);
+  }
+  return changed;
+}
+
+bool Inputs::fill(Column<TensorEntry>& rows, const Column<int64_t>& tensors, const Column<int64_t>& elements) const {
+  if (tensors.size() != rows.size() || elements.size() != rows.size())
+    throw std::invalid_argument("got columns of other lengths than the table");
+  TensorEntry* entries = rows.mutable_data();
+  bool changed = false;
+  for (py::ssize_t i = 0; i < rows.size(); ++i) {
+    const Input& input = inputs_.at(tensors.data()[i]);
+    const int64_t bytes = input.gradient_dtype == static_cast<uint8_t>(DType::kFloat32) ? 4 : 2;
+    const uint64_t address = input.gradient + elements.data()[i] * bytes;
+    TensorEntry& entry = entries[i];
+    if (entry.gradient == address && entry.gradient_dtype == input.gradient_dtype) continue;
+    entry.gradient = address;
+    entry.gradient_dtype = input.gradient_dtype;
+    changed = true;
+  }
+  return changed;
+}
+
+void bind_inputs(py::module_& m) {
+  py::class_<Inputs> inputs(m, "Inputs", "The tensors that a cached kernel table points to.");
+  inputs
+      .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object>(),
+           py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"))
+      .def("read", &Inputs::read, py::arg("param_groups"), py::arg("state"), py::arg("parts"),
+           "This rank's parts of the gradients and the parameters to be stepped; None if the table must be made anew.")
+      .def("gradient_kinds", &Inputs::gradient_kinds,
+           "Per parameter the gradient's DType, with the bit `strided` where it or the parameter is not contiguous; "
+           "`no_gradient` where there is none.")
+      .def("options_changed", &Inputs::options_changed, py::arg("param_groups"),
+           "Whether options of a param group may differ from those at the last call.")
+      .def("fill", &Inputs::fill, py::arg("rows").noconvert(), py::arg("tensors"), py::arg("elements"),
+           "Puts the gradients' addresses into table rows; returns whether a row changed.");
+  inputs.attr("no_gradient") = kNoDType;
+  inputs.attr("strided") = Inputs::kStrided;
+}
+
+}  // namespace shardopt

@@ -1,0 +1,129 @@
+// The tensors that a cached kernel table points to: notices their changes, and reads the gradients of the next step.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/call.h"
+#include "torch_tensor.h"
+
+namespace shardopt {
+
+namespace py = pybind11;
+
+template <class T>
+using Column = py::array_t<T, py::array::c_style>;
+
+// Reads an attribute of objects of one type, without a search where the type keeps it in a slot or computes it in C.
+class Attribute {
+ public:
+  Attribute() = default;
+  Attribute(PyTypeObject* type, py::object name);
+  explicit operator bool() const { return static_cast<bool>(name_); }
+  py::object of(PyObject* object) const;
+
+ private:
+  PyTypeObject* type_ = nullptr;
+  py::object name_;
+  PyMemberDef* slot_ = nullptr;
+  PyGetSetDef* computed_ = nullptr;
+};
+
+// Compares in each step what the table depends on: address, shape, dtype and device of parameters and state, the
+// parameters' shards, and options. Owns none of the tensors: their memory is the user's to free, and a tensor that
+// takes another's place at the same address makes no difference to the table.
+class Inputs {
+ public:
+  // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order:
+  //   shards   None for a plain tensor, else its shard
+  //   entries  names of the state entries that the table points to; None for a parameter without rows in the table
+  // `shard_of(param)` gives the shard of a parameter whose layout may have changed.
+  Inputs(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
+         py::object shard_of);
+
+  // Reads the gradients. Returns this rank's part of each (None for a parameter without gradient) and the parameters to
+  // be stepped, or None if the table must be made anew. Runs the collectives of gradients that are sharded otherwise
+  // than their parameters, unless `parts` has this rank's parts, by the parameters' indices.
+  py::object read(const py::object& param_groups, const py::object& state, const py::object& parts);
+
+  // Per parameter the gradient's DType, with kStrided where a copy of it or of the parameter is to be stepped;
+  // kNoDType for no gradient.
+  py::bytes gradient_kinds() const;
+  static constexpr uint8_t kStrided = 64;
+
+  // Whether options of a param group may differ from those at the last call.
+  bool options_changed(const py::object& param_groups);
+
+  // Puts addresses and dtypes of gradients into table rows. Returns whether a row changed.
+  //   tensors   per row, the index of the parameter
+  //   elements  per row, the gradient's element where the row begins
+  bool fill(Column<TensorEntry>& rows, const Column<int64_t>& tensors, const Column<int64_t>& elements) const;
+
+ private:
+  // A tensor as the table knows it.
+  struct Known {
+    uint64_t address = 0;
+    int64_t numel = -1;
+    int32_t dtype = 0;
+    bool contiguous = true;
+    Known() = default;
+    explicit Known(const TensorView& view)
+        : address(view.address), numel(view.numel), dtype(view.dtype), contiguous(view.is_contiguous()) {}
+    bool operator==(const Known& other) const {
+      return address == other.address && numel == other.numel && dtype == other.dtype && contiguous == other.contiguous;
+    }
+  };
+  struct Entry {
+    py::object name;
+    bool needed;
+    Known known;
+  };
+  struct Input {
+    PyObject* param = nullptr;  // borrowed: compared with the list that owns it before each use
+    PyTypeObject* type = nullptr;
+    py::object shard;                  // None for a plain tensor
+    Attribute grad, local, layout;     // local: of a DTensor; layout: as long as it is one object, so is the shard
+    py::object known_layout;           // of the parameter
+    py::object known_gradient_layout;  // of a gradient that is sharded as the parameter is
+    Known known;                       // this rank's part
+    size_t sizes = 0;                  // index of its first size in sizes_, behind which are its strides
+    int32_t ndim = 0, device_type = 0, device_index = 0;
+    uint8_t dtype = kNoDType;
+    bool in_table = false;
+    bool strided = false;  // whether it or its gradient is not contiguous
+    uint8_t gradient_dtype = kNoDType;
+    uint64_t gradient = 0;  // address
+    size_t first_entry = 0, entry_count = 0;
+  };
+  struct Group {
+    size_t count = 0;
+    std::vector<std::pair<py::object, py::object>> options;  // no value for one that can change in place
+  };
+
+  void add_input(PyObject* param, const py::object& shard, bool in_table);
+  void add_entries(Input& input, PyObject* state, const py::handle& needed);
+  static py::object local_of(const Input& input, PyObject* tensor);
+  bool same_groups(PyObject* param_groups) const;
+  bool same_state(PyObject* state) const;
+  bool same_entries(const Input& input, PyObject* state) const;
+  bool same_parameter(Input& input) const;
+  bool same_layout(Input& input) const;
+  bool has_shape_of(const Input& input, const TensorView& view) const;
+  py::object part_of(const Input& input, const py::object& gradient) const;
+  bool accept(Input& input, PyObject* part) const;
+
+  std::vector<Group> groups_;
+  std::vector<Input> inputs_;
+  std::vector<int64_t> sizes_;
+  std::vector<std::pair<PyObject*, int64_t>> state_;  // keys, borrowed, and the inputs' indices, -1 for others
+  std::vector<Entry> entries_;
+  py::object shard_of_;
+};
+
+void bind_inputs(py::module_& m);
+
+}  // namespace shardopt

@@ -1,0 +1,38 @@
+// Reads torch tensors without torch's headers: through the C functions that libtorch exports for compiled models
+// (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+namespace shardopt {
+
+// Where a dense tensor's elements lie. `sizes` and `strides` (in elements) are valid as long as the tensor is
+// unchanged.
+struct TensorView {
+  uint64_t address = 0;
+  int64_t numel = 0;
+  int64_t ndim = 0;
+  int64_t* sizes = nullptr;
+  int64_t* strides = nullptr;
+  int32_t dtype = 0;  // torch's number of the dtype
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+
+  bool is_contiguous() const;
+};
+
+bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
+
+// Views a tensor; false for an object without dense memory, such as a sparse tensor.
+bool view_tensor(PyObject* tensor, TensorView& view);
+
+// Whether the elements of a viewed tensor lie within its storage: `resize_` of the storage may have freed or cut them.
+bool lies_in_storage(PyObject* tensor, const TensorView& view);
+
+// The number of a viewed tensor's dtype in the kernels (DType); kNoDType for a dtype that the kernels do not step.
+constexpr uint8_t kNoDType = 255;
+uint8_t dtype_of(const TensorView& view);
+
+}  // namespace shardopt

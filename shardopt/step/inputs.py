@@ -1,0 +1,198 @@
+"""The parameters and gradients of a step, described and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.kernels.dispatch import DTYPES, check_device, check_storage
+from shardopt.layout import Exchange, Shard, UnknownShardError
+from shardopt.optim.flat_state import AnyState, BufferState, flat_parts, state_of
+from shardopt.step.rows import Group
+
+ParamGroups = Sequence[Mapping[str, Any]]
+
+
+class Input(NamedTuple):
+    """A parameter of the optimizer, as a step needs to know it.
+
+    Attributes:
+        name: its name in errors.
+        group: index of its param group.
+        device: the device of its memory.
+        spec: the description of its state; None for a parameter without gradient that cannot be stepped.
+        noise: its index among all of the model's parameters, on which stochastic rounding depends.
+    """
+
+    name: str
+    group: int
+    device: torch.device
+    spec: AnyState | None
+    noise: int
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the parameter that this rank holds."""
+        assert self.spec is not None
+        return self.spec.shard
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the parameter is made of flat shards: every rank then takes part in its collectives."""
+        return self.spec is not None and bool(flat_parts(self.spec))
+
+
+def describe(
+    param_groups: ParamGroups, groups: Sequence[Group], numbers: Mapping[Tensor, int], first: int, name: str | None
+) -> list[Input]:
+    """Describes all parameters of a step.
+
+    Args:
+        param_groups: the optimizer's, or some of its parameters in the same form.
+        groups: one per param group.
+        numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
+        first: index of the first parameter among all of the optimizer's.
+        name: the name in errors of a single parameter that is not the param group's first.
+
+    Raises:
+        RuntimeError: the shard of a parameter is not known, or one with a gradient is sharded in a way that the kernels
+            cannot step.
+        ValueError: the weight format that the options ask for does not fit the dtype of a parameter with a gradient.
+    """
+    inputs: list[Input] = []
+    for index, group in enumerate(param_groups):
+        for position, param in enumerate(group["params"]):
+            try:
+                spec = state_of(param, group, groups[index].rule.moments)
+            except UnknownShardError:
+                raise  # on ranks without a gradient, too: the others would wait for them
+            except (RuntimeError, ValueError):
+                if param.grad is not None:
+                    raise
+                spec = None
+            known_as = name or listed_name(group, index, position)
+            if spec is not None:
+                known_as = f"{known_as} {spec.shard.global_shape}"
+            inputs.append(Input(known_as, index, param.device, spec, numbers.get(param, first + len(inputs))))
+    _check_noise(inputs)
+    return inputs
+
+
+def _check_noise(inputs: Sequence[Input]) -> None:
+    """Checks that the parameters' indices in the model are known where flat buffers are rounded stochastically.
+
+    Raises:
+        UnknownShardError: the step has parameters of a model that was never seen as a whole.
+    """
+    params = sum(len(p.spec.specs) if isinstance(p.spec, BufferState) else 1 for p in inputs)
+    for name, _, _, spec, _ in inputs:
+        if isinstance(spec, BufferState) and spec.weights.stochastic:
+            known = spec.shard.known_params
+            if known is not None and known < params:
+                raise UnknownShardError(
+                    f"{name}: got flat parameters of a part of the model for stochastic_rounding, whose noise depends "
+                    "on their places in the whole; call optimizer.attach(model) with the whole model, or set "
+                    "use_orig_params=True"
+                )
+
+
+def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[Tensor | None]:
+    """This rank's parts of all gradients, checked. Collectives of gradients are run here.
+
+    Raises:
+        RuntimeError: the kernels cannot step a parameter or its gradient.
+    """
+    gradients: list[Tensor | None] = []
+    for param, parameter in zip(params, inputs, strict=True):
+        part = None
+        if param.grad is not None:
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
+                    "nn.Embedding(sparse=False))"
+                )
+            part = parameter.shard.local_gradient(param.grad)
+            check_tensors(parameter.name, parameter.shard.local(param), part)
+        gradients.append(part)
+    return gradients
+
+
+def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
+    """Looks for NaN and Inf where ``nonfinite="raise"``; raises on all ranks that hold parts of the parameter.
+
+    Args:
+        inputs: the parameters. Ranks that share parameters pass the same ones.
+        gradients: this rank's parts of their gradients.
+        groups: one per param group.
+
+    Raises:
+        FloatingPointError: a gradient has NaN or Inf.
+    """
+    flags_of: dict[tuple[Exchange | None, torch.device], list[tuple[str, Tensor]]] = {}
+    for parameter, gradient in zip(inputs, gradients, strict=True):
+        if groups[parameter.group].nonfinite != "raise" or (gradient is None and not parameter.is_flat):
+            continue
+        flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
+        if gradient is not None and gradient.numel():
+            low, high = torch.aminmax(gradient)
+            flag = torch.isfinite(low + high * 0).logical_not().int()
+        flags_of.setdefault((parameter.shard.holders, parameter.device), []).append((parameter.name, flag))
+    bad: list[str] = []
+    for (holders, _), named in flags_of.items():
+        flags = torch.stack([flag for _, flag in named])
+        if holders is not None:
+            holders.all_reduce_max(flags)
+        bad += [name for (name, _), flag in zip(named, flags.tolist(), strict=True) if flag]
+    if bad:
+        raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
+
+
+def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
+    """The name of a parameter in errors, by its position in a param group."""
+    names = group.get("param_names")
+    return names[position] if names else f"parameter {position} of param group {index}"
+
+
+def check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
+    """Checks that the kernels can step this rank's part of a parameter.
+
+    Raises:
+        RuntimeError: they cannot.
+    """
+    check_device(name, param.device)
+    supported = ", ".join(str(dtype) for dtype in DTYPES)
+    for role, tensor in (("parameter", param), ("gradient", gradient)):
+        if tensor.dtype not in DTYPES:
+            remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
+            raise RuntimeError(f"{name}: got a {role} of {tensor.dtype}, expected {supported}; {remedy}")
+        check_storage(name, role, tensor)
+    if _may_overlap(param):
+        raise RuntimeError(
+            f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
+            "its own for each; make the parameter of a .clone()"
+        )
+    if gradient.device != param.device or gradient.shape != param.shape:
+        raise RuntimeError(
+            f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
+            f"expected {tuple(param.shape)} on {param.device}"
+        )
+    if gradient.dtype not in (param.dtype, torch.float32):
+        raise RuntimeError(
+            f"{name}: got a gradient of {gradient.dtype} for a parameter of {param.dtype}, "
+            "expected the same dtype or float32; cast the gradient"
+        )
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Whether elements may share memory, as in an expanded tensor: one dimension steps within another."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False

@@ -1,0 +1,289 @@
+"""Rows of the kernel tables: a rectangle of a parameter's slice each, and one row per param group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.kernels.dispatch import DTYPES
+from shardopt.kernels.streamed import EXTENT
+from shardopt.kernels.weights import noise_key
+from shardopt.layout import Band, FlatShard
+from shardopt.optim.flat_state import AnyState
+from shardopt.optim.options import TABLE_FORMAT
+from shardopt.optim.placement import Place
+from shardopt.optim.rule import Rule
+from shardopt.optim.state import LOW_BITS, Part, StateDict
+from shardopt.step.cut_blocks import CutParameter, FlatCuts
+
+_PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
+
+#: A row of a step's table.
+#:   entry    what the kernels read (csrc/core/call.h), with the gradient's address and dtype left open
+#:   extent   bytes of memory behind each address of the entry
+#:   tensor   index of the optimizer's parameter
+#:   element  where the row begins in the parameter's local tensor, and in its gradient
+#:   unit     transfer unit within the parameter: rows with the same number are copied together
+ROW = np.dtype(
+    [("entry", _C.tensor_entry), ("extent", EXTENT), ("tensor", np.int64), ("element", np.int64), ("unit", np.int64)]
+)
+
+Row = Mapping[str, Any]
+
+
+class Group(NamedTuple):
+    """What all parameters of a param group share in a step.
+
+    Attributes:
+        rule: the update.
+        table_format: the options that decide what the tables look like.
+        hyper: the rule's hyper-parameters.
+        lr: the learning rate where it is on a device; ``hyper["lr"]`` is then 0.
+        gradient_sign: -1 to ascend.
+        nonfinite: what a NaN or Inf in a gradient does.
+    """
+
+    rule: Rule
+    table_format: tuple[Any, ...]
+    hyper: dict[str, float]
+    lr: Tensor | None
+    gradient_sign: float
+    nonfinite: str
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], rule: Rule, hyper: dict[str, float], lr: Tensor | None) -> Group:
+        """The group with these options."""
+        table_format = tuple(options[name] for name in TABLE_FORMAT)
+        return cls(rule, table_format, hyper, lr, -1.0 if options["maximize"] else 1.0, options["nonfinite"])
+
+    def row(self, lr: Tensor | None) -> Row:
+        """The group as a row of ``_C.group_entry``.
+
+        Args:
+            lr: a float32 scalar on the kernels' device that replaces the learning rate in ``hyper``; or None.
+        """
+        policy = _C.NonFinite.propagate if self.nonfinite == "propagate" else _C.NonFinite.skip
+        return {
+            "hyper": self.rule.hyper_row(self.hyper),
+            "lr": 0 if lr is None else lr.data_ptr(),
+            "gradient_scale": self.gradient_sign,
+            "rule": self.rule.index,
+            "nonfinite": int(policy),
+        }
+
+
+def table_of(rows: Sequence[Row], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    """A structured array of rows that are given by the columns' names."""
+    table = np.zeros(len(rows), dtype)
+    _fill(table, rows)
+    return table
+
+
+def _fill(table: npt.NDArray[np.void], rows: Sequence[Row]) -> None:
+    for name in table.dtype.names or ():
+        values = [row[name] for row in rows]
+        if table.dtype[name].names:
+            _fill(table[name], values)
+        elif values:
+            table[name] = values
+
+
+def rows_of(
+    name: str,
+    spec: AnyState,
+    param: Tensor,
+    state: StateDict,
+    place: Place,
+    flat_cuts: FlatCuts,
+    noise: tuple[int, int],
+    indices: tuple[int, int],
+) -> tuple[list[Row], CutParameter | None]:
+    """The rows of one of the optimizer's parameters, by the names of :data:`ROW`.
+
+    Args:
+        name: the parameter's name in errors.
+        spec: the description of its state.
+        param: this rank's part of it.
+        state: its state.
+        place: where its state lives.
+        flat_cuts: the blocks that flat shards on its device cut.
+        noise: ``stochastic_rounding_seed``, and the parameter's index among all of the model's.
+        indices: the parameter's index in the step, and that of its param group.
+
+    Returns:
+        The rows; and what the owners of its blocks exchange, if it is a column shard that cuts blocks.
+
+    Raises:
+        RuntimeError: the state is not what the kernels can step with this parameter.
+    """
+    for key in spec.state_names:
+        if key not in state:
+            raise RuntimeError(
+                f"{name}: got state without {key}, expected {', '.join(sorted(spec.state_names))}; set the options "
+                "when the optimizer is made, or load a state that has it"
+            )
+    _check(name, "step", state["step"], torch.float32, 1, place.steps)
+    rows: list[Row] = []
+    cut = None
+    for part in spec.parts(param, state):
+        cut = _cut_parameter(part)
+        noise_of_part = noise_key(noise[0], noise[1] if part.place is None else part.place)
+        first_unit = rows[-1]["unit"] + 1 if rows else 0
+        rows += _rows_of_part(name, part, cut, flat_cuts, place, noise_of_part, indices, first_unit)
+    return rows, cut
+
+
+def _rows_of_part(
+    name: str,
+    part: Part,
+    cut: CutParameter | None,
+    flat_cuts: FlatCuts,
+    place: Place,
+    noise: int,
+    indices: tuple[int, int],
+    first_unit: int,
+) -> Iterator[Row]:
+    spec, param, grid = part.spec, part.param, part.spec.grid
+    codes, scales = _checked_moments(name, part, place)
+    low_bits, low_bytes = spec.local_low_bits(part.state), spec.weights.low_bits // 8
+    if low_bits is not None:
+        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * low_bytes, place.state)
+    widths = [spec.codec.scales(signed=moment.signed) for moment in spec.moments]
+    size = grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
+    divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
+    for unit, whole in enumerate(_units(part, place), first_unit):
+        for band in whole.divided(grid) if divides else [whole]:
+            if band.rows * band.cols == 0:
+                continue
+            in_parameter = _index_in_parameter(part, band)
+            extremes = _addresses([], 0)
+            if band.cut and cut is not None:
+                extremes = _addresses(cut.extremes, band.block, [2] * len(cut.extremes))
+            elif band.cut:
+                extremes = flat_cuts.addresses(spec, grid.block_of(in_parameter)) or extremes
+            numel = (band.rows - 1) * band.row_stride + band.cols
+            lead = band.first_col % size
+            blocks = (band.rows - 1) * band.blocks_stride + -(-(lead + band.cols) // size)
+            yield {
+                "entry": {
+                    "param": _address(param, band.element),
+                    "gradient": 0,
+                    "step": part.state["step"].data_ptr(),
+                    "low_bits": 0
+                    if low_bits is None
+                    else _address(low_bits, band.element * spec.weights.low_bits // 8),
+                    "codes": _addresses(codes, band.element),
+                    "scales": _addresses(scales, band.block, widths),
+                    "extremes": extremes,
+                    "rows": band.rows,
+                    "cols": band.cols,
+                    "row_stride": band.row_stride,
+                    "scales_row_stride": band.blocks_stride,
+                    "first_element": in_parameter,
+                    "global_row_numel": spec.shard.row_numel,
+                    "noise_key": noise,
+                    "block_size": size,
+                    "weight_format": spec.weights.index,
+                    "gradient_dtype": DTYPES[param.dtype],
+                    "codec": spec.codec.index,
+                    "group": indices[1],
+                    "cut": any(extremes),
+                },
+                "extent": {
+                    "param": numel * param.element_size(),
+                    "gradient": numel,
+                    "low_bits": numel * low_bytes,
+                    "codes": _padded([numel * c.element_size() for c in codes]),
+                    "scales": _padded([4 * blocks * width if spec.codec.blockwise else 0 for width in widths]),
+                },
+                "tensor": indices[0],
+                "element": part.first + band.element,
+                "unit": unit,
+            }
+
+
+def _checked_moments(name: str, part: Part, place: Place) -> tuple[list[Tensor], list[Tensor | None]]:
+    """This rank's codes and scales, per moment."""
+    spec = part.spec
+    codes, scales = [], []
+    for moment in spec.moments:
+        coded = spec.local_coded(part.state, moment)
+        _check(name, spec.codes_name(moment), coded.codes, spec.codec.code_dtype, part.param.numel(), place.state)
+        if coded.scales is not None:
+            numel = math.prod(spec.shard.scales_shape(spec.grid)) * spec.codec.scales(signed=moment.signed)
+            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, place.state)
+        codes.append(coded.codes)
+        scales.append(coded.scales)
+    return codes, scales
+
+
+def _cut_parameter(part: Part) -> CutParameter | None:
+    """What the owners of a column shard exchange, if it cuts blocks."""
+    spec, device = part.spec, part.param.device
+    if not spec.codec.blockwise:
+        return None
+    covered = spec.shard.local_blocks(spec.grid)
+    if covered.exchange is None:
+        return None
+    scales = [spec.local_coded(part.state, moment).scales for moment in spec.moments]
+    shape = (spec.shard.rows, covered.per_row, 2)
+    extremes = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in scales]
+    return CutParameter(spec, covered, [s for s in scales if s is not None], extremes)
+
+
+def _units(part: Part, place: Place) -> list[Band]:
+    """The slice as matrices, each small enough to be copied in one go where it is offloaded."""
+    spec, shard = part.spec, part.spec.shard
+    if spec.codec.blockwise:
+        bands, size = shard.bands(spec.grid), spec.grid.block_size
+    else:
+        rows, cols, size = shard.rows, shard.cols, _PLAIN_BLOCK
+        if shard.is_range or not spec.weights.stochastic:  # one long row: columns matter for nothing but noise
+            rows, cols = 1, part.param.numel()
+        bands = [Band(0, rows, 0, cols, cols, 0, -(-cols // size))]
+    if place.offload is None:
+        return bands
+    limit = place.piece_numel(spec, part.param)
+    return [unit for band in bands for unit in band.split(limit, size)]
+
+
+def _index_in_parameter(part: Part, band: Band) -> int:
+    """The index in the flattened global parameter of a band's first element, where the kernels need it."""
+    shard = part.spec.shard
+    first = shard.first_element if part.spec.weights.stochastic or isinstance(shard, FlatShard) else 0
+    row = 0 if shard.is_range else band.element // shard.cols
+    return first + band.element + row * (shard.row_numel - shard.cols)
+
+
+def _check(name: str, key: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    """Checks a state entry, which the user may have replaced: the kernels do not look."""
+    if tensor.dtype == dtype and tensor.numel() == numel and tensor.device == device and tensor.is_contiguous():
+        return
+    layout = "a contiguous" if tensor.is_contiguous() else "a strided"
+    raise RuntimeError(
+        f"{name}: got state {key} as {layout} tensor of {tensor.numel()} elements of {tensor.dtype} on "
+        f"{tensor.device}, expected a contiguous one of {numel} of {dtype} on {device}; move it back, or load it with "
+        "load_state_dict"
+    )
+
+
+def _address(tensor: Tensor, index: int) -> int:
+    return tensor.data_ptr() + index * tensor.element_size()
+
+
+def _addresses(tensors: Sequence[Tensor | None], index: int, widths: Sequence[int] | None = None) -> list[int]:
+    """Addresses of the elements at ``index``, per moment. ``widths``: elements per index."""
+    each = [1] * len(tensors) if widths is None else widths
+    return _padded([0 if t is None else _address(t, index * width) for t, width in zip(tensors, each, strict=True)])
+
+
+def _padded(values: Sequence[int]) -> list[int]:
+    """Values per moment, filled up to the table's width."""
+    return [*values, *[0] * (_C.max_moments - len(values))]

@@ -1,0 +1,120 @@
+"""Steps a set of parameters; caches their tables between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import zip_longest
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.kernels.dispatch import LossScaling
+from shardopt.kernels.skipped import SkippedElements
+from shardopt.optim.options import DEFAULTS, PLACEMENT, check_options
+from shardopt.optim.placement import StatePlaces
+from shardopt.step.inputs import ParamGroups, describe
+from shardopt.step.rows import Group
+from shardopt.step.tables import StepTables
+
+_options_of = itemgetter(*DEFAULTS)
+
+
+class Stepper:
+    """Steps some of an optimizer's parameters, again and again.
+
+    Args:
+        places: where the state of each parameter lives.
+        numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
+        first: index of the first parameter among all of the optimizer's.
+        name: the name in errors of a single parameter that is not the param group's first.
+    """
+
+    def __init__(
+        self, places: StatePlaces, numbers: Mapping[Tensor, int], first: int = 0, name: str | None = None
+    ) -> None:
+        self.skipped = SkippedElements()
+        self._places, self._numbers, self._first, self._name = places, numbers, first, name
+        self._tables: StepTables | None = None  # of the last step
+        self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
+
+    def prepare(
+        self,
+        param_groups: ParamGroups,
+        state: Mapping[Tensor, Any],
+        group_of: Callable[[Mapping[str, Any]], Group],
+        scaling: LossScaling,
+    ) -> Callable[[], None]:
+        """Prepares a step on every parameter that has a gradient. Collectives of gradients are run here.
+
+        Args:
+            param_groups: the optimizer's, or some of its parameters in the same form.
+            state: the state of these parameters.
+            group_of: reads and checks a param group.
+            scaling: the loss scale.
+
+        Returns:
+            Takes the step, once, in any thread, with the gradients and options of now. Prepare the next step only
+            afterwards.
+
+        Raises:
+            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
+            ValueError: an option or hyper-parameter was changed to a value that is not allowed, or not while training.
+                Nothing was changed.
+            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
+        """
+        tables, self._tables = self._tables, None  # put back only after a step that went well
+        changed = tables is None or tables.options_changed(param_groups)
+        checked = self._check(param_groups, state) if changed else self._checked
+        if tables is not None and changed:
+            tables = tables if tables.set_groups([group_of(group) for group in param_groups]) else None
+        if tables is not None and tables.read(param_groups, state):
+            if scaling.found_inf is None:
+                tables.demand_finite()
+        else:
+            tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
+        tables.prepare(param_groups, scaling)
+        self._checked = checked
+        return partial(self._run, tables)
+
+    def forget(self) -> None:
+        """Has everything looked up anew by the next step."""
+        self._tables = None
+
+    def _make_tables(
+        self, param_groups: ParamGroups, state: Any, groups: list[Group], scaling: LossScaling
+    ) -> StepTables:
+        inputs = describe(param_groups, groups, self._numbers, self._first, self._name)
+        return StepTables(param_groups, state, groups, inputs, scaling, self.skipped, self._places)
+
+    def _run(self, tables: StepTables) -> None:
+        tables.run()
+        self._tables = tables
+
+    def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
+        """Checks the options that are not those of the last step: where only the learning rate is new, none.
+
+        Returns:
+            The options of each param group.
+        """
+        options_now = [_options_of(group) for group in param_groups]
+        for group, options, last in zip_longest(param_groups, options_now, self._checked[: len(options_now)]):
+            if options == last:
+                continue
+            check_options(group)
+            for name, now, before in zip(DEFAULTS, options, last or options, strict=True):
+                if name in PLACEMENT and now != before:
+                    raise _changed_place(name, now, before)
+            for param in group["params"]:
+                decided = self._places.place(param).offload if state.get(param) else None
+                if decided not in (None, group["offload"]):
+                    raise _changed_place("offload", group["offload"], decided)
+        return options_now
+
+
+def _changed_place(option: str, got: object, expected: object) -> ValueError:
+    return ValueError(
+        f"{option}: got {got!r} in a param group that was stepped with {expected!r}, expected the same; give it when "
+        "the optimizer is made: make another one, and load this one's state dict"
+    )
