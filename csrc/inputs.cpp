@@ -88,12 +88,11 @@ void Inputs::add_input(PyObject* param, const py::object& shard, bool in_table) 
   input.in_table = in_table;
   if (!in_table) return;
   TensorView view;
-  if (!view_tensor(local_of(input, param).ptr(), view))
-    throw std::invalid_argument("got a parameter that is not a dense tensor");
+  const py::object part = local_of(input, param);
+  if (!view_tensor(part.ptr(), view)) throw std::invalid_argument("got a parameter that is not a dense tensor");
   input.known = Known(view);
   input.dtype = dtype_of(view);
-  input.device_type = view.device_type;
-  input.device_index = view.device_index;
+  input.device = device_of(part.ptr());
   input.ndim = static_cast<int32_t>(view.ndim);
   input.sizes = sizes_.size();
   sizes_.insert(sizes_.end(), view.sizes, view.sizes + view.ndim);
@@ -167,10 +166,11 @@ bool Inputs::same_entries(const Input& input, PyObject* state) const {
 
 bool Inputs::same_parameter(Input& input) const {
   if (Py_TYPE(input.param) != input.type || !same_layout(input)) return false;
+  const py::object part = local_of(input, input.param);
   TensorView view;
-  return view_tensor(local_of(input, input.param).ptr(), view) && Known(view) == input.known &&
-         has_shape_of(input, view) &&
-         std::equal(view.strides, view.strides + view.ndim, sizes_.data() + input.sizes + view.ndim);
+  if (!view_tensor(part.ptr(), view) || !(Known(view) == input.known) || !has_shape_of(input, part.ptr(), view))
+    return false;
+  return std::equal(view.strides, view.strides + view.ndim, sizes_.data() + input.sizes + view.ndim);
 }
 
 bool Inputs::same_layout(Input& input) const {
@@ -183,8 +183,9 @@ bool Inputs::same_layout(Input& input) const {
   return true;
 }
 
-bool Inputs::has_shape_of(const Input& input, const TensorView& view) const {
-  return view.ndim == input.ndim && view.device_type == input.device_type && view.device_index == input.device_index &&
+// Whether a tensor has the shape and the device of this rank's part of a parameter.
+bool Inputs::has_shape_of(const Input& input, PyObject* tensor, const TensorView& view) const {
+  return view.ndim == input.ndim && device_of(tensor) == input.device &&
          std::equal(view.sizes, view.sizes + view.ndim, sizes_.data() + input.sizes);
 }
 
@@ -200,7 +201,7 @@ py::object Inputs::part_of(const Input& input, const py::object& gradient) const
 
 bool Inputs::accept(Input& input, PyObject* part) const {
   TensorView view;
-  if (!view_tensor(part, view) || !has_shape_of(input, view)) return false;
+  if (!view_tensor(part, view) || !has_shape_of(input, part, view)) return false;
   const uint8_t dtype = dtype_of(view);
   if (dtype != input.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
   if (!lies_in_storage(part, view)) return false;

@@ -91,7 +91,8 @@ class Inputs {
     py::object known_gradient_layout;  // of a gradient that is sharded as the parameter is
     Known known;                       // this rank's part
     size_t sizes = 0;                  // index of its first size in sizes_, behind which are its strides
-    int32_t ndim = 0, device_type = 0, device_index = 0;
+    int32_t ndim = 0;
+    int64_t device = 0;
     uint8_t dtype = kNoDType;
     bool in_table = false;
     bool strided = false;  // whether it or its gradient is not contiguous
@@ -112,7 +113,7 @@ class Inputs {
   bool same_entries(const Input& input, PyObject* state) const;
   bool same_parameter(Input& input) const;
   bool same_layout(Input& input) const;
-  bool has_shape_of(const Input& input, const TensorView& view) const;
+  bool has_shape_of(const Input& input, PyObject* tensor, const TensorView& view) const;
   py::object part_of(const Input& input, const py::object& gradient) const;
   bool accept(Input& input, PyObject* part) const;
 

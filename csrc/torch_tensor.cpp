@@ -122,10 +122,16 @@ bool view_tensor(PyObject* tensor, TensorView& view) {
   torch.dim(handle, &view.ndim);
   torch.sizes(handle, &view.sizes);
   torch.dtype(handle, &view.dtype);
-  torch.device_type(handle, &view.device_type);
-  torch.device_index(handle, &view.device_index);
   view.address = reinterpret_cast<uint64_t>(data);
   return true;
+}
+
+int64_t device_of(PyObject* tensor) {
+  const Libtorch& torch = libtorch();
+  int32_t type = 0, index = 0;
+  torch.device_type(torch.handle(tensor), &type);
+  torch.device_index(torch.handle(tensor), &index);
+  return (int64_t{type} << 32) | static_cast<uint32_t>(index);
 }
 
 bool lies_in_storage(PyObject* tensor, const TensorView& view) {

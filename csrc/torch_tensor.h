@@ -17,8 +17,6 @@ struct TensorView {
   int64_t* sizes = nullptr;
   int64_t* strides = nullptr;
   int32_t dtype = 0;  // torch's number of the dtype
-  int32_t device_type = 0;
-  int32_t device_index = 0;
 
   bool is_contiguous() const;
 };
@@ -27,6 +25,9 @@ bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
 // Views a tensor; false for an object without dense memory, such as a sparse tensor.
 bool view_tensor(PyObject* tensor, TensorView& view);
+
+// The type and the index of a tensor's device, as one number.
+int64_t device_of(PyObject* tensor);
 
 // Whether the elements of a viewed tensor lie within its storage: `resize_` of the storage may have freed or cut them.
 bool lies_in_storage(PyObject* tensor, const TensorView& view);
