@@ -48,8 +48,12 @@ RULES: dict[str, RuleCase] = {
 def with_gradient(param: Tensor, gradient: Tensor) -> None:
     """Sets a parameter's gradient, of the parameter's dtype or of a wider one."""
     param.grad = None
-    param.grad_dtype = gradient.dtype
-    param.grad = gradient
+    if hasattr(Tensor, "grad_dtype"):
+        param.grad_dtype = gradient.dtype
+        param.grad = gradient
+    else:  # older versions of PyTorch check the dtype only where a gradient is assigned
+        param.grad = gradient.to(param.dtype)
+        param.grad.data = gradient
 
 
 def step(optimizer: ShardedOptimizer, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
