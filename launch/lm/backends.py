@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ import shardopt
 from lm import engine, optimizers
 from lm.learner import Context, Learner, Parallel, TorchLearner
 from lm.model import Transformer
+from lm.options import Config
 from lm.runtime import Ranks
-
-if TYPE_CHECKING:
-    from lm.config import Config
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,9 @@ from lm import engine_config, optimizers, runtime
 from lm.errors import UserError
 from lm.learner import Learner
 from lm.model import Transformer
+from lm.options import Config
 from lm.runtime import Ranks
 from shardopt.integrations.deepspeed.engine import opened
-
-if TYPE_CHECKING:
-    from lm.config import Config
 
 
 def check(config: Config, world_size: int) -> None:

@@ -10,13 +10,11 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm import optimizers
 from lm.errors import UserError
-
-if TYPE_CHECKING:
-    from lm.config import Config
+from lm.options import Config
 
 Settings = dict[str, Any]
 

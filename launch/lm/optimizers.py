@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,11 +11,9 @@ from torch.optim import Optimizer
 
 import shardopt
 from lm.errors import UserError
+from lm.options import Config
 from shardopt.layout.names import parameter_names
 from shardopt.optim.memory import owner_of
-
-if TYPE_CHECKING:
-    from lm.config import Config
 
 Groups = list[dict[str, Any]]
 # (class, param groups, options, the wrapped model) -> optimizer

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lm import checkpoint, data, engine, optimizers, runtime
 from lm.backends import BACKENDS
-from lm.config import Config
 from lm.data import Corpus
 from lm.errors import UserError
 from lm.model import ModelConfig
+from lm.options import Config
 from lm.runtime import Ranks
 
 

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
 from lm.backends import BACKENDS
-from lm.config import Config
 from lm.errors import UserError
+from lm.options import Config
 from lm.plan import Plan
 
 # Optimizer steps at the start of a run that its timing leaves out.
