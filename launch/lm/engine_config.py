@@ -26,7 +26,7 @@ _BATCH = {
     "gradient_accumulation_steps": "accumulate",
     "gradient_clipping": "clip",
 }
-_PARAMS = ("lr", "betas", "eps", "momentum", "dampening", "nesterov", *optimizers.SHARED_OPTIONS)
+_PARAMS = tuple(optimizers.all_arguments())
 _MICRO = "train_micro_batch_size_per_gpu"
 # What the job does itself, or cannot do.
 _REFUSED = {
@@ -141,7 +141,7 @@ def _says(section: Mapping[str, Any], name: str) -> bool:
 
 
 def _optimizer(kind: Any, path: str) -> str:
-    named = {f"{kind.__name__.removesuffix('8bit')}8bit": name for name, (kind, _) in optimizers.OPTIMIZERS.items()}
+    named = {f"{kind.__name__.removesuffix('8bit')}8bit": name for name, kind in optimizers.OPTIMIZERS.items()}
     for known, name in named.items():
         if known.lower() == str(kind).lower():
             return name

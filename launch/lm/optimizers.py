@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,36 +16,33 @@ from lm.errors import UserError
 from lm.options import Config
 from shardopt.layout.names import parameter_names
 from shardopt.optim.memory import owner_of
+from shardopt.optim.options import DEFAULTS, STATE_FORMAT
 
 Groups = list[dict[str, Any]]
 # (class, param groups, options, the wrapped model) -> optimizer
 Make = Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
 
-# Each update rule with the options that are its own.
-OPTIMIZERS: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
-    "adamw": (shardopt.AdamW, ("betas", "eps")),
-    "adam": (shardopt.Adam, ("betas", "eps")),
-    "sgd": (shardopt.SGD, ("momentum", "dampening", "nesterov")),
-    "lion": (shardopt.Lion, ("betas",)),
+# The update rules.
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": shardopt.AdamW,
+    "adam": shardopt.Adam,
+    "sgd": shardopt.SGD,
+    "lion": shardopt.Lion,
 }
 
-# The options that every rule has.
-SHARED_OPTIONS = (
-    "weight_decay",
-    "codec",
-    "block_size",
-    "min_quantized_numel",
-    "master_weight_bits",
-    "stochastic_rounding",
-    "stochastic_rounding_seed",
-    "offload",
-    "device_state_budget",
-    "pin_memory",
-    "nonfinite",
-)
+# A checkpoint loads only where these options, which lay out the state, agree.
+STATE_OPTIONS = ("optimizer", *STATE_FORMAT)
 
-# What lays out the state: a checkpoint loads only where these agree.
-STATE_OPTIONS = ("optimizer", "codec", "block_size", "min_quantized_numel", "master_weight_bits")
+
+def arguments(kind: type[Optimizer]) -> list[str]:
+    """The job's options that an optimizer's class takes, under the same names."""
+    taken = {*inspect.signature(kind).parameters, *DEFAULTS}
+    return [field.name for field in dataclasses.fields(Config) if field.name in taken]
+
+
+def all_arguments() -> list[str]:
+    """The job's options that some optimizer's class takes."""
+    return list(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in arguments(kind)))
 
 
 def plain(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
@@ -95,13 +94,11 @@ def chosen(config: Config) -> tuple[type[Optimizer], dict[str, Any]]:
     Raises:
         UserError: an option that the rule does not have.
     """
-    rule, own_options = OPTIMIZERS[config.optimizer]
-    everyones = {name for _, names in OPTIMIZERS.values() for name in names}
-    for name in sorted(everyones - set(own_options)):
-        if getattr(config, name) is not None:
-            raise UserError(f"option {name} does not apply to the optimizer {config.optimizer}")
-    options = {name: getattr(config, name) for name in (*own_options, *SHARED_OPTIONS)}
-    return rule, {"lr": config.lr, **{name: value for name, value in options.items() if value is not None}}
+    kind = OPTIMIZERS[config.optimizer]
+    given = {name: value for name in all_arguments() if (value := getattr(config, name)) is not None}
+    for name in sorted(given.keys() - set(arguments(kind))):
+        raise UserError(f"option {name} does not apply to the optimizer {config.optimizer}")
+    return kind, given
 
 
 def _explained(config: Config, make: Callable[[], Optimizer]) -> Optimizer:
