@@ -18,7 +18,6 @@ from lm.errors import UserError
 from lm.learner import Learner
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.index import INDEX_NAME
-from shardopt.checkpoint.index import read_header as read_portable_header
 
 AUTO = "auto"
 _HEADER_KEYS = ("step", "model", "optimizer", "data", "world_size")
@@ -65,7 +64,7 @@ def read_header(path: Path) -> Header:
         UserError: it cannot be read, or something else saved the checkpoint.
     """
     with _user_errors(f"cannot load the checkpoint {path}"):
-        header: Header = read_portable_header(path)["extra"].get("job", {})
+        header: Header = shardopt.checkpoint.read_header(path)["extra"].get("job", {})
     missing = [key for key in _HEADER_KEYS if key not in header]
     if missing:
         raise UserError(f"checkpoint {path} was not saved by train.py: it lacks {', '.join(missing)}")

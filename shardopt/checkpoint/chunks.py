@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,9 +68,9 @@ class Chunks(Tensor):
         return cls(tensor.shape, tensor.dtype, [Chunk((0,) * tensor.dim(), tensor.detach())])
 
     @property
-    def written(self) -> Collection[Tensor]:
-        """The rectangles that this rank saves."""
-        return self._written.values()
+    def written(self) -> Mapping[tuple[int, ...], Tensor]:
+        """The rectangles that this rank saves, by the offsets of their first elements in the global tensor."""
+        return self._written
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> Chunks:
         """Chunks that hold copies of the rectangles this rank saves, and nothing else.

@@ -130,6 +130,24 @@ def optimizer_chunks(contents: Sequence[Content]) -> dict[str, Chunks]:
     return found
 
 
+def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
+    """The parameters, buffers and optimizer state that this rank holds, by their names in a checkpoint.
+
+    Semipublic: for tools that compare or digest a run's tensors without saving them, as ``launch/lm/digests.py`` does.
+    Nothing is copied: ``Chunks.written`` has this rank's rectangles of a tensor as they are.
+
+    Args:
+        model: the model, in any wrapping but DeepSpeed's.
+        optimizer: its optimizer.
+
+    Raises:
+        TypeError: the optimizer is none of shardopt's.
+        CheckpointError: the optimizer has parameters that the model has not.
+    """
+    contents = contents_of(model, Owner.of(optimizer))
+    return {**model_chunks(model, contents), **optimizer_chunks(contents)}
+
+
 def model_key(name: str) -> str:
     """A parameter's or buffer's name in a checkpoint."""
     return f"model.{name}"

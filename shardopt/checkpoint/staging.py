@@ -38,7 +38,7 @@ class Stager(AsyncStager):
             TypeError: something is no tensor.
         """
         tensors = {name: _chunks(name, value) for name, value in state_dict.items()}
-        size = sum(_room(tensor) for chunks in tensors.values() for tensor in chunks.written)
+        size = sum(_room(tensor) for chunks in tensors.values() for tensor in chunks.written.values())
         self._end = 0
         if self._buffer.numel() < size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
