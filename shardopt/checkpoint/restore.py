@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from shardopt.checkpoint.contents import (
     names_by_group,
     state_key,
 )
+from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import apply, checked_groups, merged_from, options_by_name, saved_options
@@ -31,52 +32,10 @@ from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, stat
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
-from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
 from shardopt.optim.flat_state import AnyState, BufferState, encode_flat
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.placement import Place
 from shardopt.optim.state import LOW_BITS, ParameterState
-
-
-class _Target(NamedTuple):
-    """One parameter: what is read of it, and what it is to become.
-
-    Attributes:
-        content: the parameter.
-        values: this rank's part, in the checkpoint's dtype.
-        saved: what the state in the checkpoint looks like; None if none of it is to be loaded.
-        spec: what it is to look like.
-        state: what is read of it.
-    """
-
-    content: Content
-    values: Tensor
-    saved: ParameterState | None
-    spec: ParameterState | None
-    state: dict[str, Tensor]
-
-    @property
-    def converts_state(self) -> bool:
-        """Whether moments have to be coded anew."""
-        if self.saved is None or self.spec is None or not self.spec.moments:
-            return False
-        return _described(self.saved) != _described(self.spec)
-
-    @property
-    def weights(self) -> tuple[WeightFormat, WeightFormat]:
-        """How the weights were saved, and how they are to be stored. Without state, there are no low bits."""
-        found = []
-        for spec, tensor in ((self.saved, self.values), (self.spec, self.content.piece.local)):
-            has_state = spec is not None and self.saved is not None
-            found.append(WeightFormat(tensor.dtype, spec.weights.low_bits if has_state and spec else 0))
-        return found[0], found[1]
-
-    @property
-    def converts_weights(self) -> bool:
-        """Whether the weights are stored in another form."""
-        old, new = self.weights
-        return old != new
 
 
 class Restoration:
@@ -133,7 +92,7 @@ class Restoration:
             if key.startswith("optimizer."):
                 self._entries.setdefault(name, set()).add(entry)
         self._targets = [self._target(content, saved_groups) for content in contents]
-        self.converted = {t.content.piece.name: what for t in self._targets if (what := self._conversion(t))}
+        self.converted = {t.content.piece.name: what for t in self._targets if (what := t.conversion)}
         if self.converted and not convert:
             name, what = next(iter(self.converted.items()))
             raise CheckpointError(
@@ -257,7 +216,7 @@ class Restoration:
             new.append(merged_from(self._path, self._owner.sharded, group, saved[-1], index))
         return new, saved
 
-    def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> _Target:
+    def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> Target:
         piece = content.piece
         dtype = self._index.tensors[model_key(piece.name)].dtype
         if dtype != piece.local.dtype and not {dtype, piece.local.dtype} <= DTYPES.keys():
@@ -267,13 +226,13 @@ class Restoration:
             )
         values = torch.empty(piece.local.shape, dtype=dtype)
         if self._owner is None or content.group is None:
-            return _Target(content, values, None, None, {})
+            return Target(content, values, None, None, {})
         options = self._options[content.group]
         moments = self._owner.sharded.rule(options).moments
         spec = ParameterState.of_shard(piece.shard, piece.local.dtype, options, moments)
         found = self._entries.get(piece.name, set())
         if not found:
-            return _Target(content, values, None, spec, {})
+            return Target(content, values, None, spec, {})
         as_saved = {key: saved_groups[content.group].get(key, options[key]) for key in STATE_FORMAT}
         saved = ParameterState.of_shard(piece.shard, dtype, {**options, **as_saved}, moments)
         if found != saved.state_names:
@@ -282,32 +241,20 @@ class Restoration:
                 f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.state_names))} of "
                 f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
             )
-        target = _Target(content, values, saved, spec, {})
+        target = Target(content, values, saved, spec, {})
         is_here = piece.local.numel() > 0 or piece.segment is not None or not isinstance(piece.shard, FlatShard)
         if (is_here and id(piece.param) in self._owned_ids) or target.converts_weights:
             target = target._replace(state=fresh_state(saved))
         return target
-
-    def _conversion(self, target: _Target) -> str:
-        """What has to be converted of a parameter; empty if nothing."""
-        found = []
-        if target.converts_state:
-            assert target.saved is not None
-            assert target.spec is not None
-            found.append(f"{_described(target.saved)} state for {_described(target.spec)}")
-        if target.converts_weights:
-            old, new = target.weights
-            found.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
-        return " and ".join(found)
 
     def _flat_moments(self) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
         """Converts weights; decodes the moments of the flat shards that are coded anew, by their places in the targets.
 
         All ranks code those together.
         """
-        self._targets = [_with_weights(target) for target in self._targets]
+        self._targets = [target.with_converted_weights() for target in self._targets]
         return {
-            index: (target.spec, _moments(target) if target.state else None)
+            index: (target.spec, target.moments() if target.state else None)
             for index, target in enumerate(self._targets)
             if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
         }
@@ -320,26 +267,26 @@ class Restoration:
         """
         for index, target in enumerate(self._targets):
             if target.converts_state:
-                state = encoded[index] if index in encoded else _encode(target)
+                state = encoded[index] if index in encoded else target.encoded_moments()
                 kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
                 self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
                 self._check_values(self._targets[index])
         self._states: dict[Tensor, tuple[AnyState, dict[str, Tensor]]] = {}
-        of: dict[Tensor, list[_Target]] = {}
+        of: dict[Tensor, list[Target]] = {}
         for target in self._targets:
             of.setdefault(target.content.piece.param, []).append(target)
         for param in self._owned:
             if any(target.state for target in of[param]):
                 self._states[param] = self._placed(param, of[param])
 
-    def _placed(self, param: Tensor, targets: Sequence[_Target]) -> tuple[AnyState, dict[str, Tensor]]:
+    def _placed(self, param: Tensor, targets: Sequence[Target]) -> tuple[AnyState, dict[str, Tensor]]:
         """The state of one of the optimizer's parameters."""
         group = targets[0].content.group
         assert self._owner is not None
         assert group is not None
         sharded = self._owner.sharded
         spec = sharded.state_spec(param, self._owner.groups[group])
-        states = [_placed(target, sharded.places.place(param)) for target in targets]
+        states = [target.placed(sharded.places.place(param)) for target in targets]
         return spec, spec.join(states) if isinstance(spec, BufferState) else states[0]
 
     def _check_states(self) -> None:
@@ -348,7 +295,7 @@ class Restoration:
             self._check_values(target)
         self._check_steps()
 
-    def _check_values(self, target: _Target) -> None:
+    def _check_values(self, target: Target) -> None:
         if target.saved is None or not target.state:
             return
         try:
@@ -368,47 +315,3 @@ class Restoration:
                     f"{self._path}: got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
                     "expected one count; wrap the model with use_orig_params=True"
                 )
-
-
-def _placed(target: _Target, place: Place) -> dict[str, Tensor]:
-    """A parameter's state in the form that the optimizer keeps, where it does."""
-    spec = target.spec
-    assert spec is not None
-    state = target.state or fresh_state(spec)  # a segment of a flat buffer that was saved without
-    return {
-        key: value.to(place.steps) if key == "step" else spec.like(key, value.to(place.state))
-        for key, value in state.items()
-    }
-
-
-def _with_weights(target: _Target) -> _Target:
-    """Converts the checkpoint's weights to the format that the parameter and the optimizer keep."""
-    if not target.converts_weights:
-        return target
-    old, new = target.weights
-    stored = new.store(old.load(StoredWeights(target.values, target.state.get(LOW_BITS))))
-    state = {key: value for key, value in target.state.items() if key != LOW_BITS}
-    if stored.low_bits is not None and state:
-        state[LOW_BITS] = stored.low_bits
-    return target._replace(values=stored.param, state=state)
-
-
-def _encode(target: _Target) -> dict[str, Tensor]:
-    """The moments of a parameter coded anew, where the shard is not flat."""
-    spec = target.spec
-    assert spec is not None
-    if not target.state:
-        return {}
-    values = zip(spec.moments, _moments(target), strict=True)
-    encoded = spec.encode({moment.name: spec.shard.like_parameter(x) for moment, x in values})
-    return {key: spec.shard.local(value) for key, value in encoded.items()}
-
-
-def _moments(target: _Target) -> list[Tensor]:
-    """The moments as saved, decoded: this rank's part, float32."""
-    assert target.saved is not None
-    return target.saved.decode_local(target.state)
-
-
-def _described(spec: ParameterState) -> str:
-    return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
