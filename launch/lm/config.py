@@ -20,7 +20,7 @@ from lm.model import SIZES
 from lm.optimizers import OPTIMIZERS
 from lm.options import Config
 
-# The values of the options that take one of a few.
+# The allowed values of options that have a closed list of them.
 _CHOICES: dict[str, Collection[str]] = {
     "backend": BACKENDS,
     "device": ("auto", "cpu", "cuda"),
@@ -47,7 +47,7 @@ def load(argv: Sequence[str]) -> Config:
         argv: the command line without the program's name.
 
     Raises:
-        UserError: an unknown option, or a value that does not fit its option.
+        UserError: an option is unknown, has a value that it does not allow, or contradicts another option.
     """
     given = vars(_parser().parse_args(argv))
     given.pop("local_rank", None)
@@ -67,7 +67,7 @@ def load(argv: Sequence[str]) -> Config:
 
 
 def _take_over_deepspeed(values: dict[str, Any]) -> None:
-    """Adds what the DeepSpeed config says to the options that were given, which must not say otherwise."""
+    """Adds the options in the DeepSpeed config to `values`. Raises UserError if an option has another value there."""
     path, backend = values.get("deepspeed"), values.get("backend", Config.backend)
     if (path is None) == (backend == "deepspeed"):
         got = "none" if path is None else path
@@ -85,7 +85,7 @@ def _take_over_deepspeed(values: dict[str, Any]) -> None:
 
 
 def _check_release(config: Config) -> None:
-    """Raises UserError where another option needs all gradients at once."""
+    """Raises UserError if another option needs all gradients at once."""
     able = ", ".join(name for name, backend in BACKENDS.items() if backend.releases_gradients)
     for name, fits, expected in (
         ("backend", BACKENDS[config.backend].releases_gradients, f"one of {able}: others step all parameters together"),
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains a byte-level language model; runs alone or under torchrun, deepspeed, mpirun or srun.",
         allow_abbrev=False,
     )
-    # The launchers of DeepSpeed and of older PyTorch give it; the environment has it, too.
+    # DeepSpeed's and older PyTorch's launchers pass the local rank, which the environment has, too.
     parser.add_argument("--local_rank", "--local-rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--config", default=argparse.SUPPRESS, help="YAML file of options")
     for name, field in _FIELDS.items():
@@ -142,7 +142,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """Splits ``T | None`` into T and whether None was allowed."""
+    """Splits a type into its part other than None, and whether None is allowed."""
     if typing.get_origin(hint) is types.UnionType:
         (inner,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
         return inner, True
@@ -150,7 +150,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """Brings `value`, of the command line or of YAML, to the option's type, or raises UserError."""
+    """Converts `value`, from the command line or YAML, to the option's type. Raises UserError if that fails."""
     hint, optional = _without_none(_TYPES[name])
     if optional and value in (None, "none"):
         return None

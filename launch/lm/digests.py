@@ -1,4 +1,4 @@
-"""Digests of what a run holds, whatever the sharding: equal digests are equal bits."""
+"""Digests of a run's tensors, independent of the sharding: equal digests mean equal bits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardopt.checkpoint.contents import held_tensors
 
 
 def of_run(learner: Learner) -> dict[str, str]:
-    """SHA-256 of every parameter and every tensor of the optimizer's live state.
+    """SHA-256 of every parameter, buffer and tensor of the optimizer's live state.
 
-    Each tensor is gathered in full on the host, one at a time; all ranks take part and get the same answer.
+    Gathers each tensor in full on the host, one at a time. All ranks take part and get the same digests.
 
     Returns:
         name in a checkpoint -> hexadecimal digest.
@@ -33,14 +33,14 @@ def _of_tensors(held: dict[str, Chunks]) -> dict[str, str]:
         digest = hashlib.sha256(f"{dtype} {tuple(shape)}".encode())
         data = whole.reshape(-1).view(torch.uint8)
         if dist.is_initialized():
-            dist.all_reduce(data, dist.ReduceOp.MAX)  # other ranks have zeros there, or the same
+            dist.all_reduce(data, dist.ReduceOp.MAX)  # other ranks have zeros or the same bytes there
         digest.update(data.numpy().data)
         found[name] = digest.hexdigest()
     return found
 
 
 def _everywhere(here: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The tensors that there are on any rank: one may hold nothing of a parameter's state."""
+    """The tensors of all ranks: a rank may hold no part of a parameter's state."""
     ranks = [here]
     if dist.is_initialized():
         ranks *= dist.get_world_size()
