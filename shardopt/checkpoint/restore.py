@@ -1,4 +1,4 @@
-"""Loading a portable checkpoint: where its tensors go, what is converted, and the change of model and optimizer."""
+"""Loads a portable checkpoint: plans the reads, converts, and changes model and optimizer."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ from shardopt.optim.state import LOW_BITS, ParameterState
 class Restoration:
     """A checkpoint on its way into a model and an optimizer.
 
-    First comes :meth:`plan`. To be read are then :attr:`tensors`; then :meth:`convert` is called. Nothing is changed
-    before :meth:`commit`.
+    Call :meth:`plan`, read :attr:`tensors`, then call :meth:`convert` and :meth:`commit`. Nothing is changed before
+    :meth:`commit`.
 
     Args:
         path: the checkpoint.
-        index: of the checkpoint.
+        index: the index of the checkpoint.
         model: the model.
-        optimizer: its optimizer, if it is to be loaded.
+        optimizer: the model's optimizer; None to load the model only.
 
     Raises:
-        CheckpointError: data files are not there, or the optimizer is not the model's.
+        CheckpointError: shardopt.checkpoint.save did not write the checkpoint, or the optimizer is not the model's.
+        TypeError: the optimizer is not shardopt's.
     """
 
     def __init__(self, path: str | os.PathLike[str], index: Index, model: Module, optimizer: Optimizer | None) -> None:
@@ -67,19 +68,20 @@ class Restoration:
 
     @property
     def claimed(self) -> bytes:
-        """A bit for each tensor of a model in the checkpoint: whether the model has it on this rank."""
+        """A bit for each model tensor in the checkpoint: whether the model has that tensor on this rank."""
         own = {model_key(piece.name) for piece in self._pieces}
         return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
-        """Decides what is read, and what becomes of it.
+        """Plans reads and conversions.
 
         Args:
-            claimed: what :attr:`claimed` is on each rank.
-            convert: whether the state may be converted.
+            claimed: :attr:`claimed` of each rank.
+            convert: whether state and weights may be converted.
 
         Raises:
-            CheckpointError: the checkpoint is not one of this model and optimizer.
+            CheckpointError: the checkpoint is of another model or optimizer, needs a conversion without `convert`, has
+                options that are not allowed, or lacks bytes of tensors in ``extra``.
         """
         self._check_model(claimed)
         contents = self._contents
@@ -102,7 +104,7 @@ class Restoration:
         extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
         files = {chunk.file: self._index.files[chunk.file] for stored in extra.values() for chunk in stored.chunks}
         with noticing_replacement(self._path, self._index):
-            check_lengths(self._path, files)  # no memory for tensors whose bytes are not there
+            check_lengths(self._path, files)  # before memory is allocated for tensors without bytes
         self._extra_tensors = {
             name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype) for name, stored in extra.items()
         }
@@ -110,12 +112,12 @@ class Restoration:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What else was saved."""
+        """The ``extra`` values that were saved."""
         return {**self._index.header["extra"], **self._extra_tensors}
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Where to read to, by the names in the checkpoint."""
+        """The tensors to read into, by the names in the checkpoint."""
         found: dict[str, Any] = {}
         for target in self._targets:
             piece = target.content.piece
@@ -130,10 +132,10 @@ class Restoration:
         return found
 
     def convert(self) -> None:
-        """Makes the state that the optimizer will have, in its form and where it lives. All ranks must call this.
+        """Makes the optimizer's new state, in its form and on its devices. All ranks must call this.
 
         Raises:
-            CheckpointError: the state is not one that a step could go on from, or it could not be made, on any rank.
+            CheckpointError: on any rank, a step could not go on from the state, or the state could not be made.
         """
         on_every_rank(self._check_states)
         flat = on_every_rank(self._flat_moments)
@@ -142,7 +144,7 @@ class Restoration:
         on_every_rank(lambda: self._make_states(dict(zip(flat, encoded, strict=True))))
 
     def commit(self) -> None:
-        """Changes model and optimizer: only copies into what is there, and assigns what was made."""
+        """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
         with torch.no_grad():
             for target in self._targets:
                 target.content.piece.local.copy_(target.values)
@@ -152,7 +154,9 @@ class Restoration:
             return
         for group, options in zip(self._owner.groups, self._options, strict=True):
             apply(group, options)
-        if self._owner.groups is not self._owner.sharded.param_groups:  # a ZeroRedundancyOptimizer's: it has fewer
+        if (
+            self._owner.groups is not self._owner.sharded.param_groups
+        ):  # a ZeroRedundancyOptimizer's local optimizer has fewer parameters
             for group, options in zip(self._owner.sharded.param_groups, self._options, strict=True):
                 apply(group, options)
         for param, (spec, state) in self._states.items():
@@ -171,7 +175,7 @@ class Restoration:
         return [name for name in self._index.tensors if name.startswith("model.")]
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
-        """Checks that the checkpoint has the tensors of the model, and no others than the model has on some rank."""
+        """Checks that the checkpoint has all tensors of the model, and only tensors that the model has on some rank."""
         own = {model_key(piece.name): piece.shard.global_shape for piece in self._pieces}
         saved = {name: self._index.tensors[name].shape for name in self._saved_names}
         bits = np.bitwise_or.reduce([np.frombuffer(of_rank, dtype=np.uint8) for of_rank in claimed])
@@ -188,7 +192,7 @@ class Restoration:
             )
 
     def _check_tensors(self) -> None:
-        """Checks that what is to be read is in the checkpoint, in the dtype and shape of what it is read into."""
+        """Checks that the checkpoint has each tensor to read, in the dtype and shape of the tensor to read into."""
         for name, target in self.tensors.items():
             stored = self._index.tensors[name]
             if (stored.dtype, stored.shape) != (target.dtype, tuple(target.shape)):
@@ -198,7 +202,7 @@ class Restoration:
                 )
 
     def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The options of each param group: those that it is to have, and those that it was saved with."""
+        """The options of each param group after the load, and the options that it was saved with."""
         if self._owner is None:
             return [], []
         if self._index.header.get("param_groups") is None:
@@ -248,9 +252,9 @@ class Restoration:
         return target
 
     def _flat_moments(self) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
-        """Converts weights; decodes the moments of the flat shards that are coded anew, by their places in the targets.
+        """Converts weights; decodes the moments of flat shards that are encoded anew, by their indices in the targets.
 
-        All ranks code those together.
+        All ranks encode the moments of flat shards together.
         """
         self._targets = [target.with_converted_weights() for target in self._targets]
         return {
@@ -260,10 +264,10 @@ class Restoration:
         }
 
     def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
-        """Codes the other moments anew, and makes the optimizer's state where it will live.
+        """Encodes the other moments anew, and makes the optimizer's state on its devices.
 
         Args:
-            encoded: the moments of flat shards, by the places of their parameters in the targets.
+            encoded: the encoded moments of flat shards, by the indices of their parameters in the targets.
         """
         for index, target in enumerate(self._targets):
             if target.converts_state:
@@ -280,7 +284,7 @@ class Restoration:
                 self._states[param] = self._placed(param, of[param])
 
     def _placed(self, param: Tensor, targets: Sequence[Target]) -> tuple[AnyState, dict[str, Tensor]]:
-        """The state of one of the optimizer's parameters."""
+        """Form and entries of the new state of one of the optimizer's parameters."""
         group = targets[0].content.group
         assert self._owner is not None
         assert group is not None
@@ -290,7 +294,7 @@ class Restoration:
         return spec, spec.join(states) if isinstance(spec, BufferState) else states[0]
 
     def _check_states(self) -> None:
-        """Checks what was read of the states, as far as one rank can."""
+        """Checks the states that were read, as far as one rank can."""
         for target in self._targets:
             self._check_values(target)
         self._check_steps()
@@ -304,7 +308,7 @@ class Restoration:
             raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_steps(self) -> None:
-        """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""
+        """Checks that parameters in one flat buffer, which has a single step count, were stepped equally often."""
         steps: dict[Tensor, set[float]] = {}
         for target in self._targets:
             if target.content.piece.segment is not None and target.state:
