@@ -58,11 +58,13 @@ def load(argv: Sequence[str]) -> Config:
     _take_over_deepspeed(values)
     config = Config(**values)
     if config.warmup > config.steps:
-        raise UserError(f"warmup is {config.warmup} steps of {config.steps}: it must fit in")
+        raise UserError(f"warmup: got {config.warmup} steps, expected at most the {config.steps} steps of the run")
     if config.release_gradients:
         _check_release(config)
     if config.overlap_forward and not (config.release_gradients and config.offload == "step"):
-        raise UserError("overlap-forward: got it alone, expected --release-gradients and --offload step beside it")
+        raise UserError(
+            "overlap-forward: got this option alone, expected --release-gradients and --offload step beside it"
+        )
     return config
 
 

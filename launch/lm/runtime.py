@@ -230,8 +230,8 @@ def _lost_ranks() -> Iterator[None]:
             raise
         reason = one_line(error).split(". ")[0]
         raise RanksLost(
-            f"another rank is gone or did not answer in time ({reason}): see what it said, then start again with "
-            "--resume auto"
+            f"another rank is gone or did not answer in time ({reason}): see the message of that rank, then start "
+            "again with --resume auto"
         ) from error
 
 

@@ -170,7 +170,8 @@ def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
             ) from error
         if found != length:
             raise CheckpointError(
-                f"{path}: got {found} bytes, expected {length}: it is not what was saved; load another checkpoint"
+                f"{path}: got {found} bytes, expected {length}: the file was changed after the save; load another "
+                "checkpoint"
             )
 
 
@@ -287,6 +288,6 @@ def _read_chunk(file: OpenFile, chunk: StoredChunk, buffer: Tensor) -> Tensor:
     if found != chunk.crc32:
         raise CheckpointError(
             f"{path}: got checksum {found:08x} of the {chunk.bytes} bytes at {chunk.position}, expected "
-            f"{chunk.crc32:08x}: they were damaged after they were saved; load another checkpoint"
+            f"{chunk.crc32:08x}: the bytes were damaged after the save; load another checkpoint"
         )
     return buffer

@@ -84,8 +84,8 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
             save into the folder goes on. Nothing was changed, on any rank.
-        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, or the optimizer is not one of
-            shardopt's.
+        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
+            shardopt's, or an optimizer was given beside a DeepSpeed engine.
     """
     with deferred_interrupts():
         tensors, writer, planner = _to_save(path, model, optimizer, extra)
@@ -115,8 +115,8 @@ def async_save(
 
     Raises:
         RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
-        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, or the optimizer is not one of
-            shardopt's.
+        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
+            shardopt's, or an optimizer was given beside a DeepSpeed engine.
     """
     global _last_saving
     with deferred_interrupts():
@@ -170,8 +170,8 @@ def load(
 
     Args:
         path: the folder.
-        model: the bare model that was saved, in any wrapping that :func:`save` takes. All its parameters must be in the
-            checkpoint, and each tensor of the checkpoint in the model of some rank.
+        model: the bare model that was saved, in any wrapping that :func:`save` takes. All parameters of the model must
+            be in the checkpoint, and each tensor of the checkpoint must be in the model of some rank.
         optimizer: an optimizer of the same parameters; None to load the model only.
         convert: allow another codec, block size or weight format of the optimizer, or another dtype of a parameter,
             than the checkpoint's: moments are decoded and encoded again, weights are rounded.
@@ -184,7 +184,7 @@ def load(
             another model or optimizer, or another rank failed. Nothing was changed, on any rank.
         RuntimeError: there is not enough memory for the load, as with torch.OutOfMemoryError. Nothing was changed, on
             any rank.
-        TypeError: the optimizer is not shardopt's.
+        TypeError: the optimizer is not one of shardopt's, or was given beside a DeepSpeed engine.
     """
     with deferred_interrupts():
         loaded = _load_unreplaced(path, model, optimizer, convert)

@@ -3,8 +3,8 @@
 DCP's own storage unpickles its metadata, notices no damage, and destroys a folder's previous checkpoint before the new
 one is complete. Here a checkpoint is a folder of data files and ``checkpoint.json``
 (:mod:`shardopt.checkpoint.index`), which one rename puts in place once all data are on the disk. The previous
-checkpoint stays loadable until then, whatever happens. All bytes are verified by their checksums before use. All ranks must see the
-folder. Only one save at a time writes into the folder: the coordinating rank holds ``checkpoint.lock``
+checkpoint stays loadable until then, whatever happens. All bytes are verified by their checksums before use. All ranks
+must see the folder. Only one save at a time writes into the folder: the coordinating rank holds ``checkpoint.lock``
 (:mod:`shardopt.checkpoint.folder_lock`).
 """
 
@@ -278,7 +278,7 @@ class PortableReader(StorageReader):
             if target.dtype != stored.dtype:
                 raise CheckpointError(
                     f"{self._folder}: got {item.dest_index.fqn} of {target.dtype} to load into, expected "
-                    f"{stored.dtype} as it was saved; load it into that and convert it"
+                    f"{stored.dtype} as saved; load into a tensor of that dtype, then convert"
                 )
             assert item.storage_index.index is not None
             chunk = stored.chunks[item.storage_index.index]
