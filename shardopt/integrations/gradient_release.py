@@ -24,7 +24,12 @@ from shardopt.optim.options import is_whole
 
 
 class GradientRelease:
-    """What :func:`release_gradients` returns: the release, until :meth:`remove`. Also a context manager."""
+    """A release of gradients, made by :func:`release_gradients`; ends by :meth:`remove`, or as a context manager.
+
+    Args:
+        optimizer: the optimizer, whose gradients are released.
+        undo: functions that remove the hooks.
+    """
 
     def __init__(self, optimizer: ShardedOptimizer, undo: Sequence[Callable[[], object]]) -> None:
         self._optimizer = optimizer
@@ -108,10 +113,10 @@ def release_gradients(
 
     Raises:
         TypeError: the optimizer is none of shardopt's.
-        ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``; or
+        ValueError: the optimizer has no trained parameter of the model, or has ``nonfinite="raise"``; or
             ``waiting_gradients`` is no whole number or less than 1.
-        RuntimeError: there are gradients already, or the optimizer's are released already, or the model is wrapped in a
-            way that excludes it.
+        RuntimeError: a parameter has a gradient already, the optimizer's gradients are released already, the model is
+            wrapped by FSDP1 or has flat parameters, or DDP has a communication hook or an option that excludes buckets.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         kind = type(optimizer).__name__
