@@ -110,7 +110,7 @@ def _of_mpi(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": environment.get("MASTER_ADDR", address),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
-    MPI.Finalize()  # now, because at the end of the process it would wait for ranks that may hang
+    MPI.Finalize()  # now, because finalizing at the end of the process would wait for ranks that may hang
     return found
 
 

@@ -152,7 +152,7 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
     """
     kept = {*STATE_FORMAT, *_OF_THE_RUN, "params", "param_names"}
     if saved.get("master_weight_bits") != group["master_weight_bits"]:
-        kept.add("stochastic_rounding")  # it depends on the weights' format, which differs
+        kept.add("stochastic_rounding")  # depends on the weights' format, which differs
     taken = {key: value for key, value in saved.items() if key not in kept}
     for key, value in taken.items():
         if isinstance(value, list) and isinstance(group.get(key), tuple | None):
