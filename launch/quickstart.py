@@ -2,8 +2,8 @@
 
 Trains the same model from the same seed under torchrun: with 32-bit state, with 8-bit state, and in 5 bytes per
 parameter (bfloat16 weights, 24-bit masters, 8-bit state, gradients freed as they are used). Resumes the 8-bit run from
-its middle on two other numbers of ranks and under another kind of sharding, and ends with a table. Exits with 1 where
-a promise is not kept.
+its middle on two other numbers of ranks and under another kind of sharding, and prints a table. Exits with 1 if a loss
+or a resumed tensor is not as expected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
 
 MAX_HELDOUT_LOSS = 2.3  # nats per byte
-MAX_LOSS_GAP = 0.01  # of the other runs against 32-bit, relative
-MAX_RESUMED_GAP = 1e-3  # of the first loss after resuming, relative: summation order differs
+MAX_LOSS_GAP = 0.01  # relative difference of the held-out losses from 32-bit's
+MAX_RESUMED_GAP = 1e-3  # relative difference of the first loss after resuming: summation order differs
 
 FIVE_BYTES = ("--precision", "bf16", "--master-weight-bits", "24", "--release-gradients")
 
@@ -37,7 +37,7 @@ Summary = dict[str, Any]
 
 
 class Quickstart:
-    """The runs, below one folder."""
+    """The runs, in subfolders of one folder."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
@@ -47,7 +47,7 @@ class Quickstart:
         self.middle = self.options.checkpoint_interval
 
     def run(self) -> list[str]:
-        """Trains, resumes, prints the table, and returns what went wrong."""
+        """Trains, resumes, prints the table, and returns the failures, a line each."""
         wide = self._train("32-bit", self.ranks, "--codec", "fp32", "--checkpoint-interval", "0")
         narrow = self._train("8-bit", self.ranks, "--verify")
         small = self._train("5 bytes", self.ranks, *FIVE_BYTES, "--checkpoint-interval", "0")
@@ -65,7 +65,7 @@ class Quickstart:
         return wrong
 
     def _resume(self, saved: Path, ranks: int, backend: str) -> list[str]:
-        """Resumes for one step under another sharding, and says what went wrong."""
+        """Resumes for one step under another sharding, and returns the failures, a line each."""
         name = f"resumed-on-{ranks}-{backend}"
         step = self.middle + 1
         until = ("--backend", backend, "--stop-at-step", str(step), "--checkpoint-interval", "0")
@@ -88,7 +88,7 @@ class Quickstart:
         """Runs launch/train.py under torchrun and returns its summary."""
         output = self.output / name
         shutil.rmtree(output, ignore_errors=True)
-        # A machine with fewer GPUs than ranks resumes on its CPU: a checkpoint loads anywhere.
+        # Runs on the CPU if the machine has fewer GPUs than ranks: a checkpoint loads on any device.
         device = "cuda" if ranks <= self.gpus else "cpu"
         batch = math.ceil(self.options.batch / ranks) * ranks
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -131,7 +131,7 @@ def _ranks(count: int) -> str:
 def _losses_wrong(runs: dict[str, Summary]) -> list[str]:
     wrong = []
     for name, summary in runs.items():
-        # "not <" rather than ">=": a NaN, which JSON holds as null, must not pass.
+        # "not <" rather than ">=", so that NaN fails; JSON holds NaN as null.
         if summary["heldout_loss"] is None or not summary["heldout_loss"] < MAX_HELDOUT_LOSS:
             wrong.append(
                 f"the held-out loss of {name} is {summary['heldout_loss']}, expected less than {MAX_HELDOUT_LOSS}"

@@ -5,17 +5,17 @@ One process::
 
     python launch/train.py --backend single --config configs/quickstart.yaml
 
-Several, one per GPU or on the CPU::
+Several processes, one per GPU or all on the CPU::
 
     torchrun --nproc-per-node 2 launch/train.py --config configs/quickstart.yaml --codec fp32
 
-The same under ``deepspeed --num_gpus 2``, ``mpirun -np 2 python`` and ``srun -n 2 python``; ``launch/multinode/`` has
-scripts for several machines. DeepSpeed is a backend like the others, and takes its own config::
+``deepspeed --num_gpus 2``, ``mpirun -np 2 python`` and ``srun -n 2 python`` start the job, too; ``launch/multinode/``
+has scripts for several machines. DeepSpeed is a backend like the others, and takes its own config::
 
     torchrun --nproc-per-node 2 launch/train.py --backend deepspeed --deepspeed configs/zero2.json
 
-Bad input ends in one line on stderr and exit code 2, the loss of another rank in one line and exit code 3.
-Under torchrun the ranks do the same; torchrun then adds its own report and exits with 1.
+Bad input ends the run with one line on stderr and exit code 2, the loss of another rank with one line and exit code 3.
+torchrun adds its own report to the ranks' line and exits with 1.
 """
 
 from __future__ import annotations

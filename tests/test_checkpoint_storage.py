@@ -247,7 +247,7 @@ def test_a_stager_uses_its_memory_again() -> None:
 
     def staged(tensors: dict[str, torch.Tensor]) -> set[int]:
         """The addresses of the memory with the copies."""
-        copies = {name: chunks.written for name, chunks in stager.stage(tensors).items()}
+        copies = {name: chunks.written.values() for name, chunks in stager.stage(tensors).items()}
         assert {k: [bits(x) for x in v] for k, v in copies.items()} == {
             k: [bits(x)] if x.numel() else [] for k, x in tensors.items()
         }

@@ -1,4 +1,4 @@
-"""Imports and includes go one way only, and no file grows long.
+"""Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
 launch, shardopt.__main__ -> shardopt -> integrations, checkpoint, estimate -> optim -> layout -> codec -> kernels -> _C
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,27 @@ def python_files(root: Path) -> Iterator[tuple[str, Path]]:
                 yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imported(module: str, path: Path, launch_modules: set[str]) -> Iterator[str]:
-    """Full names of all that a file imports, each imported name included: ``from a import b`` gives ``a.b``."""
+def top_modules_of_launch(root: Path) -> set[str]:
+    """The modules and packages in launch, which its files import by these names."""
+    return {path.stem for path in (root / "launch").glob("*") if path.suffix in ("", ".py")}
+
+
+class AtRuntime(ast.NodeTransformer):
+    """Leaves out the bodies of ``if TYPE_CHECKING:``."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        return node.orelse if ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING" else node
+
+
+def imported(module: str, path: Path, launch_modules: set[str], *, at_runtime: bool = False) -> Iterator[str]:
+    """Full names of all that a file imports, each imported name included: ``from a import b`` gives ``a.b``.
+
+    Imports within functions count. Those under ``if TYPE_CHECKING:`` do not where ``at_runtime``.
+    """
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(AtRuntime().visit(tree) if at_runtime else tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -82,7 +100,7 @@ def imported(module: str, path: Path, launch_modules: set[str]) -> Iterator[str]
 def python_faults(root: Path) -> list[str]:
     """Imports that run against the arrow, and torch.distributed where it does not belong."""
     faults = []
-    launch_modules = {path.stem for path in (root / "launch").glob("*") if path.suffix in ("", ".py")}
+    launch_modules = top_modules_of_launch(root)
     for module, path in python_files(root):
         own = level_of(module)
         assert own is not None
@@ -94,6 +112,42 @@ def python_faults(root: Path) -> list[str]:
             if own < SHARDING_LEVEL and any(within(name, package) for package in SHARDING):
                 faults.append(f"{module} uses {name}")
     return faults
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """The files that each file imports at runtime, at its top or within functions, by their modules' full names.
+
+    ``from package import name`` is an import of the module ``package.name`` where there is one, else of the package.
+    That importing a module runs the ``__init__.py`` of its packages first does not count.
+    """
+    files = dict(python_files(root))
+    launch_modules = top_modules_of_launch(root)
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        graph[module] = set()
+        for name in imported(module, path, launch_modules, at_runtime=True):
+            while name and name not in files:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                graph[module].add(name)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Circles of imports, until without one import of each there are none."""
+    left = {module: set(others) for module, others in graph.items()}
+    found = []
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            circle = error.args[1][:0:-1]  # so that each imports the next
+            least = circle.index(min(circle))
+            circle = [*circle[least:], *circle[: least + 1]]
+            found.append(" imports ".join(circle))
+            left[circle[0]].remove(circle[1])
+        else:
+            return found
 
 
 def include_faults(root: Path) -> list[str]:
@@ -113,7 +167,8 @@ def include_faults(root: Path) -> list[str]:
 
 def long_files(root: Path) -> list[str]:
     found = []
-    for top, kinds in (("shardopt", (".py", ".pyi")), ("csrc", (".h", ".cpp", ".cu", ".cuh"))):
+    python, cpp = (".py", ".pyi"), (".h", ".cpp", ".cu", ".cuh")
+    for top, kinds in (("shardopt", python), ("launch", python), ("csrc", cpp)):
         for path in sorted((root / top).rglob("*")):
             if path.suffix in kinds and (lines := len(path.read_text().splitlines())) > MAX_LINES:
                 found.append(f"{path.relative_to(root)} has {lines} lines")
@@ -123,6 +178,13 @@ def long_files(root: Path) -> list[str]:
 def test_imports_go_one_way() -> None:
     assert len(list(python_files(ROOT))) > 20
     assert python_faults(ROOT) == []
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    graph = import_graph(ROOT)
+    assert "launch.lm.config" in graph["launch.train"]
+    assert "shardopt.optim.options" in graph["shardopt.optim.adam"]
+    assert circles(graph) == []
 
 
 def test_includes_go_one_way() -> None:
@@ -191,3 +253,60 @@ def test_the_checks_find_faults(tmp_path: Path, name: str, text: str) -> None:
     write(tmp_path, {name: text})
     (fault,) = python_faults(tmp_path) + include_faults(tmp_path) + long_files(tmp_path)
     assert Path(name).stem in fault
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {"shardopt/optim/base.py": "from shardopt.optim.adam import Adam\n"},
+            "shardopt.optim.adam imports shardopt.optim.base imports shardopt.optim.adam",
+        ),
+        (
+            {"shardopt/optim/base.py": "def f():\n    from . import adam\n"},
+            "shardopt.optim.adam imports shardopt.optim.base imports shardopt.optim.adam",
+        ),
+        (
+            {
+                "shardopt/optim/__init__.py": "from .base import Base\n",
+                "shardopt/optim/base.py": "from . import Adam\n",
+            },
+            "shardopt.optim imports shardopt.optim.base imports shardopt.optim",
+        ),
+        (
+            {
+                "shardopt/codec/log8.py": "import shardopt.codec.base\n",
+                "shardopt/codec/base.py": "from shardopt.codec import bf16\n",
+                "shardopt/codec/bf16.py": "if TYPE_CHECKING:\n    pass\nelse:\n    from . import log8\n",
+            },
+            "shardopt.codec.base imports shardopt.codec.bf16 imports shardopt.codec.log8 imports shardopt.codec.base",
+        ),
+        (
+            {"launch/lm/model.py": "from lm import data\n", "launch/lm/data.py": "from lm.model import Model\n"},
+            "launch.lm.data imports launch.lm.model imports launch.lm.data",
+        ),
+        (
+            {"launch/lm/model.py": "import train\n"},
+            "launch.lm.model imports launch.train imports launch.lm.model",
+        ),
+    ],
+)
+def test_circles_are_found(tmp_path: Path, files: dict[str, str], expected: str) -> None:
+    write(tmp_path, {**GOOD, "shardopt/optim/base.py": "class Base: ...\n"})
+    assert circles(import_graph(tmp_path)) == []
+    write(tmp_path, files)
+    assert circles(import_graph(tmp_path)) == [expected]
+
+
+@pytest.mark.parametrize("condition", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
+def test_imports_for_types_make_no_circle(tmp_path: Path, condition: str) -> None:
+    write(tmp_path, {**GOOD, "shardopt/optim/base.py": f"if {condition}:\n    from shardopt.optim.adam import Adam\n"})
+    assert circles(import_graph(tmp_path)) == []
+
+
+def test_each_circle_is_found(tmp_path: Path) -> None:
+    files = {
+        f"shardopt/optim/{name}.py": f"from shardopt.optim import {other}\n" for name, other in ("ab", "ba", "cd", "dc")
+    }
+    write(tmp_path, {**GOOD, "shardopt/optim/base.py": "", **files})
+    assert len(circles(import_graph(tmp_path))) == 2

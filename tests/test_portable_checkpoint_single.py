@@ -17,7 +17,8 @@ from torch import nn
 import shardopt
 from attack.index_file import read_index, write_index
 from ranks.layouts import values
-from shardopt.checkpoint import CheckpointError, restore
+from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.state import ParameterState
@@ -320,12 +321,12 @@ def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, monkeypatch: py
     before = everything(other, running)
     made = iter(range(100))
 
-    def placed(*args: Any, original: Any = restore._placed) -> Any:
+    def placed(*args: Any, original: Any = Target.placed) -> Any:
         if next(made):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(*args)
 
-    monkeypatch.setattr(restore, "_placed", placed)
+    monkeypatch.setattr(Target, "placed", placed)
     with pytest.raises(torch.OutOfMemoryError):
         shardopt.checkpoint.load(tmp_path, other, running)
     assert same(everything(other, running), before)

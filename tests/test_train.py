@@ -288,7 +288,7 @@ BAD_INPUT = {
     "release and clipping": (["--release-gradients"], "got clip 1.0, expected 0"),
     "past the end": (["--resume", "TWO", "--stop-at-step", "3"], "beyond the last step"),
     "no digests": (["--resume", "BARE"], "without --verify"),
-    "damaged": (["--resume", "DAMAGED"], "it is not what was saved"),
+    "damaged": (["--resume", "DAMAGED"], "the file was changed after the save"),
     "somebody else's": (["--resume", "OTHER"], "was not saved by train.py"),
     "not a checkpoint": (["--resume", "STRANGE"], "file of another kind"),
     "unwritable": (["--output", "/proc/nowhere"], "/proc/nowhere"),

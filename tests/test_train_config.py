@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lm import config, engine_config
-from lm.config import Config
 from lm.errors import UserError
+from lm.options import Config
 from train_job import ROOT
 
 MANY = {

@@ -197,7 +197,7 @@ def test_what_gradient_release_excludes(options: list[str], complaint: str) -> N
 
 @pytest.mark.parametrize("options", [[], ["--offload", "step"], ["--clip", "0", "--release-gradients"]], ids=str)
 def test_overlap_of_what_is_not_there(options: list[str]) -> None:
-    with pytest.raises(UserError, match="overlap-forward: got it alone"):
+    with pytest.raises(UserError, match="overlap-forward: got this option alone"):
         config.load(["--overlap-forward", *options])
 
 

@@ -1,4 +1,4 @@
-"""How a model and its optimizer are spread over the ranks: a function or two and one line of the table per backend."""
+"""Backends, each a way to spread a model and its optimizer over the ranks: a line of the table and its functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ import shardopt
 from lm import engine, optimizers
 from lm.learner import Context, Learner, Parallel, TorchLearner
 from lm.model import Transformer
+from lm.options import Config
 from lm.runtime import Ranks
-
-if TYPE_CHECKING:
-    from lm.config import Config
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Backend:
 
     Attributes:
         build: (bare model on the CPU, ranks, options) -> Learner.
-        needs_group: whether it runs over a process group; else it is for one process.
-        releases_gradients: whether parameters can be stepped during the backward pass.
+        needs_group: whether the backend runs over a process group; other backends run in one process.
+        releases_gradients: whether the backend can step parameters during the backward pass.
     """
 
     build: Callable[[Transformer, Ranks, Config], Learner]
@@ -46,11 +44,11 @@ class Backend:
 def _torch(
     wrap: Callable[[Transformer, Ranks, bool], Parallel], make: optimizers.Make = optimizers.plain
 ) -> Callable[[Transformer, Ranks, Config], Learner]:
-    """A backend of PyTorch.
+    """A backend that PyTorch itself provides.
 
     Args:
         wrap: (model on the rank's device, ranks, whether to compute in bfloat16) -> Parallel.
-        make: makes the optimizer.
+        make: (class, param groups, options, wrapped model) -> optimizer.
     """
 
     def build(model: Transformer, ranks: Ranks, config: Config) -> Learner:
@@ -77,8 +75,8 @@ def _fsdp2(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
     )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # The outermost module keeps its parameters gathered after a forward pass unless told otherwise,
-    # and evaluation has no backward pass to shard them again.
+    # By default the outermost module keeps its parameters gathered after a forward pass, until the backward pass;
+    # evaluation has no backward pass.
     sharded = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
     @contextmanager
@@ -127,7 +125,7 @@ def _attached(
     kind: type[Optimizer], groups: optimizers.Groups, options: dict[str, Any], module: nn.Module
 ) -> Optimizer:
     optimizer = optimizers.plain(kind, groups, options, module)
-    optimizer.attach(module)  # type: ignore[attr-defined]  # FSDP1's parameters do not say what they are parts of
+    optimizer.attach(module)  # type: ignore[attr-defined]  # FSDP1's parameters do not refer to their modules
     return optimizer
 
 

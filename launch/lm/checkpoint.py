@@ -1,7 +1,7 @@
-"""The checkpoints of a run: a folder ``step-00000200`` each, which any backend and any number of ranks can load.
+"""The checkpoints of a run: one folder each, such as ``step-00000200``, for any backend and any number of ranks.
 
-A folder is a checkpoint once ``checkpoint.json`` is in it, which comes last: whatever else is found there was never
-finished.
+A checkpoint is complete once its folder has ``checkpoint.json``, which is written last. Folders without that file are
+left over from unfinished saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from lm.errors import UserError
 from lm.learner import Learner
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.index import INDEX_NAME
-from shardopt.checkpoint.index import read_header as read_portable_header
 
 AUTO = "auto"
 _HEADER_KEYS = ("step", "model", "optimizer", "data", "world_size")
@@ -28,7 +27,7 @@ Header = dict[str, Any]
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, the latest last."""
+    """The complete checkpoints in `folder`, from the earliest to the latest."""
     return sorted(path for path in _named(folder) if _is_complete(path))
 
 
@@ -38,14 +37,14 @@ def step_of(path: Path) -> int:
 
 
 def find(resume: str | None, folder: Path) -> Path | None:
-    """The checkpoint that ``--resume`` means, or None to start afresh.
+    """The checkpoint that ``--resume`` names, or None to start from step 0.
 
     Args:
         resume: None, "auto", a checkpoint, or a folder of checkpoints.
-        folder: where this run's checkpoints go; "auto" looks there.
+        folder: the folder of this run's checkpoints, in which "auto" looks for the latest.
 
     Raises:
-        UserError: there is no complete checkpoint.
+        UserError: `resume` is a path with no complete checkpoint.
     """
     if resume is None:
         return None
@@ -59,13 +58,13 @@ def find(resume: str | None, folder: Path) -> Path | None:
 
 
 def read_header(path: Path) -> Header:
-    """What the job saved beside model and optimizer.
+    """The job's own header in a checkpoint, beside model and optimizer.
 
     Raises:
-        UserError: it cannot be read, or something else saved the checkpoint.
+        UserError: the checkpoint cannot be read, or another program than train.py saved it.
     """
     with _user_errors(f"cannot load the checkpoint {path}"):
-        header: Header = read_portable_header(path)["extra"].get("job", {})
+        header: Header = shardopt.checkpoint.read_header(path)["extra"].get("job", {})
     missing = [key for key in _HEADER_KEYS if key not in header]
     if missing:
         raise UserError(f"checkpoint {path} was not saved by train.py: it lacks {', '.join(missing)}")
@@ -73,7 +72,7 @@ def read_header(path: Path) -> Header:
 
 
 def demand_same(path: Path, what: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Raises UserError where the checkpoint's model or optimizer is not the run's."""
+    """Raises UserError if the checkpoint's model or optimizer (`what`) differs from the run's."""
     differing = [
         f"{key} is {saved.get(key)}, not {asked.get(key)}"
         for key in sorted(saved.keys() | asked.keys())
@@ -84,7 +83,7 @@ def demand_same(path: Path, what: str, saved: dict[str, Any], asked: dict[str, A
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Removes what a killed run left unfinished."""
+    """Removes unfinished checkpoints, which killed runs leave behind."""
     for path in _named(folder):
         if not _is_complete(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -95,14 +94,14 @@ def save(folder: Path, header: Header, learner: Learner) -> Path:
 
     Args:
         folder: the folder of checkpoints.
-        header: what :func:`read_header` gives back; has "step".
+        header: the job's header, for :func:`read_header`; must have "step".
         learner: model and optimizer.
 
     Returns:
         The checkpoint.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the checkpoint cannot be written.
     """
     path = folder / f"step-{header['step']:08d}"
     with _user_errors(f"cannot save the checkpoint {path}"):
@@ -113,10 +112,10 @@ def save(folder: Path, header: Header, learner: Learner) -> Path:
 def load(path: Path, learner: Learner) -> None:
     """Reads parameters and optimizer state into a run of any backend and number of ranks.
 
-    The hyper-parameters stay as the optimizer has them.
+    Keeps the optimizer's own hyper-parameters instead of the saved ones.
 
     Raises:
-        UserError: a file is missing or damaged.
+        UserError: the checkpoint cannot be loaded, for example because a file is missing or damaged.
     """
     own = [{key: value for key, value in group.items() if key != "params"} for group in learner.param_groups]
     with _user_errors(f"cannot load the checkpoint {path}"):

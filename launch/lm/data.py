@@ -1,4 +1,4 @@
-"""Real text as bytes: what is read, what is held out, and which windows a step sees."""
+"""Text as bytes: reading, splitting into training and held-out text, and sampling the windows of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lm.errors import UserError
 
 Bytes = NDArray[np.uint8]
 
-# Ends every file, so that the model can tell where the next one begins.
+# Ends every file, so that the model can tell where the next file begins.
 _SEPARATOR = b"\0"
 
 
@@ -29,7 +29,7 @@ class Corpus:
 
     Attributes:
         train: uint8.
-        heldout: uint8, of other files than `train` (of the end of the file, where there is one).
+        heldout: uint8, from other files than `train`; from the end of the file if there is only one.
         description: one line for people.
     """
 
@@ -39,7 +39,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells one corpus from another."""
+        """SHA-256 of both texts, to tell one corpus from another."""
         digest = hashlib.sha256(self.train.tobytes())
         digest.update(self.heldout.tobytes())
         return digest.hexdigest()
@@ -51,11 +51,11 @@ def load(source: str | None, heldout: float) -> Corpus:
     Args:
         source: a file, a folder (all its files but hidden ones), or None for the ``*.py`` files of
             Python's standard library.
-        heldout: share of the text to hold out. A file is held out or not by its own path alone; a
+        heldout: share of the text to hold out. The path of a file alone decides whether the file is held out; a
             single file is cut in two at a byte.
 
     Raises:
-        UserError: nothing there, or not to be read.
+        UserError: the source does not exist, cannot be read, or is a folder with fewer than two files of text.
     """
     if source is None:
         return _from_folder(Path(sysconfig.get_path("stdlib")), heldout, _is_library_source)
@@ -127,7 +127,7 @@ def _array(text: bytes) -> Bytes:
 
 
 def check(corpus: Corpus, context: int) -> None:
-    """Raises UserError where the text is shorter than one window (context + 1 bytes)."""
+    """Raises UserError if the training or the held-out text is shorter than one window (context + 1 bytes)."""
     for name, text in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(text) < context + 1:
             raise UserError(
@@ -137,21 +137,21 @@ def check(corpus: Corpus, context: int) -> None:
 
 
 def train_offsets(corpus: Corpus, context: int, batch: int, seed: int, step: int) -> list[int]:
-    """Where the windows of a step begin: a function of seed and step, not of the ranks.
+    """The offsets of a step's windows in the training text: a function of seed and step, not of the ranks.
 
     Args:
         corpus: the text.
-        context: bytes per window, one more with the target of the last.
+        context: input bytes per window; the last target is one byte further.
         batch: windows of the step, over all ranks.
-        seed: the run's.
-        step: counted from 1.
+        seed: the seed of the run.
+        step: the step, counted from 1.
     """
     draw = np.random.default_rng((seed, step))
     return [int(offset) for offset in draw.integers(0, len(corpus.train) - context, size=batch)]
 
 
 def heldout_offsets(corpus: Corpus, context: int, count: int) -> list[int]:
-    """Where the held-out windows begin: evenly spread, without overlap, at most `count`."""
+    """The offsets of the held-out windows: at most `count`, evenly spread, without overlap."""
     count = min(count, (len(corpus.heldout) - 1) // context)
     last = len(corpus.heldout) - context - 1
     return [index * last // max(1, count - 1) for index in range(count)]

@@ -1,4 +1,4 @@
-"""The backend of DeepSpeed: an engine that its own config describes, completed by the job's options."""
+"""The DeepSpeed backend: an engine made from DeepSpeed's config, completed by the job's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,13 @@ from lm import engine_config, optimizers, runtime
 from lm.errors import UserError
 from lm.learner import Learner
 from lm.model import Transformer
+from lm.options import Config
 from lm.runtime import Ranks
 from shardopt.integrations.deepspeed.engine import opened
 
-if TYPE_CHECKING:
-    from lm.config import Config
-
 
 def check(config: Config, world_size: int) -> None:
-    """Raises UserError where DeepSpeed is not installed, or its config cannot be completed."""
+    """Raises UserError if DeepSpeed is not installed, or if the job's options cannot complete DeepSpeed's config."""
     if find_spec("deepspeed") is None:
         raise UserError("backend deepspeed: DeepSpeed is not installed: pip install 'shardopt[deepspeed]'")
     engine_config.complete(config, world_size)
@@ -57,22 +55,22 @@ def build(model: Transformer, ranks: Ranks, config: Config) -> Learner:
 
 
 def _import_deepspeed(ranks: Ranks) -> Any:
-    # DeepSpeed would take a GPU where it finds one, and looks for itself among the ranks here.
+    # DeepSpeed reads its rank from the environment, and takes a GPU if there is one and DS_ACCELERATOR is not set.
     os.environ["DS_ACCELERATOR"] = ranks.device.type
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
     import deepspeed  # type: ignore[import-untyped]
 
     deepspeed.utils.logger.setLevel("WARNING")
-    # DeepSpeed calls what PyTorch renames.
+    # DeepSpeed calls functions that PyTorch has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if ranks.device.type == "cpu":
-        # It would spend minutes compiling collectives over shared memory; gloo has them, too.
+        # Compiling DeepSpeed's collectives over shared memory takes minutes; gloo's do as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 class EngineLearner(Learner):
-    """That of DeepSpeed, whose engine is model and optimizer in one."""
+    """The learner of DeepSpeed, whose engine is model and optimizer in one."""
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self.module = engine
@@ -95,7 +93,7 @@ class EngineLearner(Learner):
     def micro_step(self, last: bool) -> Iterator[None]:
         yield
         if not last:
-            self._engine.step()  # DeepSpeed counts the accumulation steps, and does no more here
+            self._engine.step()  # here DeepSpeed only counts the accumulation steps
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)

@@ -1,7 +1,6 @@
-"""DeepSpeed's config and the job's options, which say some of the same things.
+"""DeepSpeed's config and the job's options, which overlap.
 
-What only one of them says, the other takes over; ``"auto"`` in the config says nothing. Both may say it, if it is the
-same.
+Options missing or ``"auto"`` in either place are taken from the other; conflicts end the run.
 """
 
 from __future__ import annotations
@@ -10,41 +9,39 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm import optimizers
 from lm.errors import UserError
-
-if TYPE_CHECKING:
-    from lm.config import Config
+from lm.options import Config
 
 Settings = dict[str, Any]
 
 AUTO = "auto"
 
-# Where the config says what the job's options do.
+# DeepSpeed's names of the job's options.
 _BATCH = {
     "train_batch_size": "batch",
     "gradient_accumulation_steps": "accumulate",
     "gradient_clipping": "clip",
 }
-_PARAMS = ("lr", "betas", "eps", "momentum", "dampening", "nesterov", *optimizers.SHARED_OPTIONS)
+_PARAMS = tuple(optimizers.all_arguments())
 _MICRO = "train_micro_batch_size_per_gpu"
-# What the job does itself, or cannot do.
+# Sections that the job refuses, with the remedy.
 _REFUSED = {
     "scheduler": "the job has a schedule of its own: leave it out, see --warmup and --min-lr",
     "fp16": "the job computes in float32 or bfloat16: leave it out, see --precision",
     "amp": "the job computes in float32 or bfloat16: leave it out, see --precision",
 }
-# bfloat16 parameters without float32 masters.
+# Settings that keep bfloat16 parameters without float32 master weights.
 _NO_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 
 
 def read(path: str) -> Settings:
-    """Reads a config.
+    """Reads DeepSpeed's config.
 
     Raises:
-        UserError: it is none, or asks for what the job cannot do.
+        UserError: the file cannot be read or is no DeepSpeed config, or the config has a section that the job refuses.
     """
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -71,15 +68,15 @@ def read(path: str) -> Settings:
 
 
 def options(settings: Settings, path: str, world_size: int) -> dict[str, tuple[str, Any]]:
-    """What a config says of the job's options.
+    """The job's options that DeepSpeed's config sets.
 
     Args:
         settings: the config.
-        path: its file, for errors.
-        world_size: of the run.
+        path: the file of the config, for errors.
+        world_size: the number of ranks.
 
     Returns:
-        option -> (where it stands in the config, value).
+        option -> (its key in the config, value).
 
     Raises:
         UserError: the config names an optimizer that the job does not have, or its batch sizes do not fit together.
@@ -108,14 +105,14 @@ def options(settings: Settings, path: str, world_size: int) -> dict[str, tuple[s
 
 
 def complete(config: Config, world_size: int) -> Settings:
-    """The config of a run, with what the job's options say.
+    """DeepSpeed's config completed by the job's options.
 
     Args:
-        config: the options, which have taken over what the file says.
-        world_size: of the run.
+        config: the options, which include those from the config.
+        world_size: the number of ranks.
 
     Raises:
-        UserError: "auto" where the job has nothing to say.
+        UserError: the config has "auto" for a setting that no option of the job determines.
     """
     assert config.deepspeed is not None
     settings = copy.deepcopy(read(config.deepspeed))
@@ -143,7 +140,7 @@ def _says(section: Mapping[str, Any], name: str) -> bool:
 
 
 def _optimizer(kind: Any, path: str) -> str:
-    named = {f"{kind.__name__.removesuffix('8bit')}8bit": name for name, (kind, _) in optimizers.OPTIMIZERS.items()}
+    named = {f"{kind.__name__.removesuffix('8bit')}8bit": name for name, kind in optimizers.OPTIMIZERS.items()}
     for known, name in named.items():
         if known.lower() == str(kind).lower():
             return name

@@ -1,4 +1,4 @@
-"""What ends a run in one line on stderr: bad input (exit code 2), and the loss of another rank (exit code 3)."""
+"""Errors that end a run with one line on stderr: bad input (exit code 2), the loss of another rank (exit code 3)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 EXIT_BAD_INPUT = 2
 EXIT_RANKS_LOST = 3
 
-# The first process to fail makes torchrun stop the others. Local rank 0 speaks at once; the others
-# wait this long (seconds), so that they speak only where local rank 0 saw nothing wrong.
+# Seconds that ranks other than local rank 0 wait before they report an error. torchrun stops all ranks when the first
+# one fails, so the others report only errors that local rank 0 does not have.
 _OTHER_RANKS_WAIT = 10.0
 
 
 class UserError(Exception):
-    """Input that cannot be worked with; the message says what was got, expected, the remedy."""
+    """Unusable input; the message says what was got, what was expected, and the remedy."""
 
 
 class RanksLost(Exception):
-    """Another rank is gone: not this one's fault, and nothing that it could do about."""
+    """Another rank is gone, through no fault of this rank."""
 
 
 def one_line(error: BaseException | str) -> str:
@@ -30,10 +30,10 @@ def one_line(error: BaseException | str) -> str:
 
 
 def report(error: UserError | RanksLost) -> int:
-    """Prints the one line of `error`, once per machine, and returns the exit code.
+    """Prints `error` as one line, once per machine, and returns the exit code.
 
-    torchrun prints a report of its own after that and exits with 1, whatever the ranks' code. It
-    quotes what it finds in the file named by its environment: there the line goes too.
+    Writes the line also to the file that TORCHELASTIC_ERROR_FILE names, which torchrun quotes in its own report.
+    torchrun exits with 1, whatever the ranks' exit codes.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_OTHER_RANKS_WAIT)

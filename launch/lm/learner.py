@@ -1,4 +1,4 @@
-"""A model and its optimizer, spread over the ranks: what the training loop works with, whatever the backend."""
+"""The training loop's interface to a model and its optimizer, independent of the backend."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 class Learner(ABC):
-    """A model and its optimizer.
+    """A model and its optimizer, spread over the ranks.
 
     Attributes:
-        module: what to call.
+        module: the wrapped model, to call for a forward pass.
     """
 
     module: nn.Module
@@ -30,35 +30,35 @@ class Learner(ABC):
     @property
     @abstractmethod
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer."""
+        """The param groups of the optimizer."""
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Any, ...]:
-        """What ``shardopt.checkpoint.save`` and ``load`` take."""
+        """The arguments for ``shardopt.checkpoint.save`` and ``load``: model and optimizer, or the engine."""
 
     @abstractmethod
     def held(self) -> AbstractContextManager[tuple[nn.Module, Optimizer]]:
-        """The model and the optimizer, with all that they hold on this rank."""
+        """Yields the model and the optimizer, with all parameters and state that this rank holds."""
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Inside it forward computes in the compute dtype."""
+        """A context for forward passes in the compute dtype."""
         return nullcontext()
 
     @abstractmethod
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
-        """Holds one accumulation step's forward and backward pass; after the `last` one comes :meth:`step`."""
+        """A context for one accumulation step's forward and backward pass; :meth:`step` follows the `last` one."""
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of this rank's part of a step's loss."""
+        """Accumulates the gradients of this rank's part of a step's loss."""
 
     @abstractmethod
     def step(self) -> tuple[float | None, float]:
-        """Clips the gradients, steps and drops them.
+        """Clips the gradients, takes the optimizer's step, and frees the gradients.
 
         Returns:
-            The gradients' norm, where it was taken, and the seconds that the optimizer took.
+            The gradients' norm before clipping, or None if no norm was computed; and the optimizer's seconds.
         """
 
 
@@ -67,10 +67,10 @@ class Parallel:
     """A model ready to train.
 
     Attributes:
-        module: what to call, and whose parameters the optimizer takes.
-        no_sync: inside it backward gathers gradients without exchanging them.
-        autocast: inside it forward computes in the compute dtype.
-        clip: scales the gradients down to a total norm at most as large as it is given, and returns what it was.
+        module: the wrapped model, whose parameters the optimizer takes.
+        no_sync: makes a context in which backward passes accumulate gradients without exchanging them.
+        autocast: makes a context for forward passes in the compute dtype.
+        clip: (largest norm) -> norm of all gradients before it scaled them down to the largest norm.
     """
 
     module: nn.Module
@@ -80,7 +80,7 @@ class Parallel:
 
 
 class TorchLearner(Learner):
-    """That of PyTorch's backends: model and optimizer are two things."""
+    """The learner of PyTorch's backends, whose model and optimizer are separate objects."""
 
     def __init__(self, parallel: Parallel, optimizer: Optimizer, device: torch.device, clip: float) -> None:
         self.module = parallel.module

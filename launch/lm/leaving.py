@@ -1,4 +1,4 @@
-"""The end of a program whose process group's threads may outlive it."""
+"""Ends a process whose process group's threads may still run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EXIT_INTERRUPTED = 130  # the shell's code for SIGINT
 def leave(main: Callable[[], int]) -> NoReturn:
     """Calls `main` and ends the process as Python would: with its exit code, or by SIGINT after a KeyboardInterrupt.
 
-    Threads of gloo that take the interpreter's lock while Python dismantles itself abort the process, after all work is
-    done. So the process does what Python does before that and ends without the rest: it waits for threads, calls
-    atexit's handlers, and flushes standard output and error. An error in one of these steps is printed, and the others
-    follow; a failed flush makes the exit code 120.
+    Gloo's threads abort the process if they take the interpreter's lock while Python finalizes, after all work is done.
+    Therefore this function waits for threads, calls atexit's handlers and flushes standard output and error, as Python
+    does, and then ends the process without finalizing Python. An error in one of these steps is printed and does not
+    stop the steps after it; a failed flush makes the exit code 120.
 
     Args:
         main: the program; returns its exit code, may raise or call ``sys.exit``.
@@ -39,7 +39,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
 
 
 def _guarded(step: Callable[[], Any]) -> bool:
-    """Calls a function, prints what it raises, and says whether it went well."""
+    """Calls a function, prints an exception that it raises, and returns whether it raised none."""
     try:
         step()
     except BaseException as error:
@@ -49,12 +49,12 @@ def _guarded(step: Callable[[], Any]) -> bool:
 
 
 def _is_open(stream: TextIO | None) -> bool:
-    """Whether a standard stream is there: it may be None, or closed by the program."""
+    """Whether a standard stream exists and is open; the program may have closed it or set it to None."""
     return stream is not None and not stream.closed
 
 
 def _exit_code(program: Callable[[], int]) -> int | None:
-    """Calls a program and returns its exit code, None for an interrupt; prints what Python would of an exception."""
+    """Calls a program and returns its exit code, None for an interrupt; prints an exception as Python would."""
     try:
         return program()
     except SystemExit as error:
@@ -69,5 +69,5 @@ def _exit_code(program: Callable[[], int]) -> int | None:
 
 
 def _print(error: BaseException) -> None:
-    with suppress(Exception):  # standard error may be what is broken
+    with suppress(Exception):  # standard error itself may be broken
         sys.excepthook(type(error), error, error.__traceback__)

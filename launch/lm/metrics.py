@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics as JSON lines, a plot of the losses, a summary."""
+"""The reports of a run: metrics as JSON lines, a plot of the losses, a summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        """Appends a row, which has "step"."""
+        """Appends a row, which must have "step"."""
         self._file.write(_line(row))
         self._file.flush()
 
@@ -38,7 +38,7 @@ class MetricsFile:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a metrics file; a last line that was cut short is left out."""
+    """The rows of a metrics file, without a truncated last line."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
@@ -49,7 +49,7 @@ def read(path: Path) -> list[Row]:
 
 
 def write_json(path: Path, content: Row) -> None:
-    """Writes a JSON file, whole or not at all."""
+    """Writes a JSON file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(_finite(content), indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -59,7 +59,7 @@ def plot_losses(runs: dict[str, Path], png: Path) -> None:
     """Draws the losses of one or more metrics files, by label, into a PNG."""
     figure, axes = plt.subplots(figsize=(8, 5))
     for index, (label, path) in enumerate(runs.items()):
-        # Thinner on top of thicker: runs that agree are all seen.
+        # Draws thinner lines over thicker ones, so that runs with equal losses are all visible.
         width = 1.2 + 2.4 * (len(runs) - 1 - index)
         rows = read(path)
         for key, what, style in (("train_loss", "training", "-"), ("heldout_loss", "held out", "o--")):
@@ -90,5 +90,5 @@ def _line(row: Row) -> str:
 
 
 def _finite(row: Row) -> Row:
-    """JSON has no NaN and no Inf: they become null."""
+    """Replaces NaN and Inf, which JSON does not have, by None."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

@@ -28,7 +28,7 @@ _HIDDEN_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What fixes the parameters' names and shapes."""
+    """The dimensions that determine the parameters' names and shapes."""
 
     dim: int
     layers: int
@@ -43,7 +43,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, size: str, dim: int | None, layers: int | None, heads: int | None, tied: bool) -> ModelConfig:
-        """The named size, with what is not None put in its place."""
+        """The named size, with every argument that is not None in place of the size's own value."""
         named = SIZES[size]
         return cls(dim or named[0], layers or named[1], heads or named[2], tied)
 
@@ -81,7 +81,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     Args:
         x: (batch, heads, positions, head_dim).
         cosines: (positions, head_dim / 2), float32.
-        sines: the same shape.
+        sines: (positions, head_dim / 2), float32.
     """
     first, second = x.float().chunk(2, dim=-1)
     turned = (first * cosines - second * sines, second * cosines + first * sines)
@@ -147,7 +147,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Bytes in, logits of the next byte out.
 
-    With ``tied`` there is no output matrix: the embedding stands in for it.
+    With ``tied`` the embedding is also the output matrix.
     """
 
     cosines: Tensor
@@ -193,7 +193,7 @@ class Transformer(nn.Module):
 
 
 def build(config: ModelConfig, context: int, seed: int, dtype: torch.dtype) -> Transformer:
-    """The model on the CPU, the same on every rank; its tables stay float32."""
+    """The model on the CPU with the same weights on every rank; the rotary tables stay float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(config, context)

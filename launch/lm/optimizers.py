@@ -1,9 +1,11 @@
-"""The optimizer of a run, from its options."""
+"""Makes a run's optimizer from the job's options."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,45 +13,40 @@ from torch.optim import Optimizer
 
 import shardopt
 from lm.errors import UserError
+from lm.options import Config
 from shardopt.layout.names import parameter_names
 from shardopt.optim.memory import owner_of
-
-if TYPE_CHECKING:
-    from lm.config import Config
+from shardopt.optim.options import DEFAULTS, STATE_FORMAT
 
 Groups = list[dict[str, Any]]
 # (class, param groups, options, the wrapped model) -> optimizer
 Make = Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
 
-# Each update rule with the options that are its own.
-OPTIMIZERS: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
-    "adamw": (shardopt.AdamW, ("betas", "eps")),
-    "adam": (shardopt.Adam, ("betas", "eps")),
-    "sgd": (shardopt.SGD, ("momentum", "dampening", "nesterov")),
-    "lion": (shardopt.Lion, ("betas",)),
+# The update rules, by the values of the option optimizer.
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": shardopt.AdamW,
+    "adam": shardopt.Adam,
+    "sgd": shardopt.SGD,
+    "lion": shardopt.Lion,
 }
 
-# The options that every rule has.
-SHARED_OPTIONS = (
-    "weight_decay",
-    "codec",
-    "block_size",
-    "min_quantized_numel",
-    "master_weight_bits",
-    "stochastic_rounding",
-    "stochastic_rounding_seed",
-    "offload",
-    "device_state_budget",
-    "pin_memory",
-    "nonfinite",
-)
+# Options that lay out the state; a checkpoint loads only into a run that agrees on them.
+STATE_OPTIONS = ("optimizer", *STATE_FORMAT)
 
-# What lays out the state: a checkpoint loads only where these agree.
-STATE_OPTIONS = ("optimizer", "codec", "block_size", "min_quantized_numel", "master_weight_bits")
+
+def arguments(kind: type[Optimizer]) -> list[str]:
+    """The job's options that an optimizer class takes as arguments of the same names."""
+    taken = {*inspect.signature(kind).parameters, *DEFAULTS}
+    return [field.name for field in dataclasses.fields(Config) if field.name in taken]
+
+
+def all_arguments() -> list[str]:
+    """The job's options that any optimizer class takes."""
+    return list(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in arguments(kind)))
 
 
 def plain(kind: type[Optimizer], groups: Groups, options: dict[str, Any], module: nn.Module) -> Optimizer:
-    """Makes an optimizer that needs to know no more than its parameters."""
+    """Makes an optimizer from its param groups and options alone."""
     return kind(groups, **options)  # type: ignore[call-arg]
 
 
@@ -59,23 +56,23 @@ def build(config: Config, module: nn.Module, matrices: Collection[str], make: Ma
     Args:
         config: the options.
         module: the model as the backend wrapped it.
-        matrices: what :func:`matrices` said of the bare model. Shards do not all show what they are of.
-        make: makes it.
+        matrices: :func:`matrices` of the bare model, because not all shards have the dimensions of their parameters.
+        make: makes the optimizer.
 
     Raises:
-        UserError: an option that the rule does not have, or a value that it refuses.
+        UserError: an option does not apply to the optimizer, or the optimizer refuses its value.
     """
     kind, options = chosen(config)
     return _explained(config, lambda: make(kind, groups(module, matrices), options, module))
 
 
 def matrices(model: nn.Module) -> set[str]:
-    """The names of the parameters that decay."""
+    """The names of the matrices among the parameters, to which weight decay applies."""
     return {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
 
 
 def groups(module: nn.Module, matrices: Collection[str]) -> Groups:
-    """The param groups of a model: what decays, and what does not."""
+    """Two param groups of a model: parameters with weight decay, and parameters without."""
     found: Groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in parameter_names(module).items():
         found[name not in matrices]["params"].append(parameter)
@@ -83,7 +80,7 @@ def groups(module: nn.Module, matrices: Collection[str]) -> Groups:
 
 
 def check(config: Config) -> dict[str, Any]:
-    """Raises UserError where `build` would, without a model; returns what `describe` would."""
+    """Raises UserError if `build` would, without a model; returns the result of `describe`."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     parameter = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
     kind, options = chosen(config)
@@ -92,18 +89,16 @@ def check(config: Config) -> dict[str, Any]:
 
 
 def chosen(config: Config) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimizer's class and its options, those that were left to it aside.
+    """The optimizer's class and its arguments, without options that are None.
 
     Raises:
-        UserError: an option that the rule does not have.
+        UserError: an option does not apply to the optimizer.
     """
-    rule, own_options = OPTIMIZERS[config.optimizer]
-    everyones = {name for _, names in OPTIMIZERS.values() for name in names}
-    for name in sorted(everyones - set(own_options)):
-        if getattr(config, name) is not None:
-            raise UserError(f"option {name} does not apply to the optimizer {config.optimizer}")
-    options = {name: getattr(config, name) for name in (*own_options, *SHARED_OPTIONS)}
-    return rule, {"lr": config.lr, **{name: value for name, value in options.items() if value is not None}}
+    kind = OPTIMIZERS[config.optimizer]
+    given = {name: value for name in all_arguments() if (value := getattr(config, name)) is not None}
+    for name in sorted(given.keys() - set(arguments(kind))):
+        raise UserError(f"option {name} does not apply to the optimizer {config.optimizer}")
+    return kind, given
 
 
 def _explained(config: Config, make: Callable[[], Optimizer]) -> Optimizer:
@@ -114,7 +109,7 @@ def _explained(config: Config, make: Callable[[], Optimizer]) -> Optimizer:
 
 
 def describe(config: Config, param_groups: Groups) -> dict[str, Any]:
-    """The values of `STATE_OPTIONS` in force, defaults filled in."""
+    """The values of `STATE_OPTIONS` in use, with defaults filled in."""
     group = param_groups[0]
     return {
         name: config.optimizer if name == "optimizer" else group.get(name, getattr(config, name))
@@ -124,7 +119,7 @@ def describe(config: Config, param_groups: Groups) -> dict[str, Any]:
 
 def state_memory(optimizer: Optimizer) -> dict[str, int]:
     """Bytes of weights and optimizer state allocated on this rank, host and device together, and elements."""
-    report = shardopt.memory_report(owner_of(optimizer))  # what a ZeroRedundancyOptimizer has here
+    report = shardopt.memory_report(owner_of(optimizer))  # a ZeroRedundancyOptimizer's local optimizer
     kinds = ("parameters", "state", "scales", "master_weights")
     memory = {kind: getattr(report.host, kind) + getattr(report.device, kind) for kind in kinds}
     return {"numel": report.numel, **memory}

@@ -1,4 +1,4 @@
-"""What a run is to do, checked before the ranks meet."""
+"""The plan of a run, made from checked input before the process group exists."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lm import checkpoint, data, engine, optimizers, runtime
 from lm.backends import BACKENDS
-from lm.config import Config
 from lm.data import Corpus
 from lm.errors import UserError
 from lm.model import ModelConfig
+from lm.options import Config
 from lm.runtime import Ranks
 
 
@@ -21,11 +21,11 @@ class Plan:
 
     Attributes:
         config: the options.
-        ranks: this process.
-        model_config: what fixes the parameters.
+        ranks: this process among the ranks.
+        model_config: the dimensions of the model.
         corpus: the text.
-        resume: the checkpoint to go on from.
-        header: its header.
+        resume: the checkpoint to resume; None to start from step 0.
+        header: the job's header in that checkpoint; empty without one.
     """
 
     config: Config
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def start(self) -> int:
-        """Steps that are already done."""
+        """The steps that the resumed checkpoint has done; 0 without one."""
         step: int = self.header.get("step", 0)
         return step
 
@@ -48,10 +48,10 @@ class Plan:
 
 
 def prepare(config: Config) -> Plan:
-    """Checks all that can be checked before the ranks meet.
+    """Reads and checks all input, as far as one rank alone can, and makes the output folders.
 
     Raises:
-        UserError: the input cannot be worked with.
+        UserError: an option, the text or the checkpoint cannot be used, or an output folder cannot be made.
     """
     ranks = runtime.discover(config.device)
     if not BACKENDS[config.backend].needs_group and ranks.world_size > 1:

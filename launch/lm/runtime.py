@@ -1,7 +1,7 @@
-"""The ranks of a run: who this process is, its device, and the few collectives it needs.
+"""The ranks of a run: this process's rank and device, the process group, and the few collectives of the job.
 
-torchrun and ``deepspeed`` say who a process is in the environment. What ``mpirun`` and ``srun`` say is written there in
-the same words, so that nothing else needs to know what started the ranks.
+torchrun and ``deepspeed`` put rank and world size into the environment. Under ``mpirun`` and ``srun`` this module adds
+the variables that torchrun would have set, so that no other module depends on the launcher.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lm.errors import RanksLost, UserError, one_line, report
 
 _WATCH_INTERVAL = 1.0  # seconds
 
-# What Open MPI's mpirun sets, and what that of MPICH and Intel MPI does.
+# Variables that mpirun sets: Open MPI's, and MPICH's and Intel MPI's.
 _MPI = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others, as its launcher tells; alone without one."""
+    """This process among the ranks, according to its launcher; a single rank without a launcher."""
 
     rank: int
     world_size: int
@@ -40,18 +40,19 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
+        """Whether this rank writes files and prints: rank 0."""
         return self.rank == 0
 
 
 def discover(device: str) -> Ranks:
-    """Finds this rank, in the caller's process group or else as its launcher tells, and its device.
+    """Finds this rank and its device, from the caller's process group or else from the launcher's environment.
 
     Args:
         device: "auto", "cpu" or "cuda".
 
     Raises:
-        UserError: GPUs were asked for and there are none, or fewer than ranks; or the launcher does not tell enough.
+        UserError: `device` is "cuda" on a machine without GPUs, a machine has fewer GPUs than ranks, mpi4py is missing
+            under mpirun, or Slurm's variables cannot be parsed.
     """
     if not dist.is_initialized():
         os.environ.update(_of_launcher(os.environ))
@@ -59,7 +60,7 @@ def discover(device: str) -> Ranks:
     local_rank = _from_environment("LOCAL_RANK", 0)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    # The launcher of DeepSpeed calls it LOCAL_SIZE.
+    # DeepSpeed's launcher calls the variable LOCAL_SIZE.
     local_world_size = _from_environment("LOCAL_WORLD_SIZE", _from_environment("LOCAL_SIZE", 1))
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus == 0:
@@ -78,10 +79,10 @@ def _from_environment(name: str, default: int) -> int:
 
 
 def _of_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, from what mpirun or srun did; nothing where there is nothing to add."""
+    """The variables that torchrun would have set, under mpirun or srun; empty under other launchers."""
     if "RANK" in environment:
         return {}
-    if any(name in environment for name in _MPI):  # before Slurm, which mpirun may itself run under
+    if any(name in environment for name in _MPI):  # before Slurm, because mpirun may run under Slurm
         return _of_mpi(environment)
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return _of_slurm(environment)
@@ -89,14 +90,14 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_mpi(environment: Mapping[str, str]) -> dict[str, str]:
-    """MPI itself is asked, by mpi4py: who is who, and where the first rank is."""
+    """Asks MPI for the ranks and the first rank's address, through mpi4py."""
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise UserError(f"started by mpirun, which needs mpi4py: pip install 'shardopt[mpi]' ({error})") from error
     world = MPI.COMM_WORLD
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    alone = local.Get_size() == world.Get_size()  # on one machine, whose name may not have an address
+    alone = local.Get_size() == world.Get_size()  # on one machine, whose name may not resolve to an address
     with socket.socket() as free:
         free.bind(("", 0))
         first = ("127.0.0.1" if alone else socket.gethostname(), free.getsockname()[1])
@@ -109,12 +110,12 @@ def _of_mpi(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": environment.get("MASTER_ADDR", address),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
-    MPI.Finalize()  # at the end of the process it would wait for ranks that may hang
+    MPI.Finalize()  # now, because finalizing at the end of the process would wait for ranks that may hang
     return found
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What srun sets; the first rank is on the first node of the step."""
+    """Reads srun's variables; the first rank is on the first node of the step."""
     node = int(environment["SLURM_NODEID"])
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -122,7 +123,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[node]),
         "MASTER_ADDR": environment.get("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"])),
-        # Jobs that share a node differ in their ids.
+        # Derived from the job's id, because jobs may share a node.
         "MASTER_PORT": environment.get("MASTER_PORT", str(15000 + int(environment["SLURM_JOB_ID"]) % 10000)),
     }
 
@@ -148,13 +149,13 @@ def _first_host(text: str) -> str:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout: float) -> Iterator[None]:
-    """Holds the default process group open, the caller's where there is one.
+    """Holds the default process group open: the caller's if there is one, else a new one.
 
-    Without a launcher it is a group of one process.
+    Without a launcher, the new group has one process.
 
     Args:
         ranks: this rank.
-        timeout: seconds that a rank waits for another one.
+        timeout: seconds that a rank waits for another rank.
 
     Raises:
         RanksLost: another rank is gone, or did not answer in time.
@@ -182,11 +183,12 @@ def process_group(ranks: Ranks, timeout: float) -> Iterator[None]:
 
 
 def _store(ranks: Ranks) -> Any:
-    """Where the ranks meet, if not just where their environment says."""
+    """The store for the rendezvous; None for the default, which the environment describes."""
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
-    # torchrun keeps its store over restarts, and in it the addresses of ranks that are gone: each start has a part of
-    # its own. Several machines do not count restarts alike; there torchrun must keep none (see multinode/torchrun.sh).
+    # torchrun keeps its store over restarts, with the addresses of lost ranks, so each start has its own prefix.
+    # Machines count restarts differently, so with several machines torchrun must not keep its store (see
+    # multinode/torchrun.sh).
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not kept or _from_environment("GROUP_WORLD_SIZE", 1) > 1:
         return None
@@ -196,7 +198,7 @@ def _store(ranks: Ranks) -> Any:
 
 @contextmanager
 def _ending_with_torchrun() -> Iterator[None]:
-    """Has this process end when torchrun, its parent, does: without one it would train on, out of anyone's control."""
+    """Ends this process when torchrun, its parent, ends: without a launcher the rank would train on uncontrolled."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
         return
@@ -215,12 +217,12 @@ def _ending_with_torchrun() -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join()  # no thread is to be left when the interpreter ends
+        thread.join()  # no thread may run when the interpreter finalizes
 
 
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
-    """Turns what PyTorch raises where a rank is gone into an error for people."""
+    """Turns PyTorch's errors about lost ranks into a RanksLost."""
     try:
         yield
     except RuntimeError as error:
@@ -228,14 +230,14 @@ def _lost_ranks() -> Iterator[None]:
             raise
         reason = one_line(error).split(". ")[0]
         raise RanksLost(
-            f"another rank is gone or did not answer in time ({reason}): see what it said, then start again with "
-            "--resume auto"
+            f"another rank is gone or did not answer in time ({reason}): see the message of that rank, then start "
+            "again with --resume auto"
         ) from error
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Has PyTorch take the algorithms that always give the same bits, and raise where there is none."""
+    """Makes PyTorch use deterministic algorithms, and raise for operations that have none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -260,6 +262,6 @@ def all_sum(values: Sequence[float]) -> list[float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Waits until the device has completed all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The job itself: resume, train, evaluate, save."""
+"""The training loop: resume, train, evaluate, save."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tqdm import tqdm
 
 from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
 from lm.backends import BACKENDS
-from lm.config import Config
 from lm.errors import UserError
+from lm.options import Config
 from lm.plan import Plan
 
-# Optimizer steps at the start of a run that its timing leaves out.
+# Optimizer steps at the start of a run that are not timed.
 _UNTIMED_STEPS = 3
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Trains, and returns the summary that rank 0 wrote to ``summary.json``."""
+    """Trains, and returns the summary that rank 0 writes to ``summary.json``."""
     config = plan.config
     group = runtime.process_group(plan.ranks, config.timeout) if BACKENDS[config.backend].needs_group else nullcontext()
     with runtime.deterministic() if config.deterministic else nullcontext(), group:
@@ -129,7 +129,7 @@ class Trainer:
         }
 
     def _train_step(self, step: int) -> dict[str, Any]:
-        """One optimizer step; the row's loss is this rank's share of the mean."""
+        """Takes one optimizer step and returns its metrics, whose loss is this rank's share of the mean."""
         config = self.config
         factor = lr_factor(step, config)
         for group, peak in zip(self.learner.param_groups, self.peak_lrs, strict=True):
@@ -142,7 +142,7 @@ class Trainer:
                 self.learner.backward(part)
             loss += part.detach()
         norm, seconds = self.learner.step()
-        if not config.release_gradients:  # else it is a part of the backward pass
+        if not config.release_gradients:  # else the step is part of the backward pass
             self.optimizer_seconds.append(seconds)
         return {
             "step": step,
@@ -153,7 +153,7 @@ class Trainer:
         }
 
     def _part(self, offsets: list[int], index: int) -> tuple[Tensor, Tensor]:
-        """This rank's windows of one accumulation step."""
+        """Inputs and targets of this rank's windows of one accumulation step."""
         size = self.plan.micro_batch
         first = (index * self.ranks.world_size + self.ranks.rank) * size
         return data.windows(self.plan.corpus.train, offsets[first : first + size], self.config.context)
@@ -168,14 +168,14 @@ class Trainer:
 
     @torch.no_grad()
     def _heldout_loss(self) -> float:
-        """Mean loss over the held-out windows, the same windows for every number of ranks."""
+        """Mean loss over the held-out windows, which do not depend on the number of ranks."""
         config, corpus, ranks = self.config, self.plan.corpus, self.ranks
         offsets = data.heldout_offsets(corpus, config.context, config.eval_windows)
         mine = offsets[ranks.rank :: ranks.world_size]
         size = self.plan.micro_batch
         total = 0.0
         self.learner.module.eval()
-        # Every rank makes as many forward passes as rank 0: they are collective.
+        # Every rank makes as many forward passes as rank 0, because forward passes are collective.
         for first in range(0, math.ceil(len(offsets) / ranks.world_size), size):
             part = mine[first : first + size]
             losses = self._losses(*data.windows(corpus.heldout, part or offsets[:1], config.context))
@@ -235,7 +235,7 @@ class Trainer:
 
 
 def lr_factor(step: int, config: Config) -> float:
-    """The learning rate of `step` (from 1) as a share of the peak: linear up, then a cosine."""
+    """The learning rate of `step` (from 1) as a share of the peak: linear warm-up, then a cosine."""
     if step <= config.warmup:
         return step / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)

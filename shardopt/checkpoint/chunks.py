@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +26,17 @@ class Chunk(NamedTuple):
 class Chunks(Tensor):
     """One global tensor of which this rank holds some rectangles, or none.
 
-    It implements DCP's protocol for sharded values. It is a tensor only because DCP's planners look up the shards of
-    nothing else: it has the global shape and the dtype, no data, and no operation works on it.
+    Implements DCP's protocol for sharded values. The class is a tensor only because DCP's planners look up the shards
+    of nothing else: a value has the global shape and the dtype, but no data, and no operation works on it.
 
-    Rectangles that several ranks write alike are written by one of them; all that are written must together fill the
-    tensor and must not overlap.
+    One rank writes a rectangle that several ranks have in ``written``. All written rectangles together must fill the
+    tensor, and they must not overlap.
 
     Args:
-        shape: of the global tensor.
-        dtype: of the global tensor and of each chunk.
-        held: what this rank holds, each at other offsets: what is loaded.
-        written: what this rank saves, if that is less than what it holds.
+        shape: the shape of the global tensor.
+        dtype: the dtype of the global tensor and of each chunk.
+        held: the chunks that this rank holds, each at other offsets; loading writes into them.
+        written: the chunks that this rank saves; by default all that the rank holds.
 
     Raises:
         ValueError: a chunk does not lie within the tensor, has another dtype, or begins where another one does.
@@ -64,13 +64,13 @@ class Chunks(Tensor):
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Chunks:
-        """A tensor that this rank holds all of."""
+        """A tensor that this rank holds in full."""
         return cls(tensor.shape, tensor.dtype, [Chunk((0,) * tensor.dim(), tensor.detach())])
 
     @property
-    def written(self) -> Collection[Tensor]:
-        """The rectangles that this rank saves."""
-        return self._written.values()
+    def written(self) -> Mapping[tuple[int, ...], Tensor]:
+        """The rectangles that this rank saves, by the offsets of their first elements in the global tensor."""
+        return self._written
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> Chunks:
         """Chunks that hold copies of the rectangles this rank saves, and nothing else.
@@ -81,12 +81,12 @@ class Chunks(Tensor):
         copies = [Chunk(offsets, copy(tensor)) for offsets, tensor in self._written.items()]
         return Chunks(self.shape, self.dtype, copies)
 
-    # The protocol of DCP. It asks for a chunk by its offsets alone, at which one that is written may begin as well as a
-    # larger one that is held: looked up are those that the last plan named.
+    # DCP's protocol. DCP asks for a chunk by offsets alone, at which both a written chunk and a larger held chunk may
+    # begin. The lookup is therefore in the chunks of the last plan, written or held.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         self._planned = self._written
-        if self.numel() == 0:  # all ranks write the same nothing, so that the checkpoint has the tensor
+        if self.numel() == 0:  # all ranks write an empty chunk, so that the checkpoint has the tensor
             nowhere = (0,) * self.dim()
             self._planned = {nowhere: torch.empty(self.shape, dtype=self.dtype)}
         return [
@@ -123,7 +123,7 @@ class Chunks(Tensor):
 
 
 def _by_offsets(shape: torch.Size, dtype: torch.dtype, chunks: Sequence[Chunk]) -> dict[tuple[int, ...], Tensor]:
-    """The chunks that have elements, as plain tensors."""
+    """The chunks that have elements, as plain tensors by their offsets."""
     found: dict[tuple[int, ...], Tensor] = {}
     for offsets, tensor in chunks:
         within = len(offsets) == tensor.dim() == len(shape) and all(

@@ -1,4 +1,4 @@
-"""What of a model and its optimizer belongs into a checkpoint, seen from one rank."""
+"""The parts of a model and its optimizer that one rank contributes to a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Owner(NamedTuple):
 
     Attributes:
         groups: all param groups, whether this rank has state of their parameters or not.
-        sharded: the optimizer that has this rank's state: the one inside a ZeroRedundancyOptimizer.
+        sharded: the optimizer that has this rank's state; with a ZeroRedundancyOptimizer, the optimizer inside.
     """
 
     groups: list[dict[str, Any]]
@@ -34,7 +34,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Owner:
-        """Looks into a ZeroRedundancyOptimizer, and into the wrapper that Accelerate and Trainer's callbacks hand out.
+        """Unwraps a ZeroRedundancyOptimizer, and the wrapper that Accelerate and Trainer's callbacks hand out.
 
         Raises:
             TypeError: the optimizer is none of shardopt's.
@@ -58,9 +58,9 @@ class Content(NamedTuple):
 
     Attributes:
         piece: the parameter.
-        group: the index of its param group; None if no optimizer has it.
-        spec: what its state looks like; None likewise.
-        state: the state's entries as plain tensors; empty if there is none on this rank.
+        group: the index of the parameter's param group; None if no optimizer has the parameter.
+        spec: the form of the state; None if no optimizer has the parameter.
+        state: the state's entries as plain tensors; empty if this rank has no state of the parameter.
     """
 
     piece: Piece
@@ -73,7 +73,7 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
     """All parameters of a model, in the same order on all ranks.
 
     Raises:
-        CheckpointError: the optimizer has parameters that the model has not.
+        CheckpointError: the optimizer has parameters that the model does not have.
     """
     read_model(model)
     if owner is not None:
@@ -97,7 +97,7 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
 
 
 def _parts(owner: Owner, param: Tensor, group: int) -> list[tuple[ParameterState, dict[str, Tensor]]]:
-    """What the state of one of the optimizer's parameters looks like, and the state: of each that it is made of."""
+    """Form and entries of the state of an optimizer's parameter, for each model parameter within that parameter."""
     spec = owner.sharded.state_spec(param, owner.groups[group])
     state = owner.sharded.state.get(param, {})
     if isinstance(spec, BufferState):
@@ -106,7 +106,7 @@ def _parts(owner: Owner, param: Tensor, group: int) -> list[tuple[ParameterState
 
 
 def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
-    """The names of the parameters in each of so many param groups."""
+    """The names of the parameters in each of `count` param groups."""
     found: list[list[str]] = [[] for _ in range(count)]
     for content in contents:
         if content.group is not None:
@@ -130,6 +130,24 @@ def optimizer_chunks(contents: Sequence[Content]) -> dict[str, Chunks]:
     return found
 
 
+def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
+    """The parameters, buffers and optimizer state that this rank holds, by their names in a checkpoint.
+
+    Semipublic: for tools that compare or digest a run's tensors without saving them, as ``launch/lm/digests.py`` does.
+    Nothing is copied: ``Chunks.written`` has this rank's rectangles of a tensor as they are.
+
+    Args:
+        model: the model, in any wrapping but DeepSpeed's.
+        optimizer: its optimizer.
+
+    Raises:
+        TypeError: the optimizer is none of shardopt's.
+        CheckpointError: the optimizer has parameters that the model does not have.
+    """
+    contents = contents_of(model, Owner.of(optimizer))
+    return {**model_chunks(model, contents), **optimizer_chunks(contents)}
+
+
 def model_key(name: str) -> str:
     """A parameter's or buffer's name in a checkpoint."""
     return f"model.{name}"
@@ -141,10 +159,10 @@ def state_key(name: str, entry: str) -> str:
 
 
 def with_common_scales(contents: Sequence[Content]) -> list[Content]:
-    """Encodes anew the cut blocks whose fragments have scales of their own; other contents are returned as they are.
+    """Encodes anew the cut blocks whose fragments have scales of their own, and returns other contents unchanged.
 
-    All ranks must call this, and none of them within :func:`on_every_rank`: it has a collective of its own, before
-    which ranks agree on whether all of them come to it.
+    All ranks must call this, and none of them within :func:`on_every_rank`: this function has a collective of its own,
+    before which the ranks agree on whether all of them reach the collective.
     """
     cut = on_every_rank(lambda: _with_fragments(contents))
     specs, values = [spec for spec, _ in cut.values()], [moments for _, moments in cut.values()]
@@ -157,7 +175,7 @@ def with_common_scales(contents: Sequence[Content]) -> list[Content]:
 
 
 def _with_fragments(contents: Sequence[Content]) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
-    """Parameters whose cut blocks have a scale per fragment, by place: the spec with common ones, the moments."""
+    """The spec with common scales, and the moments, of parameters with a scale per fragment, by their indices."""
     found: dict[int, tuple[ParameterState, list[Tensor] | None]] = {}
     for index, content in enumerate(contents):
         if content.spec is None or content.spec.exact_cut_blocks:

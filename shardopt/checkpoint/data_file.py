@@ -1,7 +1,7 @@
-"""The data files of a checkpoint: the bytes of chunks, each verified by its checksum before anything else sees it.
+"""The data files of a checkpoint: the bytes of chunks, each verified by its checksum before any other use.
 
-Chunks are written and read in pieces of a few MiB, by threads that are a few of them ahead, so that checksums, disk and
-copies to or from a GPU overlap and no large buffer is needed.
+Threads write and read chunks in pieces of a few MiB, a few pieces ahead of the caller, so that checksums, disk and
+copies to or from a GPU overlap without a large buffer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardopt.checkpoint.interrupts import interruption_point
 from shardopt.checkpoint.own_files import open_own, own_size
 from shardopt.checkpoint.pipeline import computed_ahead
 
-_MAX_BYTES = 1 << 23  # of a piece, which is stored as a chunk of its own
+_MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
 _MOST_OPEN = 256  # files
 
@@ -33,10 +33,10 @@ _Piece = tuple[Callable[[], Tensor], tuple[slice, ...], StoredChunk]
 
 
 class DataFileWriter:
-    """A data file to be written.
+    """A new data file.
 
     Args:
-        path: where there is no file yet.
+        path: the file, which must not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,13 +48,13 @@ class DataFileWriter:
         """Adds a chunk.
 
         Args:
-            data: gives the chunk, on any device, when it is about to be written.
-            offsets: of the chunk in its global tensor.
-            shape: of the chunk.
+            data: returns the chunk, on any device; called when the chunk is about to be written.
+            offsets: the chunk's offsets in its global tensor.
+            shape: the chunk's shape.
             itemsize: bytes of an element.
 
         Returns:
-            The chunk's place in what :meth:`write` returns.
+            The indices of the chunk's pieces in the result of :meth:`write`.
         """
         first = len(self._pieces)
         for corner, extents in _pieces(tuple(shape), itemsize):
@@ -67,13 +67,13 @@ class DataFileWriter:
         return slice(first, len(self._pieces))
 
     def write(self) -> list[StoredChunk]:
-        """Writes all chunks to the disk. On failure there is no file.
+        """Writes all chunks to the disk. Removes the file if that fails.
 
         Raises:
-            CheckpointError: the system refused.
+            CheckpointError: the file exists already, or the system cannot write it.
         """
         with removed_on_failure(self._path, self._end), self._path.open("xb", buffering=0) as file:
-            # Written by one thread: several would wait for each other at the file.
+            # One thread writes: several would wait for each other at the file.
             with computed_ahead(self._jobs()) as checked:
                 stored = [_write_chunk(file.fileno(), chunk, data) for chunk, data in checked]
             os.fsync(file.fileno())
@@ -87,7 +87,7 @@ class DataFileWriter:
 
 
 class OpenFile(NamedTuple):
-    """A data file to be read from."""
+    """A data file that is open for reading."""
 
     path: Path
     descriptor: int
@@ -97,11 +97,11 @@ class OpenFile(NamedTuple):
 def opened(paths: Sequence[Path]) -> Iterator[Iterator[OpenFile]]:
     """Data files, open for reading, in order.
 
-    Up to 256 are opened at once: another save that removes them cannot take them away then. The others are opened one
-    by one.
+    Opens the first 256 files at once, so that their bytes stay readable if another save removes the files, and opens
+    the others one by one.
 
     Raises:
-        CheckpointError: the system refused.
+        CheckpointError: a file cannot be opened.
     """
     descriptors: dict[Path, int] = {}
 
@@ -125,10 +125,10 @@ def opened(paths: Sequence[Path]) -> Iterator[Iterator[OpenFile]]:
 def read_chunks(file: OpenFile, chunks: Iterable[StoredChunk]) -> Iterator[Iterator[tuple[StoredChunk, Tensor]]]:
     """Chunks of a data file with their bytes (uint8), verified, in the order of the file.
 
-    The bytes stay there until the next chunk is asked for.
+    The bytes of a chunk are valid until the next chunk is requested.
 
     Raises:
-        CheckpointError: the bytes are not those that were saved.
+        CheckpointError: the file cannot be read, or the checksum of a chunk is not that of the saved bytes.
     """
     in_order = sorted(chunks, key=lambda chunk: chunk.position)
     longest = max((chunk.bytes for chunk in in_order), default=0)
@@ -150,14 +150,14 @@ def read_chunks(file: OpenFile, chunks: Iterable[StoredChunk]) -> Iterator[Itera
 
 
 def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
-    """Checks that data files are there in full.
+    """Checks that data files exist and have their full lengths.
 
     Args:
-        folder: where they should be.
-        files: their lengths in bytes, by name.
+        folder: the folder of the files.
+        files: the lengths of the files in bytes, by name.
 
     Raises:
-        CheckpointError: they are not.
+        CheckpointError: a file does not exist or has another length.
     """
     for name, length in files.items():
         path = folder / name
@@ -170,7 +170,8 @@ def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
             ) from error
         if found != length:
             raise CheckpointError(
-                f"{path}: got {found} bytes, expected {length}: it is not what was saved; load another checkpoint"
+                f"{path}: got {found} bytes, expected {length}: the file was changed after the save; load another "
+                "checkpoint"
             )
 
 
@@ -180,10 +181,10 @@ def rectangle(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those around it, such that they outlast a crash.
+    """Makes a folder and its missing parents, durably: a crash does not undo that.
 
     Raises:
-        CheckpointError: the system refused.
+        CheckpointError: the system cannot make the folder.
     """
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
@@ -196,14 +197,14 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def removed_on_failure(path: Path, size: int) -> Iterator[None]:
-    """Removes a new file when writing it fails.
+    """Removes a new file if writing it fails.
 
     Args:
-        path: the file. If there was one before, it stays.
-        size: bytes that are to be written.
+        path: the file. A file that existed before stays.
+        size: bytes to be written, for the error.
 
     Raises:
-        CheckpointError: the system refused.
+        CheckpointError: the system cannot write the file.
     """
     try:
         yield
@@ -220,7 +221,7 @@ def removed_on_failure(path: Path, size: int) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder outlast a crash, on file systems that can."""
+    """Makes the names in a folder durable, on file systems that support that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -232,8 +233,8 @@ def sync_folder(folder: Path) -> None:
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offsets and shapes of a chunk's pieces of at most ``_MAX_BYTES``.
 
-    Each is a range of one dimension, at one place of those before it and whole in those behind it, so that its elements
-    follow each other in the chunk, too.
+    Each piece is a range of one dimension, at a single index of every dimension before and in full in every dimension
+    behind, so that the piece's elements are contiguous in the chunk.
     """
     if not shape:
         yield (), ()
@@ -287,6 +288,6 @@ def _read_chunk(file: OpenFile, chunk: StoredChunk, buffer: Tensor) -> Tensor:
     if found != chunk.crc32:
         raise CheckpointError(
             f"{path}: got checksum {found:08x} of the {chunk.bytes} bytes at {chunk.position}, expected "
-            f"{chunk.crc32:08x}: they were damaged after they were saved; load another checkpoint"
+            f"{chunk.crc32:08x}: the bytes were damaged after the save; load another checkpoint"
         )
     return buffer

@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint, as an error that says so."""
+"""The errors of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ class CheckpointError(RuntimeError):
 
 
 class ReplacedError(CheckpointError):
-    """Another process saved into the folder while a checkpoint was loaded from it; loading again may go well."""
+    """Another process saved into the folder while a checkpoint was loaded from it; loading again may succeed."""
 
 
 @contextmanager
 def plain_errors(on_failure: Callable[[], None] | None = None) -> Iterator[None]:
-    """Turns what torch.distributed.checkpoint raises on every rank, when some fail, into one error of this package.
+    """Turns the exception that torch.distributed.checkpoint raises on every rank if some fail into a CheckpointError.
 
-    The error says what each failed rank said; the original, with the ranks' tracebacks, is its cause. On a rank that
-    was interrupted, the interruption (such as KeyboardInterrupt) is raised instead.
+    The error has the message of each failed rank; the original exception, with the ranks' tracebacks, is the error's
+    cause. On a rank that was interrupted, the interruption (such as KeyboardInterrupt) is raised instead.
 
     Args:
-        on_failure: called first after any error, such as :meth:`PortableWriter.discard`. Its own errors are dropped.
+        on_failure: cleans up after any error, before this function raises, such as :meth:`PortableWriter.discard`.
+            Errors in the cleaning up are dropped.
 
     Raises:
-        ReplacedError: all ranks that failed raised it.
-        CheckpointError: some ranks failed otherwise.
+        ReplacedError: every rank that failed raised a ReplacedError.
+        CheckpointError: a rank failed with another error.
     """
     try:
         yield
     except BaseException as error:
         if on_failure is not None:
-            with suppress(Exception):  # what failed first is what matters
+            with suppress(Exception):  # the first error matters
                 on_failure()
         if isinstance(error, CheckpointException):
             raise _plain(error) from error

@@ -1,4 +1,4 @@
-"""Keeps two savers from writing into one folder at once."""
+"""A lock against two saves into one folder at a time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardopt.checkpoint.own_files import open_own
 
 LOCK_NAME = "checkpoint.lock"
 
-_PATIENCE = 10.0  # seconds: a killed process may need some to end
+_PATIENCE = 10.0  # seconds: a killed process may take some time to end
 _INTERVAL = 0.05  # seconds
 _NO_LOCKS = frozenset([errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
 
 
 class FolderLock:
-    """An exclusive ``flock`` on a file of the folder. The system ends it with the process that has it.
+    """An exclusive ``flock`` on a file of the folder. The system releases the lock when the holding process ends.
 
-    The file stays in the folder: removing it would let two processes lock two files of one name.
+    The file stays in the folder, because after its removal two processes could lock two files of the same name.
 
     Args:
-        folder: must exist.
+        folder: the folder, which must exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,10 +36,10 @@ class FolderLock:
         self._close: weakref.finalize[..., FolderLock] | None = None
 
     def acquire(self) -> None:
-        """Waits up to 10 seconds for another saver to end.
+        """Takes the lock, and waits up to 10 seconds for another save to end.
 
         Raises:
-            CheckpointError: another saver is at work, or the system refused.
+            CheckpointError: another save goes on for longer, or the file cannot be opened or locked.
         """
         if self._close is not None:
             return
@@ -49,7 +49,7 @@ class FolderLock:
             raise CheckpointError(f"{self._path}: cannot be opened: {error}; choose another path") from error
         try:
             _lock(descriptor, self._path)
-            with suppress(OSError):  # a hint only: on a full disk, strays can be removed with the lock and no sooner
+            with suppress(OSError):  # only a hint: on a full disk, strays can be removed only after locking
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BaseException:
@@ -59,7 +59,7 @@ class FolderLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Lets others save. Does nothing if the lock is not held."""
+        """Releases the lock. Does nothing if the lock is not held."""
         close, self._close = self._close, None
         if close is not None:
             close()
@@ -94,7 +94,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Closes a forked child's copies of its parent's lock files: a lock ends when the last copy is closed."""
+    """Closes a forked child's copies of its parent's lock files, because a lock ends with its last open copy."""
     for lock in list(_held):
         with suppress(OSError):
             lock.release()

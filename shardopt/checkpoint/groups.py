@@ -13,7 +13,7 @@ from shardopt.checkpoint.wording import few, line, named
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
-#: What belongs to a run, not to what it has learned.
+#: Options of the run, which a loading optimizer keeps; other options are loaded.
 _OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", *PLACEMENT])
 
 SavedGroup = dict[str, Any]
@@ -24,19 +24,19 @@ def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
 
     Args:
         group: the param group.
-        names: of its parameters.
+        names: the names of the group's parameters.
     """
     options = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
     return {"parameters": list(names), "options": {k: v for k, v in options.items() if v is not _UNKNOWN}}
 
 
 def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
-    """The param groups of ranks that may have different parameters, as pipeline stages do.
+    """The union of the param groups of ranks that may have different parameters, such as pipeline stages.
 
-    Groups with the same options become one; a parameter's options must be the same on all ranks.
+    Groups with the same options become one group.
 
     Raises:
-        CheckpointError: they are not.
+        CheckpointError: a parameter has different options on different ranks.
     """
     found: list[dict[str, Any]] = []
     for rank, groups in enumerate(of_ranks):
@@ -65,7 +65,7 @@ def _learned(group: SavedGroup) -> dict[str, Any]:
 
 
 def options_by_name(saved: Sequence[SavedGroup]) -> dict[str, dict[str, Any]]:
-    """The options of each parameter in the param groups of a checkpoint: those of the first group that has it."""
+    """The options of each parameter in a checkpoint's param groups, from the first group with the parameter."""
     found: dict[str, dict[str, Any]] = {}
     for group in reversed(saved):
         found.update(dict.fromkeys(group["parameters"], group["options"]))
@@ -76,12 +76,12 @@ def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], ind
     """The options that the parameters of a param group were saved with.
 
     Args:
-        saved: what :func:`options_by_name` gives.
-        names: of the group's parameters.
-        index: the group's, for errors.
+        saved: the result of :func:`options_by_name`.
+        names: the names of the group's parameters.
+        index: the index of the group, for errors.
 
     Raises:
-        CheckpointError: they were saved in groups with other options than each other, or in none.
+        CheckpointError: the parameters were saved with different options, or one was saved in no group.
     """
     first: dict[str, Any] | None = None
     for name in names:
@@ -102,10 +102,10 @@ def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], ind
 
 
 def checked_groups(path: str | os.PathLike[str], found: object) -> list[SavedGroup]:
-    """The param groups in a checkpoint's header, which may be damaged: what :func:`describe` makes.
+    """Checks the param groups in a checkpoint's header, which may be damaged.
 
     Raises:
-        CheckpointError: they are something else.
+        CheckpointError: the param groups are not of the form that :func:`describe` returns.
     """
     if not isinstance(found, list):
         raise CheckpointError(f"{path}: got param_groups as {type(found).__name__}, expected a list; {_REMEDY}")
@@ -127,10 +127,10 @@ _REMEDY = "the header is damaged, load another checkpoint"
 def merged_from(
     path: str | os.PathLike[str], optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: SavedGroup, index: int
 ) -> dict[str, Any]:
-    """What :func:`merged` gives for the options of a checkpoint.
+    """The result of :func:`merged` for the options of a checkpoint, which may be damaged.
 
     Raises:
-        CheckpointError: an option is not allowed, or a hyper-parameter out of range.
+        CheckpointError: an option is not allowed, or a hyper-parameter is out of range.
     """
     try:
         check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
@@ -140,19 +140,19 @@ def merged_from(
 
 
 def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's options with the hyper-parameters of a checkpoint; what its state looks like stays.
+    """A param group's options with a checkpoint's hyper-parameters; options that lay out the state are not loaded.
 
     Args:
-        optimizer: has the param group.
-        group: its options.
-        saved: those of the checkpoint.
+        optimizer: the optimizer that has the param group.
+        group: the options of the param group.
+        saved: the options in the checkpoint.
 
     Raises:
         ValueError: one of the merged options is not allowed.
     """
     kept = {*STATE_FORMAT, *_OF_THE_RUN, "params", "param_names"}
     if saved.get("master_weight_bits") != group["master_weight_bits"]:
-        kept.add("stochastic_rounding")  # of another form of weights, which not all others go with
+        kept.add("stochastic_rounding")  # depends on the weights' format, which differs
     taken = {key: value for key, value in saved.items() if key not in kept}
     for key, value in taken.items():
         if isinstance(value, list) and isinstance(group.get(key), tuple | None):
@@ -167,7 +167,7 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
 
 
 def apply(group: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Puts merged options into a param group; a tensor keeps its place in memory, which CUDA graphs know."""
+    """Puts merged options into a param group. Copies into tensors, whose addresses CUDA graphs may have recorded."""
     for key, value in new.items():
         own = group.get(key)
         if isinstance(own, Tensor) and isinstance(value, Tensor):

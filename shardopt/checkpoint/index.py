@@ -1,6 +1,6 @@
-"""What stands in a checkpoint: ``checkpoint.json``, whose appearance in the folder makes the checkpoint.
+"""The index of a checkpoint: ``checkpoint.json``, the last file of a save, which completes the checkpoint.
 
-It is JSON, for anything to read::
+The file is JSON, so that any program can read it::
 
     {"format": "shardopt", "format_version": 1,
     "header": {...},
@@ -10,9 +10,9 @@ It is JSON, for anything to read::
         "file": "8c5d0e6f1a2b3c4d-0.bin", "position": 0, "bytes": 8192, "crc32": 1234567890}]}},
     "crc32": "0123abcd"}
 
-``files`` has the length of each data file in bytes. The last line is the CRC-32 of all that stands before it. The bytes
-of a chunk are its elements in row-major order, little-endian. The chunks of a tensor cover each of its elements once;
-no two chunks share bytes. ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name)
+``files`` has the length of each data file in bytes. The last line is the CRC-32 of all bytes before. The bytes of a
+chunk are its elements in row-major order, little-endian. The chunks of a tensor cover each of its elements once; no two
+chunks share bytes. ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name)
 and ``param_groups``, a list of ``{"parameters": [names], "options": {...}}``.
 """
 
@@ -44,7 +44,7 @@ _MAX_DIMS = 64  # of a torch.Tensor
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and not name.startswith("q")  # quantized tensors have more than their elements
+    if isinstance(dtype, torch.dtype) and not name.startswith("q")  # quantized tensors consist of more than elements
 }
 
 _DATA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,10}\.bin")
@@ -53,12 +53,12 @@ _LAST_LINE = re.compile(rb',\n"crc32": "([0-9a-f]{8})"}\n\Z')
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and where its bytes are."""
+    """A rectangle of a tensor, and the location of its bytes."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
-    position: int  # of its first byte in the file
+    position: int  # offset of the first byte in the file
     bytes: int
     crc32: int
 
@@ -74,8 +74,12 @@ class StoredTensor(NamedTuple):
 class Index(NamedTuple):
     """The content of ``checkpoint.json``.
 
-    ``crc32`` is its last line's; 0 where it was not read from a file. Another checkpoint in the folder has another one:
-    names of data files are random.
+    Attributes:
+        header: the header, JSON.
+        files: the length of each data file in bytes.
+        tensors: the tensors by name.
+        crc32: the checksum in the last line; 0 if the index was not read from a file. Checkpoints saved into one folder
+            differ in their checksums, because names of data files are random.
     """
 
     header: dict[str, Any]
@@ -106,7 +110,7 @@ def load_index(folder: Path) -> Index:
     """Reads ``checkpoint.json``.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or of a newer format.
+        CheckpointError: the folder has no ``checkpoint.json``, or the file is damaged or of a newer format.
     """
     path = folder / INDEX_NAME
     try:
@@ -133,11 +137,11 @@ def load_index(folder: Path) -> Index:
 
 @contextmanager
 def noticing_replacement(folder: Path, index: Index) -> Iterator[None]:
-    """Finds out, after a CheckpointError, whether another save has replaced the checkpoint that is being loaded.
+    """Checks after a CheckpointError whether another save has replaced the checkpoint that is being loaded.
 
     Raises:
-        ReplacedError: the folder has another checkpoint now than the index is of.
-        CheckpointError: the original error, if the folder still has that checkpoint, or none that can be read.
+        ReplacedError: a CheckpointError was raised, and the folder now has a checkpoint with another index.
+        CheckpointError: the original error, if the folder has the same checkpoint, or none that can be read.
     """
     try:
         yield
@@ -166,9 +170,9 @@ def dump_index(index: Index) -> bytes:
 
 
 def remove_strays(folder: Path, keep: Collection[str]) -> None:
-    """Removes the files of earlier saves, and of saves that died: those that have our names and are not to be kept.
+    """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
 
-    Those that cannot be removed are left to the next save.
+    Leaves files that cannot be removed to the next save.
     """
     for name in _names_in(folder):
         ours = _DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name)
@@ -180,12 +184,12 @@ def remove_strays(folder: Path, keep: Collection[str]) -> None:
 def _names_in(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:  # what is there matters only if it can be seen
+    except OSError:  # files that cannot be listed do not matter here
         return []
 
 
 def _verified(path: Path, text: bytes) -> tuple[dict[str, Any], int]:
-    """The JSON of an index of ours that has not changed since it was written, and its checksum."""
+    """The JSON content of an index and its checksum; raises CheckpointError if the checksum does not match."""
     last_line = _LAST_LINE.search(text)
     if last_line is not None and zlib.crc32(text[: last_line.start()]) == int(last_line[1], 16):
         try:
@@ -228,7 +232,7 @@ def _unknown_content(path: Path, what: str) -> CheckpointError:
 
 
 class _InvalidError(Exception):
-    """The index says something that cannot be."""
+    """The index has content that no version of shardopt writes."""
 
 
 def _demand(holds: object, what: str) -> None:
@@ -243,7 +247,7 @@ def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _size(value: object, of: str) -> int:
-    """A whole number that a tensor or a file can have as a size."""
+    """Checks a size of a tensor or a file: a whole number below 2**63."""
     is_size = type(value) is int and 0 <= value < 2**63
     _demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
     return value  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""Delays Ctrl-C (SIGINT) until a place where a save or load may stop.
+"""Delays Ctrl-C (SIGINT) until a point at which a save or load may stop.
 
-Python raises KeyboardInterrupt between any two bytecodes: files would be left half written, threads running, and locks
-of other libraries held.
+Python raises KeyboardInterrupt between any two bytecodes, which would leave files half written, threads running, and
+locks of other libraries held.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_handler: Callable[[int, FrameType | None], Any] | None = None  # the program's, while interrupts are deferred
+_handler: Callable[[int, FrameType | None], Any] | None = None  # the program's handler, while interrupts are deferred
 _interrupted: list[tuple[int, FrameType | None]] = []
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Has SIGINT wait for the next :func:`interruption_point`, or for the end.
+    """Delays SIGINT until the next :func:`interruption_point`, or until the end of the context.
 
-    Outside the main thread, which alone gets signals, and where SIGINT does not run Python code, nothing is changed.
+    Changes nothing outside the main thread, which alone gets signals, or if the handler of SIGINT is no Python code.
     """
     global _handler
     own = signal.getsignal(signal.SIGINT)
@@ -40,7 +40,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 def interruption_point() -> None:
-    """Lets a SIGINT that came meanwhile take effect: usually by a KeyboardInterrupt."""
+    """Runs the program's handler for a delayed SIGINT, which usually raises KeyboardInterrupt."""
     if _handler is not None and threading.current_thread() is threading.main_thread():
         _deliver(_handler)
 

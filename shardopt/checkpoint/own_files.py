@@ -1,4 +1,4 @@
-"""Opens a checkpoint's own files: nothing outside the folder is read, written or waited for."""
+"""Opens a checkpoint's own files; never reads, writes or waits for a file outside the folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Opens a regular file that lies in the folder itself, and gives its descriptor.
+    """Opens a regular file that lies in the folder itself, and returns its descriptor.
 
     Args:
-        path: of the file; only the folder may be a symbolic link, or lie behind one.
-        flags: of ``os.open``.
+        path: the file. The folder may be a symbolic link or lie behind one; the file may not be one.
+        flags: the flags for ``os.open``.
 
     Raises:
-        OSError: the system refused, or there is something else, such as a symbolic link or a pipe.
+        OSError: the file cannot be opened, or is no regular file but, for example, a symbolic link or a pipe.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
@@ -31,10 +31,10 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def own_size(path: Path) -> int:
-    """The bytes of a file that :func:`open_own` opens.
+    """The size in bytes of a file that :func:`open_own` would open.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist, or is no regular file but, for example, a symbolic link or a pipe.
     """
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):

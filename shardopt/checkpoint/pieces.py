@@ -1,4 +1,4 @@
-"""What a rank holds of the parameters of a model, by their names in the bare model, whatever the sharding."""
+"""A rank's parts of a model's parameters, by the names in the bare model, independent of the sharding."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardopt.optim.state import ParameterState
 
 
 class Piece(NamedTuple):
-    """What this rank holds of one parameter of the bare model.
+    """This rank's part of one parameter of the bare model.
 
     Attributes:
-        name: fully qualified.
-        param: the model's parameter, which may be made of several of the bare model's.
-        segment: which of these, where it is.
-        shard: the part.
-        local: its elements, a view.
+        name: the fully qualified name in the bare model.
+        param: the wrapped model's parameter, which may be a flat buffer of several parameters of the bare model.
+        segment: the index in that flat buffer; None for other parameters.
+        shard: the position of this rank's part in the parameter.
+        local: the elements of this rank's part, a view.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Piece(NamedTuple):
 
 
 def pieces_of(model: Module, masters: Sequence[Tensor] = ()) -> Iterator[Piece]:
-    """The parameters of a model. It must have been read by :func:`shardopt.layout.read_model`.
+    """The parameters of a model.
 
     Args:
-        model: the model.
-        masters: flat buffers that stand for parameters of the model (DeepSpeed's).
+        model: the model, which :func:`shardopt.layout.read_model` must have read.
+        masters: flat buffers of masters, which take the place of the model's own parameters (DeepSpeed's).
 
     Raises:
-        CheckpointError: a parameter is not sharded now, since it is gathered for a forward pass.
+        CheckpointError: a parameter is gathered in full at the moment, for a forward or backward pass.
     """
     named = parameter_names(model)
     for param in masters:
@@ -74,7 +74,7 @@ def buffers_of(model: Module) -> Iterator[Piece]:
 
 
 def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
-    """A tensor of the parameter's shape, perhaps with dimensions behind, of which this rank holds ``local``."""
+    """A tensor of the parameter's shape, perhaps with trailing dimensions, of which this rank holds ``local``."""
     behind = tuple(local.shape[len(shard.local_shape) :])
     shape = (*shard.global_shape, *behind)
     if isinstance(shard, FlatShard):
@@ -85,7 +85,7 @@ def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
 def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
     """The scales of a parameter's blocks, of which this rank holds ``local``.
 
-    Those of a cut block are saved by the rank that holds its first element.
+    The rank that holds a cut block's first element saves the block's scales.
     """
     leading = shard.scales_shape(grid)
     behind = tuple(local.shape[len(leading) :])
@@ -103,8 +103,8 @@ def state_chunks(spec: ParameterState, state: Mapping[str, Any]) -> dict[str, Ch
     """The state of a parameter, by the names of its entries.
 
     Args:
-        spec: what the state looks like.
-        state: this rank's part: plain tensors.
+        spec: the form of the state.
+        state: this rank's part, plain tensors by entry.
     """
     scales = {spec.scales_name(moment) for moment in spec.moments} if spec.codec.blockwise else set()
     found: dict[str, Chunks] = {}
@@ -119,13 +119,13 @@ def state_chunks(spec: ParameterState, state: Mapping[str, Any]) -> dict[str, Ch
 
 
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:
-    """The rectangles that the range ``[start, end)`` of a flattened tensor of this shape is made of.
+    """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape.
 
     Args:
-        shape: of the global tensor, without the dimensions that follow in each element of ``local``.
-        start: the first element.
-        end: that after the last one.
-        local: the elements, dimension 0 counting them.
+        shape: the shape of the global tensor, without the trailing dimensions of ``local``.
+        start: the index of the first element.
+        end: the index after the last element.
+        local: the elements along dimension 0, with any trailing dimensions behind.
     """
     behind = tuple(local.shape[1:])
     zeros = (0,) * len(behind)
@@ -139,7 +139,7 @@ def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> li
 
 
 def _decompose(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and extents of rectangles which, one after another, are the range ``[start, end)`` of the elements."""
+    """Offsets and extents of the rectangles that, in order, make up the range ``[start, end)`` of the elements."""
     if start >= end:
         return
     if not shape:

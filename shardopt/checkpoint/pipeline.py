@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 THREADS = 2
-#: At most so many jobs have been taken of which the caller still has to take or use the result.
+#: Most jobs under way, from a job's start until the caller has used the result.
 AHEAD = THREADS + 1
 
 
@@ -21,9 +21,9 @@ AHEAD = THREADS + 1
 def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
     """The jobs' results in order, computed by threads a few jobs ahead of the caller.
 
-    ``jobs`` is iterated over in the caller's thread. At the end, or after an error, no thread is left.
+    Iterates over ``jobs`` in the caller's thread. The threads end with the context, also after an error.
     """
-    # Not a ThreadPoolExecutor: an asynchronous save that the interpreter waits for at its exit could not use one.
+    # Not a ThreadPoolExecutor, which an asynchronous save could not use while the interpreter exits and waits for it.
     todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
     threads = [Thread(target=_work, args=(todo,), daemon=True) for _ in range(THREADS)]
     pending: deque[Future[T]] = deque()

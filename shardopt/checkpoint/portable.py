@@ -1,8 +1,9 @@
 """The portable checkpoint: saved under one sharding and number of ranks, loaded under any other, bit for bit.
 
-It holds the parameters and buffers of the bare model by their fully qualified names (``model.<name>``), and the state
-of the optimizer by those names (``optimizer.<name>.<entry>``): codes and scales as they are, as tensors of the global
-shape. The header has the hyper-parameters and options of the param groups. How shards were cut does not show.
+A checkpoint holds the parameters and buffers of the bare model by their fully qualified names (``model.<name>``), and
+the optimizer's state by the parameters' names (``optimizer.<name>.<entry>``): codes and scales unchanged, as tensors of
+the global shape. The header has the hyper-parameters and options of the param groups. The checkpoint does not depend on
+how shards were cut.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from shardopt.checkpoint.staging import Staged, Stager
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
 from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
 
-_TRIES = 10  # of a load that other saves overtake
-_ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of torch's
+_TRIES = 10  # attempts of a load while other saves replace the checkpoint
+_ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of PyTorch
 
 
 class Loaded(NamedTuple):
-    """What :func:`load` found.
+    """The result of :func:`load`.
 
     Attributes:
-        extra: what was given to :func:`save` beside model and optimizer.
-        converted: the names of parameters whose state or dtype was converted, with what was done.
+        extra: the ``extra`` arguments of :func:`save`.
+        converted: the conversion of each parameter whose state or dtype was converted, by the parameter's name.
     """
 
     extra: dict[str, Any]
@@ -66,22 +67,25 @@ class Loaded(NamedTuple):
 def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **extra: Any) -> None:
     """Saves a model and its optimizer into a folder. All ranks must call this.
 
-    A checkpoint in the folder is replaced; until the new one is complete, and if saving fails, it stays as it was.
-    Another save into the folder is waited for, up to 10 seconds. Ranks may hold different parameters under different
-    names (pipeline stages, experts): all are saved. Parameters and state that several ranks hold by one name must have
-    the same bits, buffers are those of the first rank. Ctrl-C takes effect between pieces of a few MiB, or at the end.
+    Replaces a checkpoint in the folder; the previous checkpoint stays unchanged until the new one is complete, and if
+    saving fails. Waits up to 10 seconds for another save into the folder. Ranks may hold different parameters under
+    different names (pipeline stages, experts): all are saved. Parameters and state that several ranks hold under one
+    name must have the same bits; buffers are saved from the first rank. Ctrl-C takes effect between pieces of a few
+    MiB, or at the end.
 
     Args:
-        path: the folder, which all ranks see.
-        model: plain, or wrapped by DDP, FSDP1 or FSDP2, with DTensor parameters or without; or a DeepSpeed engine.
-        optimizer: one of shardopt's, or a ZeroRedundancyOptimizer of one; None to save the model only, and with a
-            DeepSpeed engine, which has its own.
-        extra: what else to save, the same on all ranks: tensors, and what JSON can hold.
+        path: the folder, which all ranks must see.
+        model: a plain model, or one wrapped by DDP, FSDP1 or FSDP2, with or without DTensor parameters; or a DeepSpeed
+            engine.
+        optimizer: an optimizer of shardopt, or a ZeroRedundancyOptimizer of one; None to save the model only, and with
+            a DeepSpeed engine, which has its own optimizer.
+        extra: other values to save, the same on all ranks: tensors, and values that JSON can hold.
 
     Raises:
-        CheckpointError: it could not be saved, ranks hold different tensors by one name, or another save into the
-            folder goes on. Nothing was changed, on any rank.
-        TypeError: ``extra`` has something else in it, or the optimizer is not shardopt's.
+        CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
+            save into the folder goes on. Nothing was changed, on any rank.
+        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
+            shardopt's, or an optimizer was given beside a DeepSpeed engine.
     """
     with deferred_interrupts():
         tensors, writer, planner = _to_save(path, model, optimizer, extra)
@@ -92,25 +96,27 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
 def async_save(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **extra: Any
 ) -> Future[None]:
-    """Copies a model and its optimizer to the host's memory, and saves the copy while training goes on.
+    """Copies a model and its optimizer to host memory, and saves the copy while training goes on.
 
-    Costs the host as much memory as this rank's part of the checkpoint, as long as the returned future is there. The
-    next save, if it begins before that future is dropped, copies into the same memory, which takes a fraction of the
-    time that new memory takes. All ranks must call this. Wait for one save before beginning another. The ranks talk in
-    a gloo group of their own, beside the training's collectives.
+    Takes as much host memory as this rank's part of the checkpoint, for as long as the returned future exists. The next
+    save, if it begins before that future is dropped, copies into the same memory, which takes a fraction of the time
+    that new memory takes. All ranks must call this. Wait for one save before beginning another. The ranks communicate
+    in a gloo group of their own, beside the training's collectives.
 
     Args:
-        path: see :func:`save`, as for the others.
+        path: the folder; see :func:`save` for all arguments.
         model: the model.
-        optimizer: its optimizer.
-        extra: what else to save.
+        optimizer: the model's optimizer.
+        extra: other values to save.
 
     Returns:
-        Done when the checkpoint is complete. Its ``result()`` raises what :func:`save` would. It cannot be cancelled.
+        A future that is done when the checkpoint is complete. The future's ``result()`` raises the errors of
+        :func:`save`. The future cannot be cancelled.
 
     Raises:
-        RuntimeError: there is no memory for the copy. Other ranks raise a CheckpointError that says so.
-        TypeError: see :func:`save`.
+        RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
+        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
+            shardopt's, or an optimizer was given beside a DeepSpeed engine.
     """
     global _last_saving
     with deferred_interrupts():
@@ -119,7 +125,7 @@ def async_save(
         with plain_errors(writer.discard):
             staged = on_every_rank(lambda: stager.stage(tensors))
         done = _Saving(stager)
-        if not dist.is_initialized():  # for good: the warning comes from a thread of torch's, whenever it begins
+        if not dist.is_initialized():  # permanently, because a thread of PyTorch warns at an unknown time
             warnings.filterwarnings("ignore", _ONE_PROCESS)
         with plain_errors(partial(_give_up, writer, done)):
             saving = state_dict_saver.async_save(
@@ -139,15 +145,15 @@ def _finish(writer: PortableWriter, done: _Saving, saved: Future[Any]) -> None:
     try:
         with plain_errors(partial(_give_up, writer, done)):
             saved.result()
-    except BaseException as error:  # it is the waiting thread's to handle
+    except BaseException as error:  # the waiting thread handles the error
         done.set_exception(error)
     else:
-        done.stager.in_use = False  # first: who waits may begin the next save at once
+        done.stager.in_use = False  # first, because a waiting caller may begin the next save at once
         done.set_result(None)
 
 
 def _give_up(writer: PortableWriter, done: _Saving) -> None:
-    """Leaves nothing of a save that failed."""
+    """Removes the leftovers of a failed save."""
     done.stager.in_use = False
     writer.discard()
 
@@ -155,29 +161,30 @@ def _give_up(writer: PortableWriter, done: _Saving) -> None:
 def load(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, *, convert: bool = False
 ) -> Loaded:
-    """Loads what :func:`save` saved, under whatever sharding and number of ranks. All ranks must call this.
+    """Loads a checkpoint of :func:`save`, under any sharding and number of ranks. All ranks must call this.
 
-    Everything is read and verified before anything is changed; this takes as much of the host's memory as this rank's
-    part of the checkpoint; and the state is made on the optimizer's device before its old state, if it has any, goes.
-    Codes, scales and parameters come back bit for bit. Where another process replaces the checkpoint meanwhile, the new
-    one is loaded. Ctrl-C changes nothing, or comes when all is loaded.
+    Reads and verifies the whole checkpoint before changing anything. Takes as much host memory as this rank's part of
+    the checkpoint. Makes the new state on the optimizer's device before freeing the old state. Codes, scales and
+    parameters are restored bit for bit. Loads the new checkpoint if another process replaces the checkpoint meanwhile.
+    Ctrl-C changes nothing, or takes effect after the load.
 
     Args:
         path: the folder.
-        model: see :func:`save`; the same bare model, in any wrapping. All its parameters must be in the checkpoint, and
-            each tensor of the checkpoint in the model of some rank.
-        optimizer: with the same parameters; None to load the model only.
-        convert: allow that the optimizer's codec, block size or weight format, or a parameter's dtype, is another than
-            the checkpoint's: moments are decoded and coded again, weights rounded.
+        model: the bare model that was saved, in any wrapping that :func:`save` takes. All parameters of the model must
+            be in the checkpoint, and each tensor of the checkpoint must be in the model of some rank.
+        optimizer: an optimizer of the same parameters; None to load the model only.
+        convert: allow another codec, block size or weight format of the optimizer, or another dtype of a parameter,
+            than the checkpoint's: moments are decoded and encoded again, weights are rounded.
 
     Returns:
-        What else was saved, and what was converted.
+        The other values that were saved, and the conversions.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, of a newer format, or of another model or optimizer; or
-            another rank failed. Nothing was changed, on any rank.
-        RuntimeError: there is no memory for it, such as torch.OutOfMemoryError. Nothing was changed, on any rank.
-        TypeError: the optimizer is not shardopt's.
+        CheckpointError: there is no checkpoint in the folder, the checkpoint is damaged, of a newer format, or of
+            another model or optimizer, or another rank failed. Nothing was changed, on any rank.
+        RuntimeError: there is not enough memory for the load, as with torch.OutOfMemoryError. Nothing was changed, on
+            any rank.
+        TypeError: the optimizer is not one of shardopt's, or was given beside a DeepSpeed engine.
     """
     with deferred_interrupts():
         loaded = _load_unreplaced(path, model, optimizer, convert)
@@ -187,7 +194,7 @@ def load(
 
 
 def _load_unreplaced(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
-    """Loads, and begins again where another process replaces the checkpoint meanwhile."""
+    """Loads, and starts over if another process replaces the checkpoint meanwhile."""
     for _ in range(_TRIES - 1):
         with suppress(ReplacedError), _opened(model, optimizer) as (bare, own):
             return _load(path, bare, own, convert)
@@ -219,7 +226,7 @@ def _load(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | No
 
 @contextmanager
 def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module, Optimizer | None]]:
-    """Model and optimizer as they are, or those of a DeepSpeed engine."""
+    """The given model and optimizer, or the bare model and the optimizer of a DeepSpeed engine."""
     if not is_engine(model):
         yield model, optimizer
         return
@@ -230,7 +237,7 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
 
 
 class _Saving(Future[None]):
-    """An asynchronous save, with the memory of its copies. It cannot be cancelled: the copies are being written."""
+    """An asynchronous save, with the stager of its copies. The save cannot be cancelled once it writes them."""
 
     def __init__(self, stager: Stager) -> None:
         super().__init__()
@@ -243,7 +250,7 @@ _last_saving: weakref.ref[_Saving] | None = None
 
 
 def _free_stager() -> Stager:
-    """The last save's, if its future is still there and nobody reads its copies any more."""
+    """The last save's stager, if that save's future still exists and its copies are written; else a new stager."""
     last = None if _last_saving is None else _last_saving()
     return Stager() if last is None or last.stager.in_use else last.stager
 
@@ -252,20 +259,20 @@ _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def _group_of_saves() -> dist.ProcessGroup | None:
-    """All ranks, once more: collectives of saving and of training must not get into each other's way."""
+    """A second group of all ranks, so that collectives of saving do not mix with those of training."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD
     assert world is not None
     if world not in _groups_of_saves:
-        _groups_of_saves.clear()  # of a process group that is gone
+        _groups_of_saves.clear()  # made for a process group that was destroyed
         _groups_of_saves[world] = dist.new_group(backend="gloo")
     return _groups_of_saves[world]
 
 
 @contextmanager
 def _no_warning_of_one_process() -> Iterator[None]:
-    """Keeps torch.distributed.checkpoint from warning that there is no process group, which it was told."""
+    """Suppresses torch.distributed.checkpoint's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _ONE_PROCESS)
         yield
@@ -274,7 +281,7 @@ def _no_warning_of_one_process() -> Iterator[None]:
 def _to_save(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
 ) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
-    """The tensors to be saved, where to, and by what plan. All ranks must call this."""
+    """The tensors to save, their writer and their planner. All ranks must call this."""
     with _opened(model, optimizer) as (bare, own):
         owner, contents = on_every_rank(lambda: _read(bare, own))
         common = with_common_scales(contents)

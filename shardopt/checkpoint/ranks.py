@@ -1,4 +1,4 @@
-"""Doing something on all ranks or on none."""
+"""Agreement of all ranks on success or failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
     error: Exception | None = None
     try:
         result = work()
-    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+    except Exception as raised:  # any exception: the other ranks must not wait for this rank
         error = raised
     messages = gathered(None if error is None else f"{type(error).__name__}: {error}")
     replaced = gathered(isinstance(error, ReplacedError)) if any(messages) else []

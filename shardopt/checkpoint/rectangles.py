@@ -1,4 +1,4 @@
-"""Whether rectangles fill a tensor."""
+"""Checks whether rectangles fill a tensor."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def fill(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
     """Whether rectangles cover each element of a tensor exactly once.
 
     Args:
-        shape: the tensor's, of numbers below 2**63.
-        rectangles: in any order. Empty ones must lie within the tensor, too.
+        shape: the shape of the tensor, of numbers below 2**63.
+        rectangles: the rectangles, in any order. Empty rectangles must lie within the tensor, too.
     """
     for offsets, extents in rectangles:
         if not len(offsets) == len(extents) == len(shape):
@@ -39,8 +39,8 @@ def fill(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
 def _disjoint(low: _Corners, high: _Corners, dim: int) -> bool:
     """Whether no two rectangles share an element, given that any two overlap in all dimensions before ``dim``.
 
-    A sweep along the dimension compares each rectangle with those that begin where it begins and with those that have
-    begun before and reach further.
+    A sweep along the dimension compares each rectangle with the rectangles that begin at the same index, and with the
+    rectangles that begin before that index and end behind it.
     """
     if len(low) < 2:
         return True

@@ -1,4 +1,4 @@
-"""Tensors that several ranks hold: one of them writes, and all compare what they call by one name."""
+"""Tensors that several ranks hold: one rank writes each, after all ranks have compared tensors of the same name."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch.distributed.checkpoint.planner import SavePlan
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.wording import few
 
-#: 64-bit digests of chunks that other ranks hold, too.
+#: 64-bit digests of the chunks that other ranks hold, too.
 Digests = Mapping[MetadataIndex, int]
 
 _REMEDY = (
     "expected one tensor by one name; name modules that differ between ranks differently (pipeline stages and experts "
     "keep their names in the whole model), or make copies alike with torch.distributed.broadcast"
 )
-_WORDS = 1 << 20  # of 8 bytes, in one sum
-_WORDS_IN_CACHE = 1 << 16  # at a time on the CPU
+_WORDS = 1 << 20  # words of 8 bytes per sum
+_WORDS_IN_CACHE = 1 << 16  # words at a time on the CPU, for its cache
 
 
 class ReplicaPlanner(DefaultSavePlanner):
-    """DCP's planner for saving, which has ranks that hold the same chunk compare it.
+    """DCP's planner for saving, extended: ranks that hold the same chunk compare its digests.
 
     Args:
-        unequal: names of tensors that may differ between ranks, such as buffers: the first rank's are saved.
+        unequal: names of tensors that may differ between ranks, such as buffers; the first rank's tensor is saved.
     """
 
     def __init__(self, unequal: Collection[str] = ()) -> None:
@@ -40,12 +40,12 @@ class ReplicaPlanner(DefaultSavePlanner):
         self._shared: Sequence[MetadataIndex] = ()
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank can write, with the names that may differ."""
+        """The chunks that this rank can write, with the names of tensors that may differ in ``planner_data``."""
         plan = super().create_local_plan()
         return replace(plan, planner_data=self._unequal & {item.index.fqn for item in plan.items})
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What each rank is to write, and in ``planner_data`` the chunks that it is to compare.
+        """The chunks that each rank writes, with the chunks that the rank compares in ``planner_data``.
 
         Raises:
             CheckpointError: ranks hold different tensors by one name.
@@ -57,20 +57,20 @@ class ReplicaPlanner(DefaultSavePlanner):
         return [replace(plan, planner_data=of) for plan, of in zip(plans, shared, strict=True)], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Takes what :meth:`create_global_plan` gave this rank."""
+        """Keeps the chunks to compare, from :meth:`create_global_plan`."""
         self._shared = new_plan.planner_data or ()
         return super().finish_plan(new_plan)
 
     def digests(self) -> Digests:
-        """Digests of this rank's chunks that others hold, too."""
+        """Digests of this rank's chunks that other ranks hold, too."""
         return {index: digest(self.lookup_object(index)) for index in self._shared}
 
 
 def check_digests(of_ranks: Sequence[Digests]) -> None:
-    """Checks that chunks which several ranks hold are the same.
+    """Checks that all ranks that hold a chunk have the same digest of it.
 
     Raises:
-        CheckpointError: some are not.
+        CheckpointError: the digests of a chunk differ.
     """
     found: dict[MetadataIndex, set[int]] = defaultdict(set)
     for digests in of_ranks:
@@ -80,18 +80,18 @@ def check_digests(of_ranks: Sequence[Digests]) -> None:
 
 
 def digest(tensor: Tensor) -> int:
-    """64 bits that tell apart tensors of the same size by their bytes; computed where the tensor is.
+    """A 64-bit digest of a tensor's bytes, computed on the tensor's device.
 
-    Each half of a word of 8 bytes has a random weight of 64 bits, so that no difference, in one place or in many, gets
-    lost but with a probability of 2**-32 over the weights. A weight for the whole word would be blind to pairs of
-    flipped top bits, which are signs of floats: twice 2**63 times an odd number is 0.
+    Each half of a word of 8 bytes has a random weight of 64 bits, so that a difference in any number of bytes is missed
+    with a probability of 2**-32 over the weights. One weight for the whole word would miss pairs of flipped top bits,
+    which are signs of floats: twice 2**63 times an odd number is 0.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     weights = _weights(data.device)
     whole = data.numel() // 8 * 8
     sums = []
     if whole:
-        # Behind a slice of an odd size, words do not lie at multiples of 8 bytes.
+        # A view of int64 needs an offset that is a multiple of 8 bytes, which a slice may not have.
         aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
         sums = [_sum(words, *weights) for words in torch.split(aligned.view(torch.int64), _WORDS)]
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
@@ -103,7 +103,7 @@ def digest(tensor: Tensor) -> int:
 
 
 def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
-    """The sum of the words' halves, each times its weight; the upper half's is ``(weight << 32) + more``."""
+    """The sum of the words' halves, each times its weight; an upper half's weight is ``(weight << 32) + more``."""
     length = _WORDS_IN_CACHE if words.device.type == "cpu" else _WORDS
     parts = zip(*(torch.split(of[: len(words)], length) for of in (words, weights, more_of_upper)), strict=True)
     return torch.stack([(x * weight).sum() + ((x >> 32) * more).sum() for x, weight, more in parts]).sum()
@@ -111,7 +111,7 @@ def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Odd random numbers, the same everywhere."""
+    """Odd random numbers, the same on every rank and device."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator)
     first, second = (numbers | 1).to(device)
@@ -119,7 +119,7 @@ def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _check_alike(plans: Sequence[SavePlan]) -> None:
-    """Checks shapes and dtypes of what ranks call by one name, and shapes of what they hold at one place."""
+    """Checks that tensors of one name agree in shape and dtype on all ranks, and chunks at one offset in shape."""
     tensors: dict[str, object] = {}
     chunks: dict[MetadataIndex, object] = {}
     other: set[str] = set()
@@ -137,7 +137,7 @@ def _check_alike(plans: Sequence[SavePlan]) -> None:
 
 
 def _shared(plans: Sequence[SavePlan], unequal: Collection[str]) -> Iterator[list[MetadataIndex]]:
-    """The chunks of each rank that are in other ranks' plans, too."""
+    """For each rank, the chunks that are also in other ranks' plans."""
     count: dict[MetadataIndex, int] = defaultdict(int)
     for plan in plans:
         for item in plan.items:
@@ -148,7 +148,7 @@ def _shared(plans: Sequence[SavePlan], unequal: Collection[str]) -> Iterator[lis
 
 
 def _first_only(plans: Sequence[SavePlan], names: Collection[str]) -> list[SavePlan]:
-    """The plans, with tensors of these names in those of the first ranks only that have them."""
+    """The plans, with each tensor of these names only in the plan of the first rank that has the tensor."""
     seen: set[MetadataIndex] = set()
     found = []
     for plan in plans:

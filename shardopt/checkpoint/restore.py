@@ -1,11 +1,11 @@
-"""Loading a portable checkpoint: where its tensors go, what is converted, and the change of model and optimizer."""
+"""Loads a portable checkpoint: plans the reads, converts, and changes model and optimizer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from shardopt.checkpoint.contents import (
     names_by_group,
     state_key,
 )
+from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import apply, checked_groups, merged_from, options_by_name, saved_options
@@ -31,68 +32,27 @@ from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, stat
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
-from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
 from shardopt.optim.flat_state import AnyState, BufferState, encode_flat
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.placement import Place
 from shardopt.optim.state import LOW_BITS, ParameterState
-
-
-class _Target(NamedTuple):
-    """One parameter: what is read of it, and what it is to become.
-
-    Attributes:
-        content: the parameter.
-        values: this rank's part, in the checkpoint's dtype.
-        saved: what the state in the checkpoint looks like; None if none of it is to be loaded.
-        spec: what it is to look like.
-        state: what is read of it.
-    """
-
-    content: Content
-    values: Tensor
-    saved: ParameterState | None
-    spec: ParameterState | None
-    state: dict[str, Tensor]
-
-    @property
-    def converts_state(self) -> bool:
-        """Whether moments have to be coded anew."""
-        if self.saved is None or self.spec is None or not self.spec.moments:
-            return False
-        return _described(self.saved) != _described(self.spec)
-
-    @property
-    def weights(self) -> tuple[WeightFormat, WeightFormat]:
-        """How the weights were saved, and how they are to be stored. Without state, there are no low bits."""
-        found = []
-        for spec, tensor in ((self.saved, self.values), (self.spec, self.content.piece.local)):
-            has_state = spec is not None and self.saved is not None
-            found.append(WeightFormat(tensor.dtype, spec.weights.low_bits if has_state and spec else 0))
-        return found[0], found[1]
-
-    @property
-    def converts_weights(self) -> bool:
-        """Whether the weights are stored in another form."""
-        old, new = self.weights
-        return old != new
 
 
 class Restoration:
     """A checkpoint on its way into a model and an optimizer.
 
-    First comes :meth:`plan`. To be read are then :attr:`tensors`; then :meth:`convert` is called. Nothing is changed
-    before :meth:`commit`.
+    Call :meth:`plan`, read :attr:`tensors`, then call :meth:`convert` and :meth:`commit`. Nothing is changed before
+    :meth:`commit`.
 
     Args:
         path: the checkpoint.
-        index: of the checkpoint.
+        index: the index of the checkpoint.
         model: the model.
-        optimizer: its optimizer, if it is to be loaded.
+        optimizer: the model's optimizer; None to load the model only.
 
     Raises:
-        CheckpointError: data files are not there, or the optimizer is not the model's.
+        CheckpointError: shardopt.checkpoint.save did not write the checkpoint, or the optimizer is not the model's.
+        TypeError: the optimizer is not shardopt's.
     """
 
     def __init__(self, path: str | os.PathLike[str], index: Index, model: Module, optimizer: Optimizer | None) -> None:
@@ -108,19 +68,20 @@ class Restoration:
 
     @property
     def claimed(self) -> bytes:
-        """A bit for each tensor of a model in the checkpoint: whether the model has it on this rank."""
+        """A bit for each model tensor in the checkpoint: whether the model has that tensor on this rank."""
         own = {model_key(piece.name) for piece in self._pieces}
         return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
-        """Decides what is read, and what becomes of it.
+        """Plans reads and conversions.
 
         Args:
-            claimed: what :attr:`claimed` is on each rank.
-            convert: whether the state may be converted.
+            claimed: :attr:`claimed` of each rank.
+            convert: whether state and weights may be converted.
 
         Raises:
-            CheckpointError: the checkpoint is not one of this model and optimizer.
+            CheckpointError: the checkpoint is of another model or optimizer, needs a conversion without `convert`, has
+                options that are not allowed, or lacks bytes of tensors in ``extra``.
         """
         self._check_model(claimed)
         contents = self._contents
@@ -133,7 +94,7 @@ class Restoration:
             if key.startswith("optimizer."):
                 self._entries.setdefault(name, set()).add(entry)
         self._targets = [self._target(content, saved_groups) for content in contents]
-        self.converted = {t.content.piece.name: what for t in self._targets if (what := self._conversion(t))}
+        self.converted = {t.content.piece.name: what for t in self._targets if (what := t.conversion)}
         if self.converted and not convert:
             name, what = next(iter(self.converted.items()))
             raise CheckpointError(
@@ -143,7 +104,7 @@ class Restoration:
         extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
         files = {chunk.file: self._index.files[chunk.file] for stored in extra.values() for chunk in stored.chunks}
         with noticing_replacement(self._path, self._index):
-            check_lengths(self._path, files)  # no memory for tensors whose bytes are not there
+            check_lengths(self._path, files)  # before memory is allocated for tensors without bytes
         self._extra_tensors = {
             name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype) for name, stored in extra.items()
         }
@@ -151,12 +112,12 @@ class Restoration:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What else was saved."""
+        """The ``extra`` values that were saved."""
         return {**self._index.header["extra"], **self._extra_tensors}
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Where to read to, by the names in the checkpoint."""
+        """The tensors to read into, by the names in the checkpoint."""
         found: dict[str, Any] = {}
         for target in self._targets:
             piece = target.content.piece
@@ -171,10 +132,10 @@ class Restoration:
         return found
 
     def convert(self) -> None:
-        """Makes the state that the optimizer will have, in its form and where it lives. All ranks must call this.
+        """Makes the optimizer's new state, in its form and on its devices. All ranks must call this.
 
         Raises:
-            CheckpointError: the state is not one that a step could go on from, or it could not be made, on any rank.
+            CheckpointError: on any rank, a step could not go on from the state, or the state could not be made.
         """
         on_every_rank(self._check_states)
         flat = on_every_rank(self._flat_moments)
@@ -183,7 +144,7 @@ class Restoration:
         on_every_rank(lambda: self._make_states(dict(zip(flat, encoded, strict=True))))
 
     def commit(self) -> None:
-        """Changes model and optimizer: only copies into what is there, and assigns what was made."""
+        """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
         with torch.no_grad():
             for target in self._targets:
                 target.content.piece.local.copy_(target.values)
@@ -193,7 +154,9 @@ class Restoration:
             return
         for group, options in zip(self._owner.groups, self._options, strict=True):
             apply(group, options)
-        if self._owner.groups is not self._owner.sharded.param_groups:  # a ZeroRedundancyOptimizer's: it has fewer
+        if (
+            self._owner.groups is not self._owner.sharded.param_groups
+        ):  # a ZeroRedundancyOptimizer's local optimizer has fewer parameters
             for group, options in zip(self._owner.sharded.param_groups, self._options, strict=True):
                 apply(group, options)
         for param, (spec, state) in self._states.items():
@@ -212,7 +175,7 @@ class Restoration:
         return [name for name in self._index.tensors if name.startswith("model.")]
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
-        """Checks that the checkpoint has the tensors of the model, and no others than the model has on some rank."""
+        """Checks that the checkpoint has all tensors of the model, and only tensors that the model has on some rank."""
         own = {model_key(piece.name): piece.shard.global_shape for piece in self._pieces}
         saved = {name: self._index.tensors[name].shape for name in self._saved_names}
         bits = np.bitwise_or.reduce([np.frombuffer(of_rank, dtype=np.uint8) for of_rank in claimed])
@@ -229,7 +192,7 @@ class Restoration:
             )
 
     def _check_tensors(self) -> None:
-        """Checks that what is to be read is in the checkpoint, in the dtype and shape of what it is read into."""
+        """Checks that the checkpoint has each tensor to read, in the dtype and shape of the tensor to read into."""
         for name, target in self.tensors.items():
             stored = self._index.tensors[name]
             if (stored.dtype, stored.shape) != (target.dtype, tuple(target.shape)):
@@ -239,7 +202,7 @@ class Restoration:
                 )
 
     def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The options of each param group: those that it is to have, and those that it was saved with."""
+        """The options of each param group after the load, and the options that it was saved with."""
         if self._owner is None:
             return [], []
         if self._index.header.get("param_groups") is None:
@@ -257,7 +220,7 @@ class Restoration:
             new.append(merged_from(self._path, self._owner.sharded, group, saved[-1], index))
         return new, saved
 
-    def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> _Target:
+    def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> Target:
         piece = content.piece
         dtype = self._index.tensors[model_key(piece.name)].dtype
         if dtype != piece.local.dtype and not {dtype, piece.local.dtype} <= DTYPES.keys():
@@ -267,13 +230,13 @@ class Restoration:
             )
         values = torch.empty(piece.local.shape, dtype=dtype)
         if self._owner is None or content.group is None:
-            return _Target(content, values, None, None, {})
+            return Target(content, values, None, None, {})
         options = self._options[content.group]
         moments = self._owner.sharded.rule(options).moments
         spec = ParameterState.of_shard(piece.shard, piece.local.dtype, options, moments)
         found = self._entries.get(piece.name, set())
         if not found:
-            return _Target(content, values, None, spec, {})
+            return Target(content, values, None, spec, {})
         as_saved = {key: saved_groups[content.group].get(key, options[key]) for key in STATE_FORMAT}
         saved = ParameterState.of_shard(piece.shard, dtype, {**options, **as_saved}, moments)
         if found != saved.state_names:
@@ -282,73 +245,61 @@ class Restoration:
                 f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.state_names))} of "
                 f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
             )
-        target = _Target(content, values, saved, spec, {})
+        target = Target(content, values, saved, spec, {})
         is_here = piece.local.numel() > 0 or piece.segment is not None or not isinstance(piece.shard, FlatShard)
         if (is_here and id(piece.param) in self._owned_ids) or target.converts_weights:
             target = target._replace(state=fresh_state(saved))
         return target
 
-    def _conversion(self, target: _Target) -> str:
-        """What has to be converted of a parameter; empty if nothing."""
-        found = []
-        if target.converts_state:
-            assert target.saved is not None
-            assert target.spec is not None
-            found.append(f"{_described(target.saved)} state for {_described(target.spec)}")
-        if target.converts_weights:
-            old, new = target.weights
-            found.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
-        return " and ".join(found)
-
     def _flat_moments(self) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
-        """Converts weights; decodes the moments of the flat shards that are coded anew, by their places in the targets.
+        """Converts weights; decodes the moments of flat shards that are encoded anew, by their indices in the targets.
 
-        All ranks code those together.
+        All ranks encode the moments of flat shards together.
         """
-        self._targets = [_with_weights(target) for target in self._targets]
+        self._targets = [target.with_converted_weights() for target in self._targets]
         return {
-            index: (target.spec, _moments(target) if target.state else None)
+            index: (target.spec, target.moments() if target.state else None)
             for index, target in enumerate(self._targets)
             if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
         }
 
     def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
-        """Codes the other moments anew, and makes the optimizer's state where it will live.
+        """Encodes the other moments anew, and makes the optimizer's state on its devices.
 
         Args:
-            encoded: the moments of flat shards, by the places of their parameters in the targets.
+            encoded: the encoded moments of flat shards, by the indices of their parameters in the targets.
         """
         for index, target in enumerate(self._targets):
             if target.converts_state:
-                state = encoded[index] if index in encoded else _encode(target)
+                state = encoded[index] if index in encoded else target.encoded_moments()
                 kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
                 self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
                 self._check_values(self._targets[index])
         self._states: dict[Tensor, tuple[AnyState, dict[str, Tensor]]] = {}
-        of: dict[Tensor, list[_Target]] = {}
+        of: dict[Tensor, list[Target]] = {}
         for target in self._targets:
             of.setdefault(target.content.piece.param, []).append(target)
         for param in self._owned:
             if any(target.state for target in of[param]):
                 self._states[param] = self._placed(param, of[param])
 
-    def _placed(self, param: Tensor, targets: Sequence[_Target]) -> tuple[AnyState, dict[str, Tensor]]:
-        """The state of one of the optimizer's parameters."""
+    def _placed(self, param: Tensor, targets: Sequence[Target]) -> tuple[AnyState, dict[str, Tensor]]:
+        """Form and entries of the new state of one of the optimizer's parameters."""
         group = targets[0].content.group
         assert self._owner is not None
         assert group is not None
         sharded = self._owner.sharded
         spec = sharded.state_spec(param, self._owner.groups[group])
-        states = [_placed(target, sharded.places.place(param)) for target in targets]
+        states = [target.placed(sharded.places.place(param)) for target in targets]
         return spec, spec.join(states) if isinstance(spec, BufferState) else states[0]
 
     def _check_states(self) -> None:
-        """Checks what was read of the states, as far as one rank can."""
+        """Checks the states that were read, as far as one rank can."""
         for target in self._targets:
             self._check_values(target)
         self._check_steps()
 
-    def _check_values(self, target: _Target) -> None:
+    def _check_values(self, target: Target) -> None:
         if target.saved is None or not target.state:
             return
         try:
@@ -357,7 +308,7 @@ class Restoration:
             raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_steps(self) -> None:
-        """Checks that parameters in one flat buffer, which has one step count, were stepped equally often."""
+        """Checks that parameters in one flat buffer, which has a single step count, were stepped equally often."""
         steps: dict[Tensor, set[float]] = {}
         for target in self._targets:
             if target.content.piece.segment is not None and target.state:
@@ -368,47 +319,3 @@ class Restoration:
                     f"{self._path}: got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
                     "expected one count; wrap the model with use_orig_params=True"
                 )
-
-
-def _placed(target: _Target, place: Place) -> dict[str, Tensor]:
-    """A parameter's state in the form that the optimizer keeps, where it does."""
-    spec = target.spec
-    assert spec is not None
-    state = target.state or fresh_state(spec)  # a segment of a flat buffer that was saved without
-    return {
-        key: value.to(place.steps) if key == "step" else spec.like(key, value.to(place.state))
-        for key, value in state.items()
-    }
-
-
-def _with_weights(target: _Target) -> _Target:
-    """Converts the checkpoint's weights to the format that the parameter and the optimizer keep."""
-    if not target.converts_weights:
-        return target
-    old, new = target.weights
-    stored = new.store(old.load(StoredWeights(target.values, target.state.get(LOW_BITS))))
-    state = {key: value for key, value in target.state.items() if key != LOW_BITS}
-    if stored.low_bits is not None and state:
-        state[LOW_BITS] = stored.low_bits
-    return target._replace(values=stored.param, state=state)
-
-
-def _encode(target: _Target) -> dict[str, Tensor]:
-    """The moments of a parameter coded anew, where the shard is not flat."""
-    spec = target.spec
-    assert spec is not None
-    if not target.state:
-        return {}
-    values = zip(spec.moments, _moments(target), strict=True)
-    encoded = spec.encode({moment.name: spec.shard.like_parameter(x) for moment, x in values})
-    return {key: spec.shard.local(value) for key, value in encoded.items()}
-
-
-def _moments(target: _Target) -> list[Tensor]:
-    """The moments as saved, decoded: this rank's part, float32."""
-    assert target.saved is not None
-    return target.saved.decode_local(target.state)
-
-
-def _described(spec: ParameterState) -> str:
-    return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name

@@ -1,4 +1,4 @@
-"""Copies on the CPU of what is to be saved, so that training can go on while they are written."""
+"""Copies of tensors in host memory, which are written while training goes on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ALIGNMENT = 64  # bytes
 class Stager(AsyncStager):
     """Copies tensors, in :class:`Chunks` or plain, for ``dcp.async_save``, whose own stager cannot copy chunks.
 
-    All copies lie in one buffer, which the next :meth:`stage` uses again: the system clears each page of new memory
-    when it is first touched, which takes several times as long as the copying. The buffer grows when it must.
+    All copies lie in one staging buffer, which the next :meth:`stage` uses again: the system clears each page of new
+    memory on first touch, which takes several times as long as copying. The buffer grows when more memory is needed.
 
     Attributes:
-        in_use: whether a save reads the copies; set and cleared by who owns the stager.
+        in_use: whether a save reads the copies; the owner of the stager sets and clears this flag.
     """
 
     _synchronize_after_execute = False
@@ -32,24 +32,24 @@ class Stager(AsyncStager):
         self.in_use = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies tensors. Earlier copies are lost.
+        """Copies tensors over the earlier copies.
 
         Raises:
-            TypeError: something is no tensor.
+            TypeError: a value is no tensor.
         """
         tensors = {name: _chunks(name, value) for name, value in state_dict.items()}
-        size = sum(_room(tensor) for chunks in tensors.values() for tensor in chunks.written)
+        size = sum(_room(tensor) for chunks in tensors.values() for tensor in chunks.written.values())
         self._end = 0
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = torch.empty(size, dtype=torch.uint8)
         return {name: chunks.copied(self._copy) for name, chunks in tensors.items()}
 
     def synchronize_staging(self) -> None:
-        """Does nothing: the copies are made at once."""
+        """Does nothing: :meth:`stage` has made the copies."""
 
     def close(self) -> None:
-        """Does nothing: the buffer goes with the stager."""
+        """Does nothing: the buffer is freed with the stager."""
 
     def _copy(self, tensor: Tensor) -> Tensor:
         begin = self._end
@@ -59,23 +59,23 @@ class Stager(AsyncStager):
 
 
 class Staged(AsyncStager):
-    """Takes what a :class:`Stager` has copied already as it is, for ``dcp.async_save``.
+    """Hands a :class:`Stager`'s copies to ``dcp.async_save`` unchanged.
 
-    Copying before that lets ranks agree on whether it went well; DCP's own call of a stager may fail on one rank while
-    the others begin to save and wait for it.
+    Copying before that call lets the ranks agree on success. DCP's own call of a stager may fail on one rank while the
+    others begin to save and wait for that rank.
     """
 
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state dict as it is: its tensors are copies."""
+        """Returns the state dict, whose tensors are copies, unchanged."""
         return state_dict
 
     def synchronize_staging(self) -> None:
-        """Does nothing: the copies are made."""
+        """Does nothing: the copies exist already."""
 
     def close(self) -> None:
-        """Does nothing: it has nothing."""
+        """Does nothing: there is nothing to free."""
 
 
 def _chunks(name: str, value: Any) -> Chunks:

@@ -1,10 +1,11 @@
 """The storage of the portable checkpoint, for torch.distributed.checkpoint (DCP).
 
-DCP's own unpickles its metadata, notices no damage, and destroys the previous checkpoint of a folder before the new one
-is complete. Here a checkpoint is a folder of data files and ``checkpoint.json`` (:mod:`shardopt.checkpoint.index`),
-which is put in place by one rename once all data are on the disk. What was there until then stays loadable, whatever
-happens. Everything that is read was verified by its checksum. The folder must be one that all ranks see. One save at a
-time goes on in it: the coordinating rank holds ``checkpoint.lock`` (:mod:`shardopt.checkpoint.folder_lock`).
+DCP's own storage unpickles its metadata, notices no damage, and destroys a folder's previous checkpoint before the new
+one is complete. Here a checkpoint is a folder of data files and ``checkpoint.json``
+(:mod:`shardopt.checkpoint.index`), which one rename puts in place once all data are on the disk. The previous
+checkpoint stays loadable until then, whatever happens. All bytes are verified by their checksums before use. All ranks
+must see the folder. Only one save at a time writes into the folder: the coordinating rank holds ``checkpoint.lock``
+(:mod:`shardopt.checkpoint.folder_lock`).
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ class PortableWriter(StorageWriter):
     """Saves tensors, in ``Chunks`` or plain, into a folder. For ``dcp.save``, and with a ``Stager`` ``dcp.async_save``.
 
     Args:
-        path: the folder; made if there is none. A checkpoint in it is replaced.
-        header: what JSON can hold, given on every rank. The first rank's is saved, with the ``param_groups`` of all.
+        path: the folder, which is made if necessary. A checkpoint in the folder is replaced.
+        header: a dict that JSON can hold, on every rank. The first rank's header is saved, with the ``param_groups`` of
+            all ranks.
 
     Raises:
         TypeError: JSON cannot hold the header.
@@ -127,12 +129,12 @@ class PortableWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         _check_filled(itertools.chain.from_iterable(plan.items for plan in plans))
         if "param_groups" in self._header:
-            of_ranks = dict.fromkeys(plan.storage_data for plan in plans)  # mostly one for all
+            of_ranks = dict.fromkeys(plan.storage_data for plan in plans)  # mostly the same on all ranks
             self._header["param_groups"] = union([json.loads(zlib.decompress(groups)) for groups in of_ranks])
         self._lock.acquire()
         in_use = self._files_in_use()
         if in_use is not None:
-            remove_strays(self._folder, in_use)  # a save that died for want of space left it occupied
+            remove_strays(self._folder, in_use)  # a save that failed on a full disk may have left files
         self._token = secrets.token_hex(8)
         return [replace(plan, storage_data=f"{self._token}-{rank}.bin") for rank, plan in enumerate(plans)]
 
@@ -163,9 +165,9 @@ class PortableWriter(StorageWriter):
         self._lock.release()
 
     def discard(self) -> None:
-        """Removes what this rank wrote for a save that failed on another rank, and lets others save.
+        """Removes this rank's data file after a save that failed on another rank, and releases the lock.
 
-        Without this call, the next save into the folder removes it.
+        Without this call, the next save into the folder removes the file.
         """
         try:
             if self._data_file is not None:
@@ -181,7 +183,7 @@ class PortableWriter(StorageWriter):
         return True
 
     def _files_in_use(self) -> dict[str, int] | None:
-        """The data files of the checkpoint in the folder; None if it cannot be said."""
+        """The data files of the checkpoint in the folder; None if the checkpoint cannot be read."""
         try:
             return load_index(self._folder).files
         except CheckpointError as error:
@@ -215,21 +217,21 @@ class PortableWriter(StorageWriter):
 
 
 class _Results(NamedTuple):
-    """What one rank did for a save."""
+    """One rank's results of a save."""
 
     written: list[WriteResult]
     digests: Digests
 
 
 class PortableReader(StorageReader):
-    """Loads what :class:`PortableWriter` saved. For ``dcp.load``.
+    """Loads checkpoints of :class:`PortableWriter`. For ``dcp.load``.
 
-    Each rank reads the chunks that it needs parts of, each once. A tensor is loaded into one of its own dtype. Tensors
-    loaded into may have changed in part when loading fails.
+    Each rank reads each chunk that overlaps its parts once. Tensors are loaded into tensors of the saved dtype, which
+    may have changed in part if loading fails.
 
     Args:
         path: the folder.
-        index: what stands in its ``checkpoint.json``, if that was read already.
+        index: the content of the folder's ``checkpoint.json``, if that file was read already.
     """
 
     def __init__(self, path: str | os.PathLike[str], index: Index | None = None) -> None:
@@ -249,7 +251,7 @@ class PortableReader(StorageReader):
             self._folder = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors of the checkpoint. What is wrong with it is raised by what comes next: DCP drops it here."""
+        """The tensors of the checkpoint. DCP drops errors raised here, so the next method raises them."""
         self._error = None
         try:
             self._index = self._given or load_index(self._folder)
@@ -276,7 +278,7 @@ class PortableReader(StorageReader):
             if target.dtype != stored.dtype:
                 raise CheckpointError(
                     f"{self._folder}: got {item.dest_index.fqn} of {target.dtype} to load into, expected "
-                    f"{stored.dtype} as it was saved; load it into that and convert it"
+                    f"{stored.dtype} as saved; load into a tensor of that dtype, then convert"
                 )
             assert item.storage_index.index is not None
             chunk = stored.chunks[item.storage_index.index]
@@ -309,7 +311,7 @@ class PortableReader(StorageReader):
 
 
 def _check_filled(items: Iterable[WriteItem]) -> None:
-    """Checks that what is to be written fills every tensor, which DCP does not for a single rank."""
+    """Checks that the chunks to write fill every tensor, which DCP does not check for a single rank."""
     first: dict[str, TensorWriteData] = {}
     rectangles: dict[str, list[Rectangle]] = defaultdict(list)
     for item in items:

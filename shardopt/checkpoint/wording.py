@@ -1,4 +1,4 @@
-"""How errors and reports show what comes from outside: on one line, and not all of what is long."""
+"""Shortens values from outside, such as names in files, to one line of an error or report."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 _MAX_LISTED = 4
 _MAX_CHARACTERS = 80  # of a name or number
-_MAX_LIST_CHARACTERS = 160  # of several, or of a value made of them
+_MAX_LIST_CHARACTERS = 160  # of a list of names, or of a nested value
 _MAX_LINE_CHARACTERS = 300
 
-_repr = reprlib.Repr()  # neither endless nesting nor a __repr__ that fails can harm it
+_repr = reprlib.Repr()  # safe from endless nesting and from a __repr__ that fails
 _repr.maxstring = _repr.maxother = _repr.maxlong = _MAX_CHARACTERS
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it."""
+    """The shortened repr of a value."""
     return line(_repr.repr(value), _MAX_LIST_CHARACTERS)
 
 
 def named(name: object) -> str:
-    """A name as it is, where that is possible."""
+    """A name unchanged if it is printable and short, else its shortened repr."""
     if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_CHARACTERS:
         return name
     return shown(name)
@@ -48,7 +48,7 @@ def first_of(texts: Sequence[str]) -> str:
 
 
 def line(text: object, most: int = _MAX_LINE_CHARACTERS) -> str:
-    """A text, such as another package's error, on one line and without its middle if it is long."""
+    """A text, such as another package's error, on one line, without its middle if the text is long."""
     found = " ".join(str(text).split())
     half = most // 2 - 2
     return found if len(found) <= most else f"{found[:half]} ... {found[-half:]}"

@@ -1,7 +1,24 @@
 """log8: a logarithmic second moment fitted to each block's range, and the first moment in units of its root.
 
-Every element's update then has the same small relative error, however unlike its neighbours it is. The formulas are in
-the README, "How it works".
+Every element's update then has the same small relative error, however unlike its neighbours it is. All numbers are
+float32, rounded to nearest even; ``fma`` rounds once, and ``round(fma(...))`` rounds the exact value to a whole number.
+``bits(x)`` is the integer with the bits of ``x``: a piecewise linear logarithm, in which an octave is 2^23.
+
+The second moment ``v`` is encoded by its root ``u = sqrt(v)``. Per block, with code ``q`` and decoded root ``u'``::
+
+    M = max u
+    step = max(1, ceil(min(bits(M) - bits(smallest u above 0), 32 octaves) / 254))
+    q = max(1, round(fma(bits(u) - bits(M), 1 / step, 255)))    0 where u = 0
+    u' = the float whose bits are bits(M) - (255 - q) * step    0 where q = 0
+
+The first moment ``m`` is encoded in units of ``u'``, which is 1 in a rule without a second moment. Per block, with code
+``q`` and decoded moment ``m'``::
+
+    r = m * (1 / u')                                            0 where u' = 0
+    s = max |r|, at least 2^-120                                0 where all r = 0
+    y = r * (1 / s)
+    q = round(fma(y, fma(-0.7 * 127, |y|, 1.7 * 127), 0))
+    m' = sign(q) * T[|q|] * s * u'                              T[|q|] is the y that solves |q| / 127 = y (1.7 - 0.7 y)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ hook: see :mod:`shardopt.integrations.ddp_buckets`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,11 +24,16 @@ from shardopt.optim.options import is_whole
 
 
 class GradientRelease:
-    """What :func:`release_gradients` returns: the release, until :meth:`remove`. Also a context manager."""
+    """A release of gradients, made by :func:`release_gradients`; ends by :meth:`remove`, or as a context manager.
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    Args:
+        optimizer: the optimizer, whose gradients are released.
+        undo: functions that remove the hooks.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, undo: Sequence[Callable[[], object]]) -> None:
         self._optimizer = optimizer
-        self._undo: list[Callable[[], object]] = []
+        self._undo = undo
         self._active = True
 
     def remove(self) -> None:
@@ -108,10 +113,10 @@ def release_gradients(
 
     Raises:
         TypeError: the optimizer is none of shardopt's.
-        ValueError: it has no parameter of the model that is trained, or ``nonfinite="raise"``; or
+        ValueError: the optimizer has no trained parameter of the model, or has ``nonfinite="raise"``; or
             ``waiting_gradients`` is no whole number or less than 1.
-        RuntimeError: there are gradients already, or the optimizer's are released already, or the model is wrapped in a
-            way that excludes it.
+        RuntimeError: a parameter has a gradient already, the optimizer's gradients are released already, the model is
+            wrapped by FSDP1 or has flat parameters, or DDP has a communication hook or an option that excludes buckets.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         kind = type(optimizer).__name__
@@ -126,24 +131,24 @@ def release_gradients(
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
     buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
-    release = GradientRelease(optimizer)
     released = optimizer.release(params, waiting_gradients, overlap_forward)
+    undo: list[Callable[[], object]] = []
     for param in params:
         if param in reduced:
-            release._undo.append(buckets[reduced[param]].add(param, released.step))
+            undo.append(buckets[reduced[param]].add(param, released.step))
         else:
             hook = param.register_post_accumulate_grad_hook(released.step)  # type: ignore[no-untyped-call]
-            release._undo.append(hook.remove)
+            undo.append(hook.remove)
     for replica in buckets:
-        release._undo.append(replica.register_forward_pre_hook(_check_forward).remove)
+        undo.append(replica.register_forward_pre_hook(_check_forward).remove)
     direct: set[Tensor] = {param for param in params if param not in reduced}
     if direct:
-        release._undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
+        undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
     if overlap_forward:
         from shardopt.integrations.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
-        release._undo.append(ForwardOverlap(model, released, params).remove)
-    return release
+        undo.append(ForwardOverlap(model, released, params).remove)
+    return GradientRelease(optimizer, undo)
 
 
 def _check(params: list[Tensor]) -> None:

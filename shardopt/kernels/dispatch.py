@@ -1,4 +1,4 @@
-"""Calls the compiled kernels: one call for all entries of a step on a device."""
+"""The call of the compiled kernels, one for all entries of a step on a device: its interface, and the CPU's."""
 
 from __future__ import annotations
 
@@ -117,15 +117,6 @@ def check_storage(name: str, what: str, tensor: Tensor) -> None:
             f"{name}: got a {what} whose storage has {found} bytes, expected {needed}: it was freed or cut by "
             "resize_(); give it its memory back before the step"
         )
-
-
-def make_call(device: torch.device, tables: Tables) -> Call:
-    """The call of the kernels of a device that :func:`check_device` lets pass."""
-    if device.type == "cpu":
-        return CpuCall(tables)
-    from shardopt.kernels.dispatch_cuda import CudaCall
-
-    return CudaCall(device, tables)
 
 
 class CpuCall:

@@ -14,7 +14,8 @@ from torch.autograd.graph import increment_version
 
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import Call, LossScaling, Tables, check_storage, make_call
+from shardopt.kernels.devices import make_call
+from shardopt.kernels.dispatch import Call, LossScaling, Tables, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import StreamedCall, StreamedTables
 from shardopt.kernels.strided import StridedCall

@@ -15,8 +15,8 @@ from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
-from shardopt.checkpoint import restore
 from shardopt.checkpoint.contents import Owner, contents_of
+from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.staging import Stager
 from shardopt.optim.state import ParameterState
 
@@ -216,7 +216,7 @@ def _load_without_memory(way: str, path: Path, convert: bool) -> tuple[str, str]
     before = snapshot_of(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(restore, "_placed", _out_of_memory)
+            patch.setattr(Target, "placed", _out_of_memory)
         try:
             shardopt.checkpoint.load(path, model, optimizer, convert=convert)
         except RuntimeError as error:

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES
 from ranks.layouts import values
 from ranks.snapshot import assert_same
-from shardopt.kernels.dispatch import make_call
+from shardopt.kernels.devices import make_call
 from step_tables import FORMATS, HYPER, PIECES, Problem
 from test_kernels import DTYPES, FP32, HUGE, gradients, start
 

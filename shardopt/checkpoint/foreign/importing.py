@@ -1,4 +1,4 @@
-"""Import: another package's optimizer state becomes ours, code by code where both store the same codes."""
+"""Imports another package's optimizer state, code by code if both packages store the same codes."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from shardopt.optim.state import ParameterState, StateDict, local_entries
 _TORCH = Peer()
 _PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), _TORCH)
 
-#: Of the hyper-parameters that are options here, those that others have, too.
+#: Options of shardopt that other packages have as hyper-parameters, too.
 _SHARED_OPTIONS = {"maximize"}
 
 
 class _Source(NamedTuple):
-    """A param group of the source, brought into the order of the optimizer's."""
+    """A param group of the source, with its states in the order of the optimizer's parameters."""
 
     group: Mapping[str, Any]
-    states: list[Mapping[str, Any]]  # of its parameters; empty for one without state
+    states: list[Mapping[str, Any]]  # one per parameter; empty for a parameter without state
 
 
 class _Imported(NamedTuple):
-    """A parameter with what the source has of its state."""
+    """A parameter and its state in the source."""
 
     name: str
     spec: ParameterState
     moments: Moments
-    step: Mapping[str, Any]  # empty where the source counts none
+    step: Mapping[str, Any]  # empty if the source counts no steps
 
 
 class _Found(NamedTuple):
-    """What is imported.
+    """The content of an import.
 
     Attributes:
-        package: the source's.
+        package: the package of the source.
         groups: param groups with the hyper-parameters that are taken over.
-        states: of parameters, by their numbers.
-        ignored: what was left out, in words.
+        states: the states of parameters, by the parameters' numbers.
+        ignored: the entries and hyper-parameters that are left out, in words.
     """
 
     package: str
@@ -71,32 +71,32 @@ def import_state(
 ) -> ImportReport:
     """Loads the ``state_dict()`` of another package's optimizer.
 
-    Known are bitsandbytes (Adam, AdamW, Lion, SGD), torchao (8-bit, 4-bit, fp8), flashoptim (compressed or not) and
-    torch.optim, also as ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives it. Codes and
-    scales go over as they are where the optimizer's codec has the same ones and no block crosses a row: from
+    Reads state of bitsandbytes (Adam, AdamW, Lion, SGD), torchao (8-bit, 4-bit, fp8), flashoptim (compressed or not)
+    and torch.optim, also in the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Copies
+    codes and scales unchanged if the optimizer's codec has the same codes and scales and no block crosses a row: from
     bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
-    flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Elsewhere moments are
-    decoded to float32, and coded anew if the optimizer quantizes the parameter.
-    A second moment that the source has rounded to 0 stays 0; with log8 the first one beside it then becomes 0, too.
+    flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to
+    float32, and encodes them anew if the optimizer quantizes the parameter.
+    A second moment that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
 
-    The hyper-parameters that the optimizer knows are taken over, options such as ``codec`` stay. Low bits of master
-    weights are not imported: master weights begin as the parameters stand.
+    Takes over the hyper-parameters that the optimizer has; options such as ``codec`` stay. Does not import low bits of
+    master weights: master weights begin with the parameters' values.
 
     A sharded optimizer (DTensor parameters) takes its part; all ranks call this with the same state dict, of whole
-    tensors. Costs, beside the new state, a few float32 copies of one parameter's moments at a time.
+    tensors. Needs, beside the new state, memory for a few float32 copies of one parameter's moments at a time.
 
     Args:
-        optimizer: has the same param groups with the same parameters in the same order.
-        state_dict: the other optimizer's.
+        optimizer: the optimizer, with the same param groups of the same parameters in the same order.
+        state_dict: the state dict of the other optimizer.
         names: parameters by their fully qualified names, for the report and errors, and to find the parameters of a
             state dict that has such names.
 
     Returns:
-        What became of each parameter's moments, and what was left out.
+        The outcome of each parameter's moments, and the entries and hyper-parameters that were left out.
 
     Raises:
-        ValueError: the state is of no known form, of other parameters or of another kind of optimizer, or is damaged;
-            a hyper-parameter is out of range; or the optimizer's parameters are flat. Nothing was changed.
+        ValueError: the state has no known form, is damaged, or is of other parameters or another kind of optimizer; a
+            hyper-parameter is out of range; or the optimizer's parameters are flat. Nothing was changed.
     """
     check_not_flat(optimizer)
     exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
@@ -117,7 +117,7 @@ def import_state(
 
 
 def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Found:
-    """What is to be imported, checked as far as one rank can."""
+    """The content of the import, checked as far as one rank can."""
     sources = list(_sources(optimizer, state_dict, names))
     peer = _recognize([state for source in sources for state in source.states])
     found = _Found(peer.name, [], {}, [])
@@ -178,7 +178,7 @@ def _without_none(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _recognize(states: Sequence[Mapping[str, Any]]) -> Peer:
-    """The package that the state is of."""
+    """Finds the package that wrote the state."""
     found: dict[Peer, None] = {}
     for state in filter(None, states):
         peer = next((peer for peer in _PEERS if peer.recognizes(state)), None)

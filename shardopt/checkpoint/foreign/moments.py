@@ -17,14 +17,14 @@ from shardopt.layout import BlockGrid
 
 
 class CodedMoment(NamedTuple):
-    """A moment in blocks of consecutive elements of the flattened parameter, whatever its rows are.
+    """A moment in blocks of consecutive elements of the flattened parameter, which may cross rows.
 
     Attributes:
         codes: uint8, the parameter's shape.
         scales: float32, ``(blocks,)``.
         block_size: elements per block.
-        codec: the codec of ours with the same codes and scales; None if there is none.
-        decode: from blocks of codes ``(blocks, block_size)`` and their scales ``(blocks, 1)`` to float32.
+        codec: shardopt's codec with the same codes and scales; None if no codec has them.
+        decode: function from blocks of codes ``(blocks, block_size)`` and their scales ``(blocks, 1)`` to float32.
     """
 
     codes: Tensor
@@ -51,7 +51,7 @@ def is_map(values: object) -> TypeGuard[Tensor]:
 
 
 def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
-    """A moment whose codes are places in a map of 256 values, dynamic8's or another."""
+    """A moment whose codes are indices into a map of 256 values, dynamic8's or another."""
     expected = dynamic_map(signed=signed).to(values.device)
     same = values.dtype == expected.dtype and torch.equal(values, expected)
 
@@ -76,7 +76,7 @@ def check_blocks(codes: Tensor, scales: Tensor, block_size: int, what: str) -> N
     """Checks that there is one usable scale for each block.
 
     Raises:
-        ValueError: there is not.
+        ValueError: the number of scales is not that of the blocks, or a scale cannot be used.
     """
     blocks = -(-codes.numel() // block_size)
     if scales.shape != (blocks,):

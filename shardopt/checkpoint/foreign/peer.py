@@ -1,4 +1,4 @@
-"""What a package of optimizers is to an import: how its state is recognized and read."""
+"""The interface of an import to another package: recognizing and reading that package's state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Moments = dict[str, "Tensor | CodedMoment"]
 
 
 class Peer:
-    """Base class of the packages; by itself one that names its moments as torch.optim does and keeps them in float."""
+    """Base class of the packages; the base itself reads torch.optim's names, with moments in float."""
 
-    #: How errors and reports call it.
+    #: The package's name in errors and reports.
     name = "torch.optim"
-    #: What its state looks like.
+    #: The form of the package's state, in words.
     form = "exp_avg, exp_avg_sq or momentum_buffer in float"
-    #: Entries that it may have beside the moments.
+    #: Entries that a state may have beside the moments.
     extra: frozenset[str] = frozenset()
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
@@ -36,9 +36,9 @@ class Peer:
         """The moments of one parameter.
 
         Args:
-            state: what :meth:`recognizes` knows, or torch.optim's form.
-            expected: those of the optimizer that they are for.
-            name: the parameter's, in errors.
+            state: a state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
+            expected: the moments of the optimizer that imports.
+            name: the parameter's name, for errors.
 
         Raises:
             ValueError: the state is of another kind of optimizer, or damaged.
@@ -52,7 +52,7 @@ class Peer:
         """The hyper-parameters of a param group under torch.optim's names.
 
         Raises:
-            ValueError: they are of another kind of optimizer.
+            ValueError: the hyper-parameters are of another kind of optimizer.
         """
         return dict(group)
 

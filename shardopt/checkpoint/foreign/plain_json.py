@@ -9,10 +9,10 @@ _MAX_NESTING = 16
 
 
 def parsed(text: str | bytes) -> Any:
-    """The value that a text stands for.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, has a key twice, or is nested deeper than anything that is saved.
+        ValueError: the text is no JSON, has a key twice, or is nested deeper than any saved value.
     """
     try:
         value = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_without_duplicates)

@@ -1,4 +1,4 @@
-"""What an import did to each parameter's state."""
+"""The report of an import: the outcome for each parameter's state."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-#: "exact": the very codes and scales, or float32 as float32. "requantized": decoded, and coded anew.
-#: "quantized": was float32, now coded. "as float32": decoded, and now kept in float32.
+#: "exact": the same codes and scales, or float32 as float32. "requantized": decoded, then encoded anew.
+#: "quantized": encoded from float32. "as float32": decoded, and kept in float32.
 Outcome = Literal["exact", "requantized", "quantized", "as float32"]
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What :func:`shardopt.checkpoint.foreign.import_state` did. ``print`` it for a summary.
+    """The result of :func:`shardopt.checkpoint.foreign.import_state`. ``print(report)`` prints a summary.
 
     Attributes:
         source: the package whose state was imported.
-        parameters: by name, what became of the moments. A parameter that had no state is left out.
-        ignored: what the source has and shardopt does not.
+        parameters: the outcome of each parameter's moments, by name, without parameters that had no state.
+        ignored: entries and hyper-parameters of the source that shardopt does not have.
     """
 
     source: str
@@ -28,7 +28,7 @@ class ImportReport:
 
     @property
     def counts(self) -> dict[Outcome, int]:
-        """How many parameters had each outcome; those that none had are left out."""
+        """The number of parameters with each outcome, without outcomes that no parameter had."""
         return dict(Counter(self.parameters.values()))
 
     def __str__(self) -> str:

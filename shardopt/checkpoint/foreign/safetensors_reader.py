@@ -37,14 +37,14 @@ class SafetensorsReader:
     """An open file; a context manager.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Attributes:
-        tensors: by name.
+        tensors: the tensors' descriptions by name.
         metadata: strings from the header.
 
     Raises:
-        CheckpointError: it is no safetensors file, or not whole.
+        CheckpointError: the file cannot be opened, is no safetensors file, or is truncated.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -65,7 +65,7 @@ class SafetensorsReader:
         """A tensor, on the CPU.
 
         Raises:
-            CheckpointError: the system cannot read it.
+            CheckpointError: the system cannot read the file.
         """
         stored = self.tensors[name]
         data = self._bytes(self._data_begin + stored.begin, stored.end - stored.begin)

@@ -32,7 +32,7 @@ DTYPES = {
 
 
 class Description(NamedTuple):
-    """What the header says of a tensor."""
+    """A tensor's description in the header."""
 
     name: str
     dtype: torch.dtype
@@ -40,17 +40,18 @@ class Description(NamedTuple):
 
 
 class SafetensorsWriter:
-    """Writes under a temporary name, and puts the file in place when it is complete; a context manager.
+    """Writes under a temporary name, and renames the complete file; a context manager.
 
-    An error is kept, not raised, and nothing more is written: who gathers tensors from other ranks has to go on.
+    Keeps an error instead of raising it, and writes no more after it, because a caller that gathers tensors from other
+    ranks must go on gathering.
 
     Args:
-        path: of the file.
-        tensors: in the order in which they will be written; those with larger elements first.
+        path: the file.
+        tensors: the tensors in the order of writing, which must put tensors with larger elements first.
         metadata: strings for the header.
 
     Attributes:
-        failure: what went wrong first.
+        failure: the first error; None without any.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SafetensorsWriter:
             self._file.write(len(header).to_bytes(8, "little") + header)
 
     def write(self, tensor: Tensor) -> None:
-        """Appends the next tensor, on any device. One that is not what was announced is a failure."""
+        """Appends the next tensor, on any device. Another dtype or shape than the description's is a failure."""
         with self._keeping_failure():
             name, dtype, shape = self._left.pop()
             if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
@@ -75,7 +76,7 @@ class SafetensorsWriter:
                 self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def commit(self) -> None:
-        """Puts the complete file in place, unless something went wrong."""
+        """Renames the complete file to its final name, unless there was a failure."""
         with self._keeping_failure():
             if self.failure is None:
                 assert not self._left

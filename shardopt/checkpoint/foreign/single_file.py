@@ -46,18 +46,18 @@ PathLike = str | os.PathLike[str]
 
 
 class _Entry(NamedTuple):
-    """A tensor to save, and how to get this rank's part of it."""
+    """A tensor to save, and a function that returns this rank's part of the tensor."""
 
     what: Description
     get: Callable[[], Tensor]
 
 
 class _Header(NamedTuple):
-    """What the metadata say.
+    """The content of the metadata.
 
     Attributes:
         dequantized: whether moments are in float32.
-        param_groups: names and options.
+        param_groups: parameter names and options of each group.
     """
 
     dequantized: bool
@@ -65,12 +65,12 @@ class _Header(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """A parameter's state in a file, and what it is for.
+    """A parameter and its state in a file.
 
     Attributes:
         param: the parameter.
-        spec: what its state looks like in the optimizer.
-        entries: what the file has of it, as whole tensors on the meta device.
+        spec: the form of the state in the optimizer.
+        entries: the state entries in the file, as whole tensors on the meta device.
     """
 
     param: Tensor
@@ -82,21 +82,21 @@ class _Wanted(NamedTuple):
 def save_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer, *, dequantize: bool = False) -> None:
     """Saves a model and its optimizer as one safetensors file, for use in one process or by other tools.
 
-    All ranks must call this; rank 0 writes, and must hold a part of every parameter. Tensors are gathered one after
-    another, so that every rank needs memory for one whole tensor, no more. The file gets its name when it is complete;
-    until then, and if anything fails, what stood there stays.
+    All ranks must call this; rank 0 writes, and must hold a part of every parameter. Gathers tensors one after another,
+    so that every rank needs memory for one whole tensor at a time. Replaces a previous file at `path` once the new file
+    is complete, and keeps the previous file if saving fails.
 
     Args:
-        path: of the file.
-        model: plain, wrapped by DDP, or of DTensors. Its parameters and persistent buffers are saved.
-        optimizer: of parameters of the model.
+        path: the file.
+        model: a model that is plain, wrapped by DDP, or of DTensors. Saves its parameters and persistent buffers.
+        optimizer: an optimizer of parameters of the model.
         dequantize: save float32 moments, as ``optimizer.state_dict(dequantize=True)``, for optimizers of any codec and
-            for other packages. Costs 4 bytes per parameter and moment, and leaves out the low bits of master weights.
+            for other packages. Takes 4 bytes per parameter and moment, and leaves out the low bits of master weights.
 
     Raises:
         CheckpointError: the file could not be written.
-        ValueError: the parameters are flat, the optimizer has others than the model, or a tensor is of a dtype that
-            such files do not have here, such as complex numbers. Nothing was written.
+        ValueError: a parameter is flat, the optimizer has parameters that the model does not have, or a tensor has a
+            dtype that this format does not support here, such as complex numbers. Nothing was written.
     """
     entries, metadata = on_every_rank(lambda: _to_save(model, optimizer, dequantize))
     failure: Exception | None = None
@@ -115,22 +115,21 @@ def save_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer,
 
 @torch.no_grad()
 def load_safetensors(path: PathLike, model: Module, optimizer: ShardedOptimizer) -> None:
-    """Loads what :func:`save_safetensors` saved, under whatever sharding. All ranks must call this.
+    """Loads a file of :func:`save_safetensors`, under any sharding. All ranks must call this.
 
-    Codes and scales come back bit for bit; float32 moments are quantized. Everything is read and verified before
-    anything is changed: every rank reads the whole file, and needs as much of the host's memory as its part of the file
-    takes, beside one whole tensor at a time.
+    Restores codes and scales bit for bit; quantizes float32 moments. Reads and verifies the whole file before changing
+    anything: every rank reads the file, and needs host memory for its part of the file and one whole tensor at a time.
 
     Args:
-        path: of the file.
-        model: with the same parameters and buffers, plain, wrapped by DDP, or of DTensors.
-        optimizer: with the same parameters. Unless the file has float32 moments, also with the same codec, block size
-            and other options of the state's format.
+        path: the file.
+        model: a model with the same parameters and buffers, plain, wrapped by DDP, or of DTensors.
+        optimizer: an optimizer with the same parameters. Unless the file has float32 moments, codec, block size and
+            other options of the state's format must be the same, too.
 
     Raises:
         CheckpointError: the file is missing, damaged, of another kind, of a newer version, or of another model or
-            optimizer; or it has hyper-parameters or state from which no step could go on.
-        ValueError: the parameters are flat, or the optimizer has others than the model. In each case nothing was
+            optimizer, or has hyper-parameters or state from which no step could go on. Nothing was changed.
+        ValueError: a parameter is flat, or the optimizer has parameters that the model does not have. Nothing was
             changed.
     """
     names = names_of(model, optimizer)
@@ -241,7 +240,7 @@ def _plan(
     optimizer: ShardedOptimizer,
     names: Mapping[int, str],
 ) -> tuple[dict[int, _Wanted], list[dict[str, Any]]]:
-    """What to read for each of the optimizer's parameters, and the param groups to be. Nothing is read yet.
+    """Plans the reads for each of the optimizer's parameters, and returns the new param groups.
 
     Raises:
         CheckpointError: the file is not of this model and optimizer.
@@ -280,10 +279,10 @@ def _plan(
 
 
 def _header(path: str, text: str | None) -> _Header:
-    """What the metadata say, which may be damaged.
+    """The content of the metadata, which may be damaged.
 
     Raises:
-        CheckpointError: the file is of another kind, of a newer version, or says something else than what is saved.
+        CheckpointError: the file is of another kind or of a newer version, or its metadata are damaged.
     """
     if text is None:
         raise CheckpointError(f"{path}: got a safetensors file of another kind, expected one by save_safetensors")
@@ -324,10 +323,10 @@ def _check_format(path: str, group: Mapping[str, Any], saved: Mapping[str, Any])
 
 
 def _check(path: str, file: SafetensorsReader, of: str, found: set[str], expected: Mapping[str, Tensor]) -> None:
-    """Checks that a file has the expected tensors, and none but these.
+    """Checks that a file has exactly the expected tensors.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: the file lacks an expected tensor, has another tensor, or has one in another dtype or shape.
     """
     if found != expected.keys():
         raise CheckpointError(

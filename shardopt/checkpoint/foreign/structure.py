@@ -1,4 +1,4 @@
-"""Whether something has the structure of an optimizer's state dict at all. Each package's form comes afterwards."""
+"""Checks the structure that every optimizer's state dict has, before each package's own form is checked."""
 
 from __future__ import annotations
 

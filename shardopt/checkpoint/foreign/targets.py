@@ -1,4 +1,4 @@
-"""The optimizer's side of what comes and goes: its parameters' names and shards."""
+"""Names and shards of the optimizer's parameters, for imports and single files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_not_flat(optimizer: ShardedOptimizer) -> None:
     """Checks that the parameters are whole or DTensors.
 
     Raises:
-        ValueError: they are flat, as FSDP1's.
+        ValueError: a parameter is flat, as FSDP1's are.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(
@@ -31,7 +31,7 @@ def check_not_flat(optimizer: ShardedOptimizer) -> None:
 
 
 def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
-    """How reports and errors call a parameter that has no other name."""
+    """The name of a parameter in reports and errors: from the param group, else by position."""
     names = group.get("param_names")
     return names[position] if names else f"parameter {position} of param group {index}"
 
@@ -40,7 +40,7 @@ def names_of(model: Module, optimizer: ShardedOptimizer) -> dict[int, str]:
     """The names of a model's parameters by their ``id``.
 
     Raises:
-        ValueError: the optimizer has parameters that the model has not, or flat ones.
+        ValueError: the optimizer has parameters that the model does not have, or flat parameters.
     """
     check_not_flat(optimizer)
     names = {id(param): name for name, param in parameter_names(model).items()}
@@ -55,12 +55,12 @@ def names_of(model: Module, optimizer: ShardedOptimizer) -> dict[int, str]:
 
 
 def sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) -> Tensor:
-    """A whole tensor as the state of a parameter has it: this rank's part, wrapped as the parameter is.
+    """This rank's part of a whole tensor, in the form of a state entry: wrapped as the parameter is.
 
     Args:
-        shard: the parameter's.
-        whole: of the parameter's shape, possibly with dimensions behind it; the same on all ranks.
-        scales_of: set if it is not, but has the scales of this grid.
+        shard: the shard of the parameter.
+        whole: a tensor of the parameter's shape, possibly with trailing dimensions; the same on all ranks.
+        scales_of: the block grid, if `whole` has the scales of a grid's blocks instead.
     """
     if scales_of is None:
         return shard.like_parameter(part_of(shard, whole))
