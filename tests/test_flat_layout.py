@@ -29,7 +29,6 @@ from shardopt.layout import (
     assign,
     assign_later,
     assigned,
-    rectangles,
 )
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.flat_state import BufferState, encode_flat
@@ -110,8 +109,8 @@ def test_pieces_are_cut_where_others_hold_the_rest(drawn: tuple[Shape, int, list
     whole = {number: numbers.count(number) for number in set(numbers)}
     for shard in shards_of(shape, ends):
         for band in shard.bands(grid):
-            for piece in rectangles(grid, band.first_col, band.cols):
-                begin = (shard.start + band.element) + piece.col
+            for piece in band.divided(grid):
+                begin = shard.start + piece.element
                 for row in range(band.rows):
                     inside = numbers[begin + row * grid.row_numel :][: piece.cols]
                     complete = [inside.count(number) == whole[number] for number in set(inside)]
