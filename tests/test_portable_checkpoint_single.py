@@ -20,7 +20,7 @@ from ranks.layouts import values
 from shardopt.checkpoint import CheckpointError, restore
 from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.state import ParameterState
+from shardopt.optim.tensor_state import tensor_state_of
 
 
 class Small(nn.Module):
@@ -237,8 +237,8 @@ def test_another_codec_is_converted_on_demand(tmp_path: Path, options: dict[str,
     moments = optimizer.rule(optimizer.param_groups[0]).moments
     for name in ("weight", "brain"):
         source, target = model.get_parameter(name), other.get_parameter(name)
-        decoded = ParameterState.of(source, optimizer.param_groups[0], moments).decode(optimizer.state[source])
-        spec = ParameterState.of(target, fresh.param_groups[0], moments)
+        decoded = tensor_state_of(source, optimizer.param_groups[0], moments).decode(optimizer.state[source])
+        spec = tensor_state_of(target, fresh.param_groups[0], moments)
         for key, expected in spec.encode(decoded).items():
             assert torch.equal(fresh.state[target][key], expected), key
         assert torch.equal(fresh.state[target]["step"], optimizer.state[source]["step"])
@@ -261,7 +261,7 @@ def test_other_master_weights_are_converted_on_demand(tmp_path: Path, saved: int
     def master(param: torch.Tensor, of: ShardedOptimizer) -> torch.Tensor:
         from shardopt.kernels.weights import StoredWeights
 
-        spec = ParameterState.of(param, of.param_groups[0], moments)
+        spec = tensor_state_of(param, of.param_groups[0], moments)
         return spec.weights.load(StoredWeights(param.detach(), of.state[param].get("master_low_bits")))
 
     kept = torch.bfloat16 if own is None else torch.float32

@@ -18,7 +18,6 @@ from shardopt.checkpoint.contents import (
     Content,
     Owner,
     contents_of,
-    fresh_state,
     model_key,
     names_by_group,
     state_key,
@@ -33,10 +32,12 @@ from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import FlatShard
-from shardopt.optim.flat_state import AnyState, BufferState, encode_flat
+from shardopt.optim.flat_encoding import encode_flat
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.placement import Place
-from shardopt.optim.state import LOW_BITS, ParameterState
+from shardopt.optim.slice_state import LOW_BITS, SliceState
+from shardopt.optim.tensor_state import TensorState
+
+_CPU = torch.device("cpu")
 
 
 class _Target(NamedTuple):
@@ -45,15 +46,15 @@ class _Target(NamedTuple):
     Attributes:
         content: the parameter.
         values: this rank's part, in the checkpoint's dtype.
-        saved: what the state in the checkpoint looks like; None if none of it is to be loaded.
-        spec: what it is to look like.
-        state: what is read of it.
+        saved: describes the state in the checkpoint; None if none of it is to be loaded.
+        spec: describes the state that it is to become.
+        state: the entries that are read: plain tensors.
     """
 
     content: Content
     values: Tensor
-    saved: ParameterState | None
-    spec: ParameterState | None
+    saved: SliceState | None
+    spec: SliceState | None
     state: dict[str, Tensor]
 
     @property
@@ -66,11 +67,11 @@ class _Target(NamedTuple):
     @property
     def weights(self) -> tuple[WeightFormat, WeightFormat]:
         """How the weights were saved, and how they are to be stored. Without state, there are no low bits."""
-        found = []
+        formats = []
         for spec, tensor in ((self.saved, self.values), (self.spec, self.content.piece.local)):
             has_state = spec is not None and self.saved is not None
-            found.append(WeightFormat(tensor.dtype, spec.weights.low_bits if has_state and spec else 0))
-        return found[0], found[1]
+            formats.append(WeightFormat(tensor.dtype, spec.weights.low_bits if has_state and spec else 0))
+        return formats[0], formats[1]
 
     @property
     def converts_weights(self) -> bool:
@@ -157,18 +158,18 @@ class Restoration:
     @property
     def tensors(self) -> dict[str, Any]:
         """Where to read to, by the names in the checkpoint."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for target in self._targets:
             piece = target.content.piece
-            found[model_key(piece.name)] = parameter_chunks(piece.shard, target.values)
+            tensors[model_key(piece.name)] = parameter_chunks(piece.shard, target.values)
             if target.saved is not None:
                 for entry, chunks in state_chunks(target.saved, target.state).items():
-                    found[state_key(piece.name, entry)] = chunks
+                    tensors[state_key(piece.name, entry)] = chunks
         for piece, values in self._buffers:
-            found[model_key(piece.name)] = parameter_chunks(piece.shard, values)
+            tensors[model_key(piece.name)] = parameter_chunks(piece.shard, values)
         for name, values in self._extra_tensors.items():
-            found[f"extra.{name}"] = Chunks(values.shape, values.dtype, [Chunk((0,) * values.dim(), values)])
-        return found
+            tensors[f"extra.{name}"] = Chunks(values.shape, values.dtype, [Chunk((0,) * values.dim(), values)])
+        return tensors
 
     def convert(self) -> None:
         """Makes the state that the optimizer will have, in its form and where it lives. All ranks must call this.
@@ -270,37 +271,37 @@ class Restoration:
             return _Target(content, values, None, None, {})
         options = self._options[content.group]
         moments = self._owner.sharded.rule(options).moments
-        spec = ParameterState.of_shard(piece.shard, piece.local.dtype, options, moments)
-        found = self._entries.get(piece.name, set())
-        if not found:
+        spec = SliceState.of(piece.shard, piece.local.dtype, options, moments)
+        entries = self._entries.get(piece.name, set())
+        if not entries:
             return _Target(content, values, None, spec, {})
         as_saved = {key: saved_groups[content.group].get(key, options[key]) for key in STATE_FORMAT}
-        saved = ParameterState.of_shard(piece.shard, dtype, {**options, **as_saved}, moments)
-        if found != saved.state_names:
+        saved = SliceState.of(piece.shard, dtype, {**options, **as_saved}, moments)
+        if entries != saved.entries.keys():
             raise CheckpointError(
-                f"{self._path}: got {few(found)} of {named(piece.name)}, saved by "
-                f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.state_names))} of "
+                f"{self._path}: got {few(entries)} of {named(piece.name)}, saved by "
+                f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.entries))} of "
                 f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
             )
         target = _Target(content, values, saved, spec, {})
         is_here = piece.local.numel() > 0 or piece.segment is not None or not isinstance(piece.shard, FlatShard)
         if (is_here and id(piece.param) in self._owned_ids) or target.converts_weights:
-            target = target._replace(state=fresh_state(saved))
+            target = target._replace(state=saved.new(_CPU))
         return target
 
     def _conversion(self, target: _Target) -> str:
         """What has to be converted of a parameter; empty if nothing."""
-        found = []
+        conversions = []
         if target.converts_state:
             assert target.saved is not None
             assert target.spec is not None
-            found.append(f"{_described(target.saved)} state for {_described(target.spec)}")
+            conversions.append(f"{_described(target.saved)} state for {_described(target.spec)}")
         if target.converts_weights:
             old, new = target.weights
-            found.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
-        return " and ".join(found)
+            conversions.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
+        return " and ".join(conversions)
 
-    def _flat_moments(self) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
+    def _flat_moments(self) -> dict[int, tuple[SliceState, list[Tensor] | None]]:
         """Converts weights; decodes the moments of the flat shards that are coded anew, by their places in the targets.
 
         All ranks code those together.
@@ -324,7 +325,7 @@ class Restoration:
                 kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
                 self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
                 self._check_values(self._targets[index])
-        self._states: dict[Tensor, tuple[AnyState, dict[str, Tensor]]] = {}
+        self._states: dict[Tensor, tuple[TensorState, dict[str, Tensor]]] = {}
         of: dict[Tensor, list[_Target]] = {}
         for target in self._targets:
             of.setdefault(target.content.piece.param, []).append(target)
@@ -332,15 +333,18 @@ class Restoration:
             if any(target.state for target in of[param]):
                 self._states[param] = self._placed(param, of[param])
 
-    def _placed(self, param: Tensor, targets: Sequence[_Target]) -> tuple[AnyState, dict[str, Tensor]]:
+    def _placed(self, param: Tensor, targets: Sequence[_Target]) -> tuple[TensorState, dict[str, Tensor]]:
         """The state of one of the optimizer's parameters."""
         group = targets[0].content.group
         assert self._owner is not None
         assert group is not None
         sharded = self._owner.sharded
-        spec = sharded.state_spec(param, self._owner.groups[group])
-        states = [_placed(target, sharded.places.place(param)) for target in targets]
-        return spec, spec.join(states) if isinstance(spec, BufferState) else states[0]
+        spec, place = sharded.state_spec(param, self._owner.groups[group]), sharded.places.place(param)
+        # A slice of a flat buffer may have been saved without state.
+        states = [target.state or each.spec.new(_CPU) for target, each in zip(targets, spec.slices, strict=True)]
+        return spec, spec.join(
+            [{k: x.to(place.steps if k == "step" else place.state) for k, x in state.items()} for state in states]
+        )
 
     def _check_states(self) -> None:
         """Checks what was read of the states, as far as one rank can."""
@@ -370,17 +374,6 @@ class Restoration:
                 )
 
 
-def _placed(target: _Target, place: Place) -> dict[str, Tensor]:
-    """A parameter's state in the form that the optimizer keeps, where it does."""
-    spec = target.spec
-    assert spec is not None
-    state = target.state or fresh_state(spec)  # a segment of a flat buffer that was saved without
-    return {
-        key: value.to(place.steps) if key == "step" else spec.like(key, value.to(place.state))
-        for key, value in state.items()
-    }
-
-
 def _with_weights(target: _Target) -> _Target:
     """Converts the checkpoint's weights to the format that the parameter and the optimizer keep."""
     if not target.converts_weights:
@@ -395,20 +388,15 @@ def _with_weights(target: _Target) -> _Target:
 
 def _encode(target: _Target) -> dict[str, Tensor]:
     """The moments of a parameter coded anew, where the shard is not flat."""
-    spec = target.spec
-    assert spec is not None
-    if not target.state:
-        return {}
-    values = zip(spec.moments, _moments(target), strict=True)
-    encoded = spec.encode({moment.name: spec.shard.like_parameter(x) for moment, x in values})
-    return {key: spec.shard.local(value) for key, value in encoded.items()}
+    assert target.spec is not None
+    return target.spec.encode(_moments(target)) if target.state else {}
 
 
 def _moments(target: _Target) -> list[Tensor]:
     """The moments as saved, decoded: this rank's part, float32."""
     assert target.saved is not None
-    return target.saved.decode_local(target.state)
+    return target.saved.decode(target.state)
 
 
-def _described(spec: ParameterState) -> str:
+def _described(spec: SliceState) -> str:
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name

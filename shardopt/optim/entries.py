@@ -14,11 +14,11 @@ from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.weights import noise_key
 from shardopt.layout import Band, FlatShard, Rectangle, rectangles
 from shardopt.optim.cut_blocks import CutParameter, FlatCuts
-from shardopt.optim.flat_state import AnyState
 from shardopt.optim.options import TABLE_FORMAT
 from shardopt.optim.placement import Offload, Place
 from shardopt.optim.rule import Rule
-from shardopt.optim.state import LOW_BITS, Part, StateDict
+from shardopt.optim.slice_state import LOW_BITS, StateDict
+from shardopt.optim.tensor_state import Part, TensorState
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
 
@@ -80,7 +80,7 @@ class PlannedParameter(NamedTuple):
 
     name: str
     group: int
-    spec: AnyState
+    spec: TensorState
     device: torch.device
     rows: list[tuple[object, ...]]
     extents: list[tuple[object, ...]]
@@ -95,7 +95,7 @@ class PlannedParameter(NamedTuple):
         cls,
         name: str,
         group: int,
-        spec: AnyState,
+        spec: TensorState,
         param: Tensor,
         state: StateDict,
         noise: Noise,

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, LossScaling, check_device, check_storage
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Exchange, UnknownShardError
+from shardopt.layout import Exchange, FlatBuffer, UnknownShardError
 from shardopt.optim.cut_blocks import FlatCuts
 from shardopt.optim.entries import Group, Noise, PlannedParameter
-from shardopt.optim.flat_state import AnyState, BufferState, flat_parts, state_of
+from shardopt.optim.names import listed_name
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.plan import FiniteCheck, FlatParameters, Plan
-from shardopt.optim.state import ParameterState
+from shardopt.optim.slice_state import SliceState
+from shardopt.optim.tensor_state import TensorState, flat_slices, tensor_state_of
 
 
 class _Parameter(NamedTuple):
@@ -33,12 +34,12 @@ class _Parameter(NamedTuple):
     param: Tensor
     group: int
     name: str
-    spec: AnyState | None
+    spec: TensorState | None
     noise: Noise
 
     @property
     def is_flat(self) -> bool:
-        return self.spec is not None and bool(flat_parts(self.spec))
+        return self.spec is not None and bool(flat_slices(self.spec))
 
     def check_of(self, gradient: Tensor) -> tuple[int, FiniteCheck]:
         """What is to be looked at where NaN and Inf in gradients are errors."""
@@ -142,7 +143,7 @@ def _parameters(
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             try:
-                spec = state_of(param, group, groups[index].rule.moments)
+                spec = tensor_state_of(param, group, groups[index].rule.moments)
             except UnknownShardError:
                 raise  # on ranks without a gradient, too: the others would wait for them
             except (RuntimeError, ValueError):
@@ -165,9 +166,9 @@ def _demand_places(found: Sequence[_Parameter]) -> None:
         UnknownShardError: there are others beside them, and the whole model was never seen.
     """
     specs = [parameter.spec for parameter in found]
-    params = sum(len(spec.specs) if isinstance(spec, BufferState) else 1 for spec in specs)
+    params = sum(1 if spec is None else len(spec.slices) for spec in specs)
     for parameter, spec in zip(found, specs, strict=True):
-        if isinstance(spec, BufferState) and spec.weights.stochastic:
+        if spec is not None and isinstance(spec.shard, FlatBuffer) and spec.weights.stochastic:
             known = spec.shard.known_params
             if known is not None and known < params:
                 raise UnknownShardError(
@@ -198,18 +199,12 @@ def _nothing(parameter: _Parameter) -> Tensor:
 
 def _flat_cuts(found: Sequence[_Parameter]) -> dict[torch.device, FlatCuts]:
     """What the flat shards on each device share."""
-    by_device: dict[torch.device, list[ParameterState]] = {}
+    by_device: dict[torch.device, list[SliceState]] = {}
     for parameter in found:
         if parameter.spec is not None:
-            by_device.setdefault(parameter.param.device, []).extend(flat_parts(parameter.spec))
+            by_device.setdefault(parameter.param.device, []).extend(flat_slices(parameter.spec))
     cuts = {device: FlatCuts(specs, device) for device, specs in by_device.items()}
     return {device: cut for device, cut in cuts.items() if cut}
-
-
-def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
-    """How errors name a parameter, by its place."""
-    names = group.get("param_names")
-    return names[position] if names else f"parameter {position} of param group {index}"
 
 
 def demand_finite(gradients: Sequence[FiniteCheck]) -> None:

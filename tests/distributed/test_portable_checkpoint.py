@@ -18,7 +18,7 @@ from ranks.snapshot import assert_same
 from shardopt.checkpoint import restore
 from shardopt.checkpoint.contents import Owner, contents_of
 from shardopt.checkpoint.staging import Stager
-from shardopt.optim.state import ParameterState
+from shardopt.optim.slice_state import SliceState
 
 STEPS = 2
 
@@ -111,7 +111,7 @@ def _fragments(model: nn.Module, optimizer: Any) -> dict[str, tuple[torch.Tensor
             numbers = torch.tensor([spec.grid.block_of(e) for e in range(piece.shard.start, piece.shard.end)])
             cut = torch.isin(numbers, torch.tensor(piece.shard.cut_blocks(spec.grid)))
             scales = state["exp_avg_scales"][(numbers - piece.shard.blocks(spec.grid)[0]).long()]
-            found[piece.name] = (spec.decode(state)["exp_avg"], cut, scales)
+            found[piece.name] = (spec.decode(state)[0], cut, scales)
     return found
 
 
@@ -143,7 +143,7 @@ def _save_where_one_cannot_decode(path: Path) -> tuple[str, str]:
     model, optimizer = trained("fsdp1 flat", STEPS, "lion", codec="companded8", exact_cut_blocks=False)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(ParameterState, "decode", _out_of_memory)
+            patch.setattr(SliceState, "decode", _out_of_memory)
         try:
             shardopt.checkpoint.save(path, model, optimizer)
         except RuntimeError as error:

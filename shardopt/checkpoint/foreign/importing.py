@@ -15,16 +15,18 @@ from shardopt.checkpoint.foreign.moments import CodedMoment
 from shardopt.checkpoint.foreign.peer import Moments, Peer
 from shardopt.checkpoint.foreign.report import ImportReport, Outcome
 from shardopt.checkpoint.foreign.structure import are_floats, check_structure, is_dense
-from shardopt.checkpoint.foreign.targets import check_not_flat, name_of, sharded
+from shardopt.checkpoint.foreign.targets import check_not_flat, sharded
 from shardopt.checkpoint.foreign.torchao import Torchao
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import agreeing, all_or_none
+from shardopt.optim.agreement import agreeing, all_or_none
 from shardopt.optim.loaded_entries import check_dense, check_moment, checked_step
+from shardopt.optim.names import listed_name
 from shardopt.optim.options import DEFAULTS
-from shardopt.optim.state import ParameterState, StateDict, local_entries
+from shardopt.optim.slice_state import SliceState, StateDict
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 
 _TORCH = Peer()
 _PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), _TORCH)
@@ -44,7 +46,7 @@ class _Imported(NamedTuple):
     """A parameter with what the source has of its state."""
 
     name: str
-    spec: ParameterState
+    spec: TensorState
     moments: Moments
     step: Mapping[str, Any]  # empty where the source counts none
 
@@ -109,7 +111,7 @@ def import_state(
 
     def check_values() -> None:
         for index, (name, spec, *_) in found.states.items():
-            spec.check_local(local_entries(spec.shard, state[index]), name)
+            spec.check_local(state[index], name)
 
     all_or_none(exchanges, check_values)
     optimizer.load_state_dict({"state": state, "param_groups": found.groups})
@@ -133,9 +135,9 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
         for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):
             if not state:
                 continue
-            name = known.get(id(param)) or name_of(own, index, position)
+            name = known.get(id(param)) or listed_name(own, index, position)
             moments = peer.moments(state, expected, name)
-            spec = ParameterState.of(param, own, expected)
+            spec = tensor_state_of(param, own, expected)
             _check_layout(spec, param, moments, name)
             _check_floats(spec, moments, name)
             checked_step(state, name)
@@ -162,7 +164,7 @@ def _sources(
     for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
         keys = list(saved_group["params"])
         if by_name:
-            ours = [known.get(id(param), name_of(group, index, at)) for at, param in enumerate(group["params"])]
+            ours = [known.get(id(param), listed_name(group, index, at)) for at, param in enumerate(group["params"])]
             if set(ours) != set(keys):
                 raise ValueError(
                     f"param group {index}: got a state dict of {few(keys)}, expected {few(ours)}; make "
@@ -222,7 +224,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _check_layout(spec: ParameterState, param: Tensor, moments: Moments, name: str) -> None:
+def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str) -> None:
     """Checks that the moments are whole, or float DTensors sharded as the parameter is.
 
     Raises:
@@ -243,7 +245,7 @@ def _check_layout(spec: ParameterState, param: Tensor, moments: Moments, name: s
                 )
 
 
-def _check_floats(spec: ParameterState, moments: Moments, name: str) -> None:
+def _check_floats(spec: TensorState, moments: Moments, name: str) -> None:
     """Checks the values of moments in floats, this rank's part where they are DTensors.
 
     Raises:
@@ -261,34 +263,35 @@ def _placed(tensor: DTensor) -> tuple[Any, ...]:
     return tensor.device_mesh, tensor.placements
 
 
-def _converted(spec: ParameterState, moments: Moments, name: str) -> tuple[StateDict, Outcome]:
+def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDict, Outcome]:
     """The state entries for one parameter's moments, and what it took.
 
     Raises:
         ValueError: what codes stand for is not finite, or below zero though it is not signed: on all ranks, which are
             given the same ones.
     """
+    own = spec.slices[0].spec
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
-    if len(coded) == len(spec.moments) and all(_is_ours(spec, value) for value in coded.values()):
+    if len(coded) == len(spec.moments) and all(_is_ours(own, value) for value in coded.values()):
         entries: StateDict = {}
         for moment in spec.moments:
-            entries |= _entries(spec, moment, coded[moment.name])
+            entries |= _entries(own, moment, coded[moment.name])
         return entries, "exact"
     values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
     for moment in spec.moments:
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)
     in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
-    if spec.codec.name != "fp32":
+    if own.codec.name != "fp32":
         return spec.encode(in_parts), "requantized" if coded else "quantized"
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
-def _is_ours(spec: ParameterState, moment: CodedMoment) -> bool:
+def _is_ours(spec: SliceState, moment: CodedMoment) -> bool:
     return moment.codec == spec.codec.name and moment.is_laid_out_as(spec.grid)
 
 
-def _entries(spec: ParameterState, moment: Moment, coded: CodedMoment) -> StateDict:
+def _entries(spec: SliceState, moment: Moment, coded: CodedMoment) -> StateDict:
     """The state entries with these codes and scales."""
     scales = coded.scales.reshape(spec.grid.rows, spec.grid.blocks_per_row)
     return {

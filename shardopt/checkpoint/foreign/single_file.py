@@ -36,7 +36,8 @@ from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loaded_entries import check_moment
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.state import ParameterState, StateDict, local_entries
+from shardopt.optim.slice_state import SliceState, StateDict
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 
 FORMAT_VERSION = 1
 _KEY = "shardopt"  # of the metadata
@@ -69,12 +70,12 @@ class _Wanted(NamedTuple):
 
     Attributes:
         param: the parameter.
-        spec: what its state looks like in the optimizer.
+        spec: describes its state in the optimizer.
         entries: what the file has of it, as whole tensors on the meta device.
     """
 
     param: Tensor
-    spec: ParameterState
+    spec: TensorState
     entries: Mapping[str, Tensor]
 
 
@@ -161,7 +162,7 @@ def _check_values(
     """Checks what this rank's parts of the states stand for."""
     for index, (param, spec, _) in wanted.items():
         with _naming(path):
-            spec.check_local(local_entries(spec.shard, state[index]), names[id(param)])
+            spec.check_local(state[index], names[id(param)])
 
 
 def _demand_written(path: PathLike, size: int, failure: Exception | None) -> None:
@@ -217,7 +218,7 @@ def _state_entries(optimizer: ShardedOptimizer, names: Mapping[int, str], dequan
     for group in optimizer.param_groups:
         for param in group["params"]:
             name, state = names[id(param)], optimizer.state.get(param, {})
-            spec = ParameterState.of(param, group, optimizer.rule(group).moments)
+            spec = tensor_state_of(param, group, optimizer.rule(group).moments)
             for key, value in state.items():
                 if key == "step" or not dequantize:
                     yield _entry(state_key(name, key), value)
@@ -230,7 +231,7 @@ def _entry(name: str, value: Tensor) -> _Entry:
     return _Entry(Description(name, value.dtype, tuple(value.shape)), lambda: value)
 
 
-def _decoded(name: str, spec: ParameterState, state: StateDict, moment: Moment) -> _Entry:
+def _decoded(name: str, spec: TensorState, state: StateDict, moment: Moment) -> _Entry:
     return _Entry(Description(name, torch.float32, spec.shard.global_shape), lambda: spec.decode(state)[moment.name])
 
 
@@ -272,8 +273,8 @@ def _plan(
         for place, param in zip(ids, group["params"], strict=True):
             name = names[id(param)]
             if name in found:
-                spec = ParameterState.of(param, group, optimizer.rule(group).moments)
-                entries = _saved_entries(spec, dequantized=header.dequantized)
+                spec = tensor_state_of(param, group, optimizer.rule(group).moments)
+                entries = _saved_entries(spec.slices[0].spec, dequantized=header.dequantized)
                 _check(path, file, name, found[name], {state_key(name, key): x for key, x in entries.items()})
                 wanted[place] = _Wanted(param, spec, entries)
     return wanted, groups
@@ -304,7 +305,7 @@ def _header(path: str, text: str | None) -> _Header:
     return _Header(dequantized, checked_groups(path, groups))
 
 
-def _saved_entries(spec: ParameterState, *, dequantized: bool) -> dict[str, Tensor]:
+def _saved_entries(spec: SliceState, *, dequantized: bool) -> dict[str, Tensor]:
     """The entries of a parameter's state in a file: whole tensors on the meta device."""
     shape = spec.shard.global_shape
     entries = replace(spec, shard=Shard(shape, shape)).new(torch.device("meta"))
@@ -350,7 +351,7 @@ def _read_states(
     """This rank's parts of the states, as the file has them."""
     found: dict[int, StateDict] = {}
     for index, (param, spec, entries) in wanted.items():
-        scales = {spec.scales_name(moment) for moment in spec.moments}
+        own = spec.slices[0].spec
         floats = {moment.name: moment.signed for moment in spec.moments}
         found[index] = {}
         for key in entries:
@@ -358,8 +359,8 @@ def _read_states(
             if key in floats:
                 with _naming(path):
                     check_moment(value, key, names[id(param)], signed=floats[key])
-            whole = key == "step"
-            found[index][key] = value if whole else sharded(spec.shard, value, spec.grid if key in scales else None)
+            grid = own.grid if own.is_scales(key) else None
+            found[index][key] = value if key == "step" else sharded(spec.shard, value, grid)
     return found
 
 
@@ -368,7 +369,7 @@ def _read_model(file: SafetensorsReader, tensors: Mapping[str, Tensor]) -> dict[
     return {name: part_of(shard_of(like), file.read(model_key(name))) for name, like in tensors.items()}
 
 
-def _encoded(spec: ParameterState, state: StateDict) -> StateDict:
+def _encoded(spec: TensorState, state: StateDict) -> StateDict:
     """A parameter's state in the form that the optimizer keeps. All ranks must call this."""
     if state.keys() == spec.state_names:
         return state
