@@ -65,6 +65,11 @@ class _Target(NamedTuple):
         return _described(self.saved) != _described(self.spec)
 
     @property
+    def moments(self) -> list[Tensor] | None:
+        """The moments as saved, decoded: this rank's part, float32; None if none are read."""
+        return self.saved.decode(self.state) if self.saved is not None and self.state else None
+
+    @property
     def weights(self) -> tuple[WeightFormat, WeightFormat]:
         """How the weights were saved, and how they are to be stored. Without state, there are no low bits."""
         formats = []
@@ -308,7 +313,7 @@ class Restoration:
         """
         self._targets = [_with_weights(target) for target in self._targets]
         return {
-            index: (target.spec, _moments(target) if target.state else None)
+            index: (target.spec, target.moments)
             for index, target in enumerate(self._targets)
             if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
         }
@@ -321,9 +326,13 @@ class Restoration:
         """
         for index, target in enumerate(self._targets):
             if target.converts_state:
-                state = encoded[index] if index in encoded else _encode(target)
-                kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
-                self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
+                assert target.spec is not None
+                state = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
+                if index in encoded:
+                    state |= encoded[index] or {}
+                elif (moments := target.moments) is not None:
+                    state |= target.spec.encode(moments)
+                self._targets[index] = target._replace(saved=target.spec, state=state)
                 self._check_values(self._targets[index])
         self._states: dict[Tensor, tuple[TensorState, dict[str, Tensor]]] = {}
         of: dict[Tensor, list[_Target]] = {}
@@ -339,7 +348,7 @@ class Restoration:
         assert self._owner is not None
         assert group is not None
         sharded = self._owner.sharded
-        spec, place = sharded.state_spec(param, self._owner.groups[group]), sharded.places.place(param)
+        spec, place = sharded.state_spec(param, self._options[group]), sharded.places.place(param)
         # A slice of a flat buffer may have been saved without state.
         states = [target.state or each.spec.new(_CPU) for target, each in zip(targets, spec.slices, strict=True)]
         return spec, spec.join(
@@ -384,18 +393,6 @@ def _with_weights(target: _Target) -> _Target:
     if stored.low_bits is not None and state:
         state[LOW_BITS] = stored.low_bits
     return target._replace(values=stored.param, state=state)
-
-
-def _encode(target: _Target) -> dict[str, Tensor]:
-    """The moments of a parameter coded anew, where the shard is not flat."""
-    assert target.spec is not None
-    return target.spec.encode(_moments(target)) if target.state else {}
-
-
-def _moments(target: _Target) -> list[Tensor]:
-    """The moments as saved, decoded: this rank's part, float32."""
-    assert target.saved is not None
-    return target.saved.decode(target.state)
 
 
 def _described(spec: SliceState) -> str:

@@ -238,14 +238,14 @@ class StatePlaces:
         Raises:
             RuntimeError: what ``offload`` says is not possible for one.
         """
-        found: list[_Choice] = []
+        choices: list[_Choice] = []
         for group in groups:
             offload = group["offload"]
             for param in group["params"]:
                 if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
                     continue
                 if offload is None:
-                    found.append(_Choice(param, None, {}, 0))
+                    choices.append(_Choice(param, None, {}, 0))
                     continue
                 try:
                     spec = self._optimizer.state_spec(param, group)
@@ -258,8 +258,8 @@ class StatePlaces:
                     )
                 entries, before = _local_entries(spec), budget.taken
                 stays = spec.exchanges_columns or budget.takes(_bytes(entries))
-                found.append(_Choice(param, None if stays else offload, entries, budget.taken - before))
-        return found
+                choices.append(_Choice(param, None if stays else offload, entries, budget.taken - before))
+        return choices
 
     def _decide(self) -> None:
         """Decides for all parameters without a place, and lets go of those that are no longer the optimizer's."""

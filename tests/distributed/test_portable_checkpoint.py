@@ -103,6 +103,25 @@ def test_rules_and_codecs(ranks: Pool, tmp_path: Path, rule: str, options: dict[
     ranks.run(2, _load, "fsdp1", tmp_path / "columns", rule, options)
 
 
+def _load_momentum(way: str, path: Path, options: dict[str, Any]) -> None:
+    """Into an optimizer that has no moments until it is given the checkpoint's momentum."""
+    model = WAYS[way](make_net(seed=1))
+    optimizer = make_optimizer(way, model, "sgd", **options)
+    shardopt.checkpoint.load(path, model, optimizer)
+    expected = trained("single", STEPS, "momentum", **options)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    step_with(model, optimizer, STEPS)
+    step_with(*expected, STEPS)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "bf16"}], ids=str)
+@pytest.mark.parametrize("way", ["fsdp columns", "fsdp1 flat"])
+def test_momentum_comes_with_the_checkpoint(ranks: Pool, tmp_path: Path, way: str, options: dict[str, Any]) -> None:
+    ranks.run(1, _save, "single", tmp_path, "momentum", options)
+    ranks.run(2, _load_momentum, way, tmp_path, options)
+
+
 def _fragments(model: nn.Module, optimizer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """This rank's parts of the momentum, decoded; which elements are in cut blocks; and their blocks' scales."""
     found = {}
@@ -216,7 +235,7 @@ def _load_without_memory(way: str, path: Path, convert: bool) -> tuple[str, str]
     before = snapshot_of(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(restore, "_placed", _out_of_memory)
+            patch.setattr(restore.Restoration, "_placed", _out_of_memory)
         try:
             shardopt.checkpoint.load(path, model, optimizer, convert=convert)
         except RuntimeError as error:

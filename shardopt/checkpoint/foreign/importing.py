@@ -51,7 +51,7 @@ class _Imported(NamedTuple):
     step: Mapping[str, Any]  # empty where the source counts none
 
 
-class _Found(NamedTuple):
+class _Imports(NamedTuple):
     """What is imported.
 
     Attributes:
@@ -102,35 +102,35 @@ def import_state(
     """
     check_not_flat(optimizer)
     exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
-    found = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names))
+    imports = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names))
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
-    for index, (name, spec, moments, step) in found.states.items():
+    for index, (name, spec, moments, step) in imports.states.items():
         entries, parameters[name] = _converted(spec, moments, name)
         state[index] = {**entries, **step}
 
     def check_values() -> None:
-        for index, (name, spec, *_) in found.states.items():
+        for index, (name, spec, *_) in imports.states.items():
             spec.check_local(state[index], name)
 
     all_or_none(exchanges, check_values)
-    optimizer.load_state_dict({"state": state, "param_groups": found.groups})
-    return ImportReport(found.package, parameters, tuple(found.ignored))
+    optimizer.load_state_dict({"state": state, "param_groups": imports.groups})
+    return ImportReport(imports.package, parameters, tuple(imports.ignored))
 
 
-def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Found:
+def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Imports:
     """What is to be imported, checked as far as one rank can."""
     sources = list(_sources(optimizer, state_dict, names))
     peer = _recognize([state for source in sources for state in source.states])
-    found = _Found(peer.name, [], {}, [])
+    imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
     place = 0
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _hyper(optimizer, own, source.group, peer)
-        found.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
+        imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
         ids = list(range(place, place + len(own["params"])))
         place += len(ids)
-        found.groups.append({**taken, "params": ids})
+        imports.groups.append({**taken, "params": ids})
         expected = optimizer.rule(own).moments
         for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):
             if not state:
@@ -142,9 +142,9 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
             _check_floats(spec, moments, name)
             checked_step(state, name)
             step = {"step": state["step"]} if "step" in state else {}
-            found.states[ids[position]] = _Imported(name, spec, moments, step)
-            found.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
-    return found
+            imports.states[ids[position]] = _Imported(name, spec, moments, step)
+            imports.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
+    return imports
 
 
 def _sources(
@@ -231,16 +231,16 @@ def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str)
         ValueError: one is neither, or not of the parameter's shape.
     """
     for key, value in moments.items():
-        found = value.codes if isinstance(value, CodedMoment) else value
-        if not (is_dense(found) if isinstance(value, CodedMoment) else are_floats(found)):
-            raise ValueError(f"{name}: got {key} as {kind_of(found)}, expected a dense tensor of floats")
-        if tuple(found.shape) != spec.shard.global_shape:
-            raise ValueError(f"{name}: got {key} of shape {tuple(found.shape)}, expected {spec.shard.global_shape}")
-        if isinstance(found, DTensor):
-            plain = found is value and type(found.to_local()) is Tensor
-            if not (plain and isinstance(param, DTensor) and _placed(found) == _placed(param)):
+        tensor = value.codes if isinstance(value, CodedMoment) else value
+        if not (is_dense(tensor) if isinstance(value, CodedMoment) else are_floats(tensor)):
+            raise ValueError(f"{name}: got {key} as {kind_of(tensor)}, expected a dense tensor of floats")
+        if tuple(tensor.shape) != spec.shard.global_shape:
+            raise ValueError(f"{name}: got {key} of shape {tuple(tensor.shape)}, expected {spec.shard.global_shape}")
+        if isinstance(tensor, DTensor):
+            plain = tensor is value and type(tensor.to_local()) is Tensor
+            if not (plain and isinstance(param, DTensor) and _placed(tensor) == _placed(param)):
                 raise ValueError(
-                    f"{name}: got {key} as a DTensor on {_placed(found)}, expected whole tensors, or float moments "
+                    f"{name}: got {key} as a DTensor on {_placed(tensor)}, expected whole tensors, or float moments "
                     "sharded as the parameter is; gather them with StateDictOptions(full_state_dict=True)"
                 )
 

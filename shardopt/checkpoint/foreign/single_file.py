@@ -250,11 +250,11 @@ def _plan(
     header = _header(path, file.metadata.get(_KEY))
     expected = {model_key(name): value for name, value in tensors.items()}
     _check(path, file, "model", {name for name in file.tensors if name.startswith("model.")}, expected)
-    found: dict[str, set[str]] = {}
+    entries_of: dict[str, set[str]] = {}
     for key in file.tensors:
         if key.startswith("optimizer."):
             name = key.removeprefix("optimizer.").rpartition(".")[0]
-            found.setdefault(name, set()).add(key)
+            entries_of.setdefault(name, set()).add(key)
     wanted: dict[int, _Wanted] = {}
     groups: list[dict[str, Any]] = []
     places = itertools.count()
@@ -272,10 +272,10 @@ def _plan(
         groups.append({k: v for k, v in new.items() if k not in left_out} | {"params": ids})
         for place, param in zip(ids, group["params"], strict=True):
             name = names[id(param)]
-            if name in found:
+            if name in entries_of:
                 spec = tensor_state_of(param, group, optimizer.rule(group).moments)
                 entries = _saved_entries(spec.slices[0].spec, dequantized=header.dequantized)
-                _check(path, file, name, found[name], {state_key(name, key): x for key, x in entries.items()})
+                _check(path, file, name, entries_of[name], {state_key(name, key): x for key, x in entries.items()})
                 wanted[place] = _Wanted(param, spec, entries)
     return wanted, groups
 
@@ -349,19 +349,19 @@ def _read_states(
     path: PathLike, file: SafetensorsReader, wanted: Mapping[int, _Wanted], names: Mapping[int, str]
 ) -> dict[int, StateDict]:
     """This rank's parts of the states, as the file has them."""
-    found: dict[int, StateDict] = {}
+    states: dict[int, StateDict] = {}
     for index, (param, spec, entries) in wanted.items():
         own = spec.slices[0].spec
         floats = {moment.name: moment.signed for moment in spec.moments}
-        found[index] = {}
+        states[index] = {}
         for key in entries:
             value = file.read(state_key(names[id(param)], key))
             if key in floats:
                 with _naming(path):
                     check_moment(value, key, names[id(param)], signed=floats[key])
             grid = own.grid if own.is_scales(key) else None
-            found[index][key] = value if key == "step" else sharded(spec.shard, value, grid)
-    return found
+            states[index][key] = value if key == "step" else sharded(spec.shard, value, grid)
+    return states
 
 
 def _read_model(file: SafetensorsReader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
