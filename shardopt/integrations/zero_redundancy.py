@@ -68,5 +68,5 @@ def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
                 continue
             with reading(name):
                 spec.check_loaded(entries, name, of_torch=of_torch)
-                if not spec.has_floats(entries):  # which are checked
+                if not spec.has_floats(entries):  # check_loaded has checked floats
                     spec.check_local(entries, name)
