@@ -320,12 +320,12 @@ def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, monkeypatch: py
     before = everything(other, running)
     made = iter(range(100))
 
-    def placed(*args: Any, original: Any = restore._placed) -> Any:
+    def placed(*args: Any, original: Any = restore.Restoration._placed) -> Any:
         if next(made):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(*args)
 
-    monkeypatch.setattr(restore, "_placed", placed)
+    monkeypatch.setattr(restore.Restoration, "_placed", placed)
     with pytest.raises(torch.OutOfMemoryError):
         shardopt.checkpoint.load(tmp_path, other, running)
     assert same(everything(other, running), before)
