@@ -34,7 +34,8 @@ from decoder import Architecture, Decoder, set_gradients
 from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import flat_parts, shared_blocks
+from shardopt.optim.flat_encoding import shared_blocks
+from shardopt.optim.tensor_state import flat_slices
 from shardopt.step.cut_blocks import FlatCuts
 from step_cpu import commit, machine
 
@@ -101,7 +102,7 @@ def make_optimizer(model: nn.Module, **options: Any) -> ShardedOptimizer:
 def count(name: str, parameters: int, model: nn.Module, optimizer: ShardedOptimizer) -> Count:
     """Asks the code that steps."""
     (group,) = optimizer.param_groups
-    parts = [part for param in group["params"] for part in flat_parts(optimizer.state_spec(param, group))]
+    parts = [part for param in group["params"] for part in flat_slices(optimizer.state_spec(param, group))]
     cuts = FlatCuts(parts, torch.device("cpu"))
     numbers = [shared_blocks(part) for part in parts]
     own = 0

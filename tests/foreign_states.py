@@ -16,7 +16,7 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.state import ParameterState
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 
 #: Rows of whole blocks of 256; not; one row; whole blocks of 32 only; a convolution with rows of whole blocks.
 MATRICES = ((16, 512), (33, 130), (1, 4099), (50, 96), (6, 5, 8, 32))
@@ -164,9 +164,9 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int = STEP) -> None:
         optimizer.step()
 
 
-def specification(optimizer: ShardedOptimizer, param: Tensor) -> ParameterState:
+def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:
     (group,) = optimizer.param_groups
-    return ParameterState.of(param, group, optimizer.rule(group).moments)
+    return tensor_state_of(param, group, optimizer.rule(group).moments)
 
 
 def assert_imported(optimizer: ShardedOptimizer, decoded: list[list[Tensor]], exact: set[tuple[int, ...]]) -> None:

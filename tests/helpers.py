@@ -16,7 +16,8 @@ from shardopt.codec import CODECS
 from shardopt.kernels import reference
 from shardopt.kernels.weights import noise_key
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.state import LOW_BITS, ParameterState
+from shardopt.optim.slice_state import LOW_BITS, SliceState
+from shardopt.optim.tensor_state import tensor_state_of
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]
@@ -144,10 +145,10 @@ class ReferenceOptimizer:
             found |= {f"{name}/{entry}": value.clone() for entry, value in sorted(self.state[name].items())}
         return found
 
-    def _spec(self, name: str) -> ParameterState:
+    def _spec(self, name: str) -> SliceState:
         param = self._originals[name]
         group = self._groups[param]
-        return ParameterState.of(param, group, self._optimizer.rule(group).moments)
+        return tensor_state_of(param, group, self._optimizer.rule(group).moments).slices[0].spec
 
 
 def single(optimizer: ShardedOptimizer) -> tuple[Tensor, dict[str, Any]]:

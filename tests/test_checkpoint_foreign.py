@@ -85,13 +85,14 @@ def test_companded_codes_are_taken_over() -> None:
     report = import_state(ours, state_dict)
     for index, (param, moments) in enumerate(zip(ours.param_groups[0]["params"], decoded, strict=True)):
         spec, state, saved = specification(ours, param), ours.state[param], state_dict["state"][index]
+        own = spec.slices[0].spec
         exact = tuple(param.shape) in ALIGNED[32]
         outcome = "exact" if exact else "requantized" if tuple(param.shape) in MATRICES else "as float32"
         assert report.parameters[f"parameter {index} of param group 0"] == outcome
         if exact:
             for moment in spec.moments:
-                assert torch.equal(state[spec.codes_name(moment)], saved[f"{moment.name}::quantized"].view(torch.uint8))
-                scales = state[spec.scales_name(moment)]
+                assert torch.equal(state[own.codes_name(moment)], saved[f"{moment.name}::quantized"].view(torch.uint8))
+                scales = state[own.scales_name(moment)]
                 assert torch.equal(scales.flatten(), saved[f"{moment.name}::scales"].float())
         if outcome != "requantized":
             for found, expected in zip(spec.decode(state).values(), moments, strict=True):

@@ -31,8 +31,9 @@ from shardopt.layout import (
     assigned,
 )
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import BufferState, encode_flat
-from shardopt.optim.state import ParameterState
+from shardopt.optim.flat_encoding import encode_flat
+from shardopt.optim.slice_state import SliceState
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 
 BLOCKWISE = ("log8", "companded8", "dynamic8")
 
@@ -233,10 +234,10 @@ def test_float_moments_are_coded_as_whole(
     moments = make([Parameter(torch.zeros(1))], rule, codec, block_size).rule(group).moments
     x = [values(shape, seed + k) if m.signed else values(shape, seed + k).abs() for k, m in enumerate(moments)]
     x = [torch.where(y == 0, -0.0, y) if m.signed else y for y, m in zip(x, moments, strict=True)]
-    whole = ParameterState.of(Parameter(torch.zeros(shape)), group, moments)
+    whole = tensor_state_of(Parameter(torch.zeros(shape)), group, moments)
     expected = whole.encode({m.name: y for m, y in zip(moments, x, strict=True)})
     shards = shards_of(shape, ends, exchange)
-    specs = [ParameterState.of_shard(shard, torch.float32, group, moments) for shard in shards]
+    specs = [SliceState.of(shard, torch.float32, group, moments) for shard in shards]
 
     def run(rank: int) -> dict[str, Tensor] | None:
         begin, end = shards[rank].start, shards[rank].end
@@ -250,7 +251,8 @@ def test_float_moments_are_coded_as_whole(
         assert got is not None
         assert_same(got, state_of_part(expected, shard, spec.grid))
         part = whole.decode(expected)
-        assert_same(spec.decode(got), {k: v.reshape(-1)[shard.start : shard.end] for k, v in part.items()})
+        decoded = dict(zip(part, spec.decode(got), strict=True))
+        assert_same(decoded, {k: v.reshape(-1)[shard.start : shard.end] for k, v in part.items()})
 
 
 #: Quantized or not, ranges that begin and end within blocks, at none, and empty ones; with padding between.
@@ -264,14 +266,14 @@ SEGMENTS: list[tuple[Shape, int, int]] = [
 ]
 
 
-def buffer_state(options: dict[str, Any], dtype: torch.dtype, padding: int = 3) -> BufferState:
+def buffer_state(options: dict[str, Any], dtype: torch.dtype, padding: int = 3) -> TensorState:
     segments, at = [], 0
     for place, (shape, start, end) in enumerate(SEGMENTS):
         segments.append(Segment(f"weight{place}", place, FlatShard(shape, start, end), at if end > start else 0))
         at += end - start + padding
     optimizer = RULES["adamw"].make([Parameter(torch.zeros(1, dtype=dtype))], min_quantized_numel=64, **options)
     group = optimizer.param_groups[0]
-    return BufferState.of(FlatBuffer(at, segments), dtype, group, optimizer.rule(group).moments)
+    return TensorState.of(FlatBuffer(at, segments), dtype, group, optimizer.rule(group).moments)
 
 
 OPTIONS: list[tuple[dict[str, Any], torch.dtype]] = [
@@ -290,7 +292,7 @@ def test_buffer_state_splits_into_that_of_its_parameters(options: dict[str, Any]
     state = spec.new(torch.device("cpu"))
     assert state.keys() == spec.state_names
     parts = spec.split(state)
-    for (shape, start, end), own, part in zip(SEGMENTS, spec.specs, parts, strict=True):
+    for (shape, start, end), (own, *_), part in zip(SEGMENTS, spec.slices, parts, strict=True):
         fresh = own.new(torch.device("cpu"))
         assert_same(part, fresh)
         blocks = len(set(block_numbers(shape, own.grid.block_size)[start:end]))
@@ -331,15 +333,16 @@ def test_buffer_parts_are_the_parameters_elements(options: dict[str, Any], dtype
 def test_buffer_decodes_its_parameters(codec: str) -> None:
     spec = buffer_state({"codec": codec}, torch.float32)
     parts = []
-    for place, own in enumerate(spec.specs):
+    for place, (own, *_) in enumerate(spec.slices):
         numel = own.shard.local_shape[0]
         parts.append(own.encode_local([values((numel,), place), values((numel,), place + 50).abs()]))
     state = {"step": torch.ones(()), **spec.join(parts)}
     decoded = spec.decode(state)
     inside = torch.zeros(spec.shard.local_shape, dtype=torch.bool)
-    for segment, own, part in zip(spec.shard.segments, spec.specs, parts, strict=True):
-        assert_same({key: segment.of(value) for key, value in decoded.items()}, own.decode(part))
-        segment.of(inside).fill_(True)
+    for each, part in zip(spec.slices, parts, strict=True):
+        own = dict(zip(decoded, each.spec.decode(part), strict=True))
+        assert_same({key: each.of(value) for key, value in decoded.items()}, own)
+        each.of(inside).fill_(True)
     assert all(not value[~inside].any() for value in decoded.values()), "padding is not zero"
 
 

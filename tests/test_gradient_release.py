@@ -91,7 +91,7 @@ def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     original = stepper.Stepper._make_tables
 
     def make_tables(*args: Any) -> Any:
-        made.append(len(args[0]))
+        made.append(len(args[1]))
         return original(*args)
 
     pair = Pair(make_net())

@@ -19,7 +19,7 @@ from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer, host_memory
 from shardopt.optim.options import bytes_of
 from shardopt.optim.placement import StatePlaces
-from shardopt.optim.state import ParameterState
+from shardopt.optim.tensor_state import TensorState
 
 SIZE = 1 << 20  # bytes of float32 Adam state of a parameter()
 FROZEN = {"requires_grad": False}
@@ -61,7 +61,7 @@ def offloads(optimizer: ShardedOptimizer, *params: nn.Parameter) -> list[str | N
 
 def test_budget_is_for_what_would_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Column shards, whose state always stays, take nothing of it, also from parameters that are added later."""
-    monkeypatch.setattr(ParameterState, "exchanges_columns", property(lambda spec: spec.shard.global_shape == (8, 8)))
+    monkeypatch.setattr(TensorState, "exchanges_columns", property(lambda spec: spec.shard.global_shape == (8, 8)))
     columns, first, later = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (9, 9), (9, 9)))
     size = 2 * 4 * first.numel()
     optimizer = shardopt.AdamW8bit([columns, first], codec="fp32", offload="state", device_state_budget=2 * size)

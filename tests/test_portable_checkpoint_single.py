@@ -18,10 +18,10 @@ import shardopt
 from attack.index_file import read_index, write_index
 from ranks.layouts import values
 from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.data_file import DataFileWriter
+from shardopt.checkpoint.restore import Restoration
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.state import ParameterState
+from shardopt.optim.tensor_state import tensor_state_of
 
 
 class Small(nn.Module):
@@ -238,8 +238,8 @@ def test_another_codec_is_converted_on_demand(tmp_path: Path, options: dict[str,
     moments = optimizer.rule(optimizer.param_groups[0]).moments
     for name in ("weight", "brain"):
         source, target = model.get_parameter(name), other.get_parameter(name)
-        decoded = ParameterState.of(source, optimizer.param_groups[0], moments).decode(optimizer.state[source])
-        spec = ParameterState.of(target, fresh.param_groups[0], moments)
+        decoded = tensor_state_of(source, optimizer.param_groups[0], moments).decode(optimizer.state[source])
+        spec = tensor_state_of(target, fresh.param_groups[0], moments)
         for key, expected in spec.encode(decoded).items():
             assert torch.equal(fresh.state[target][key], expected), key
         assert torch.equal(fresh.state[target]["step"], optimizer.state[source]["step"])
@@ -262,7 +262,7 @@ def test_other_master_weights_are_converted_on_demand(tmp_path: Path, saved: int
     def master(param: torch.Tensor, of: ShardedOptimizer) -> torch.Tensor:
         from shardopt.kernels.weights import StoredWeights
 
-        spec = ParameterState.of(param, of.param_groups[0], moments)
+        spec = tensor_state_of(param, of.param_groups[0], moments)
         return spec.weights.load(StoredWeights(param.detach(), of.state[param].get("master_low_bits")))
 
     kept = torch.bfloat16 if own is None else torch.float32
@@ -321,12 +321,12 @@ def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, monkeypatch: py
     before = everything(other, running)
     made = iter(range(100))
 
-    def placed(*args: Any, original: Any = Target.placed) -> Any:
+    def placed(*args: Any, original: Any = Restoration._placed) -> Any:
         if next(made):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(*args)
 
-    monkeypatch.setattr(Target, "placed", placed)
+    monkeypatch.setattr(Restoration, "_placed", placed)
     with pytest.raises(torch.OutOfMemoryError):
         shardopt.checkpoint.load(tmp_path, other, running)
     assert same(everything(other, running), before)

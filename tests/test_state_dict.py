@@ -17,7 +17,7 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec import CODECS
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.state import ParameterState
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 
 #: Quantized with a short last block, exactly, and not at all.
 SHAPES = ((64, 130), (32, 128), (300,), (3, 3), ())
@@ -45,9 +45,9 @@ def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-def specification(optimizer: ShardedOptimizer, param: Tensor) -> ParameterState:
+def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:
     (group,) = optimizer.param_groups
-    return ParameterState.of(param, group, optimizer.rule(group).moments)
+    return tensor_state_of(param, group, optimizer.rule(group).moments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

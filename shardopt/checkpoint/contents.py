@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -17,8 +16,9 @@ from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, piec
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.layout import FlatBuffer, assigned, read_model
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import BufferState, encode_flat, shared_blocks
-from shardopt.optim.state import ParameterState
+from shardopt.optim.flat_encoding import encode_flat, shared_blocks
+from shardopt.optim.memory import owner_of
+from shardopt.optim.slice_state import SliceState
 
 
 class Owner(NamedTuple):
@@ -34,13 +34,12 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Owner:
-        """Unwraps a ZeroRedundancyOptimizer, and the wrapper that Accelerate and Trainer's callbacks hand out.
+        """The owner for an optimizer of shardopt or a wrapper of one; see :func:`owner_of`.
 
         Raises:
             TypeError: the optimizer is none of shardopt's.
         """
-        wrapped = getattr(optimizer, "optimizer", optimizer) if isinstance(optimizer, Optimizer) else optimizer
-        inner = wrapped if isinstance(wrapped, ShardedOptimizer) else getattr(wrapped, "optim", None)
+        inner = owner_of(optimizer)
         if not isinstance(inner, ShardedOptimizer):
             raise TypeError(
                 f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's; save others with "
@@ -65,7 +64,7 @@ class Content(NamedTuple):
 
     piece: Piece
     group: int | None
-    spec: ParameterState | None
+    spec: SliceState | None
     state: Mapping[str, Tensor]
 
 
@@ -88,30 +87,28 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
             f"got an optimizer with {len(strangers)} parameters that the model has not, of shapes {shapes[:5]}, "
             "expected the optimizer of this model"
         )
-    parts = {} if owner is None else {param: _parts(owner, param, group) for param, group in group_of.items()}
+    slices = {} if owner is None else {param: _slices(owner, param, group) for param, group in group_of.items()}
     contents = []
     for piece in pieces:
-        spec, state = parts[piece.param][piece.segment or 0] if piece.param in parts else (None, {})
+        spec, state = slices[piece.param][piece.segment or 0] if piece.param in slices else (None, {})
         contents.append(Content(piece, group_of.get(piece.param), spec, state))
     return contents
 
 
-def _parts(owner: Owner, param: Tensor, group: int) -> list[tuple[ParameterState, dict[str, Tensor]]]:
-    """Form and entries of the state of an optimizer's parameter, for each model parameter within that parameter."""
+def _slices(owner: Owner, param: Tensor, group: int) -> list[tuple[SliceState, dict[str, Tensor]]]:
+    """Form and state of each slice of one of the optimizer's tensors."""
     spec = owner.sharded.state_spec(param, owner.groups[group])
-    state = owner.sharded.state.get(param, {})
-    if isinstance(spec, BufferState):
-        return list(zip(spec.specs, spec.split(state) if state else [{} for _ in spec.specs], strict=True))
-    return [(spec, {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()})]
+    states = spec.split(owner.sharded.state.get(param, {}))
+    return [(each.spec, state) for each, state in zip(spec.slices, states, strict=True)]
 
 
 def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
     """The names of the parameters in each of `count` param groups."""
-    found: list[list[str]] = [[] for _ in range(count)]
+    names: list[list[str]] = [[] for _ in range(count)]
     for content in contents:
         if content.group is not None:
-            found[content.group].append(content.piece.name)
-    return found
+            names[content.group].append(content.piece.name)
+    return names
 
 
 def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
@@ -122,12 +119,12 @@ def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks
 
 def optimizer_chunks(contents: Sequence[Content]) -> dict[str, Chunks]:
     """The state of the optimizer, by its names in a checkpoint."""
-    found: dict[str, Chunks] = {}
+    tensors: dict[str, Chunks] = {}
     for content in contents:
         if content.spec is not None and content.state:
             for entry, chunks in state_chunks(content.spec, content.state).items():
-                found[state_key(content.piece.name, entry)] = chunks
-    return found
+                tensors[state_key(content.piece.name, entry)] = chunks
+    return tensors
 
 
 def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
@@ -167,27 +164,20 @@ def with_common_scales(contents: Sequence[Content]) -> list[Content]:
     cut = on_every_rank(lambda: _with_fragments(contents))
     specs, values = [spec for spec, _ in cut.values()], [moments for _, moments in cut.values()]
     encoded = on_every_rank(lambda: encode_flat(specs, values))
-    found = list(contents)
+    common = list(contents)
     for index, spec, state in zip(cut, specs, encoded, strict=True):
         if state is not None:
-            found[index] = found[index]._replace(spec=spec, state={**found[index].state, **state})
-    return found
+            common[index] = common[index]._replace(spec=spec, state={**common[index].state, **state})
+    return common
 
 
-def _with_fragments(contents: Sequence[Content]) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
+def _with_fragments(contents: Sequence[Content]) -> dict[int, tuple[SliceState, list[Tensor] | None]]:
     """The spec with common scales, and the moments, of parameters with a scale per fragment, by their indices."""
-    found: dict[int, tuple[ParameterState, list[Tensor] | None]] = {}
+    cut: dict[int, tuple[SliceState, list[Tensor] | None]] = {}
     for index, content in enumerate(contents):
         if content.spec is None or content.spec.exact_cut_blocks:
             continue
         exact = replace(content.spec, exact_cut_blocks=True)
         if shared_blocks(exact):
-            decoded = content.spec.decode(content.state) if content.state else None
-            found[index] = exact, None if decoded is None else [decoded[moment.name] for moment in exact.moments]
-    return found
-
-
-def fresh_state(spec: ParameterState) -> dict[str, Tensor]:
-    """Fresh state on the CPU: this rank's part, as plain tensors."""
-    state = spec.new(torch.device("cpu"))
-    return {key: value if key == "step" else spec.shard.local(value) for key, value in state.items()}
+            cut[index] = exact, content.spec.decode(content.state) if content.state else None
+    return cut

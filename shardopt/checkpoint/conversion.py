@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardopt.checkpoint.contents import Content, fresh_state
+from shardopt.checkpoint.contents import Content
 from shardopt.kernels.weights import StoredWeights, WeightFormat
-from shardopt.optim.placement import Place
-from shardopt.optim.state import LOW_BITS, ParameterState
+from shardopt.optim.slice_state import LOW_BITS, SliceState
 
 
 class Target(NamedTuple):
@@ -25,8 +24,8 @@ class Target(NamedTuple):
 
     content: Content
     values: Tensor
-    saved: ParameterState | None
-    spec: ParameterState | None
+    saved: SliceState | None
+    spec: SliceState | None
     state: dict[str, Tensor]
 
     @property
@@ -75,31 +74,11 @@ class Target(NamedTuple):
             state[LOW_BITS] = stored.low_bits
         return self._replace(values=stored.param, state=state)
 
-    def moments(self) -> list[Tensor]:
-        """The saved moments, decoded: this rank's part, float32."""
-        assert self.saved is not None
-        return self.saved.decode_local(self.state)
-
-    def encoded_moments(self) -> dict[str, Tensor]:
-        """The saved moments encoded as the optimizer's. Not for flat shards, whose cut blocks need a collective."""
-        spec = self.spec
-        assert spec is not None
-        if not self.state:
-            return {}
-        values = zip(spec.moments, self.moments(), strict=True)
-        encoded = spec.encode({moment.name: spec.shard.like_parameter(x) for moment, x in values})
-        return {key: spec.shard.local(value) for key, value in encoded.items()}
-
-    def placed(self, place: Place) -> dict[str, Tensor]:
-        """The state in the optimizer's form, on the devices where the optimizer keeps state."""
-        spec = self.spec
-        assert spec is not None
-        state = self.state or fresh_state(spec)  # a segment of a flat buffer that was saved without
-        return {
-            key: value.to(place.steps) if key == "step" else spec.like(key, value.to(place.state))
-            for key, value in state.items()
-        }
+    @property
+    def moments(self) -> list[Tensor] | None:
+        """The saved moments, decoded: this rank's part, float32; None if none are read."""
+        return self.saved.decode(self.state) if self.saved is not None and self.state else None
 
 
-def _described(spec: ParameterState) -> str:
+def _described(spec: SliceState) -> str:
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name

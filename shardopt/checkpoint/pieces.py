@@ -13,7 +13,7 @@ from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.layout.names import buffer_names, parameter_names
-from shardopt.optim.state import ParameterState
+from shardopt.optim.slice_state import SliceState
 
 
 class Piece(NamedTuple):
@@ -99,23 +99,22 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
     return Chunks(shape, local.dtype, [Chunk(offsets, local)])
 
 
-def state_chunks(spec: ParameterState, state: Mapping[str, Any]) -> dict[str, Chunks]:
+def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks]:
     """The state of a parameter, by the names of its entries.
 
     Args:
         spec: the form of the state.
         state: this rank's part, plain tensors by entry.
     """
-    scales = {spec.scales_name(moment) for moment in spec.moments} if spec.codec.blockwise else set()
-    found: dict[str, Chunks] = {}
+    entries: dict[str, Chunks] = {}
     for key, value in state.items():
         if key == "step":
-            found[key] = Chunks((), value.dtype, [Chunk((), value)])
-        elif key in scales:
-            found[key] = scales_chunks(spec.shard, spec.grid, value)
+            entries[key] = Chunks((), value.dtype, [Chunk((), value)])
+        elif spec.is_scales(key):
+            entries[key] = scales_chunks(spec.shard, spec.grid, value)
         else:
-            found[key] = parameter_chunks(spec.shard, value)
-    return found
+            entries[key] = parameter_chunks(spec.shard, value)
+    return entries
 
 
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:

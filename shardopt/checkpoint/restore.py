@@ -18,7 +18,6 @@ from shardopt.checkpoint.contents import (
     Content,
     Owner,
     contents_of,
-    fresh_state,
     model_key,
     names_by_group,
     state_key,
@@ -33,9 +32,12 @@ from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
-from shardopt.optim.flat_state import AnyState, BufferState, encode_flat
+from shardopt.optim.flat_encoding import encode_flat
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.state import LOW_BITS, ParameterState
+from shardopt.optim.slice_state import LOW_BITS, SliceState
+from shardopt.optim.tensor_state import TensorState
+
+_CPU = torch.device("cpu")
 
 
 class Restoration:
@@ -118,18 +120,18 @@ class Restoration:
     @property
     def tensors(self) -> dict[str, Any]:
         """The tensors to read into, by the names in the checkpoint."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for target in self._targets:
             piece = target.content.piece
-            found[model_key(piece.name)] = parameter_chunks(piece.shard, target.values)
+            tensors[model_key(piece.name)] = parameter_chunks(piece.shard, target.values)
             if target.saved is not None:
                 for entry, chunks in state_chunks(target.saved, target.state).items():
-                    found[state_key(piece.name, entry)] = chunks
+                    tensors[state_key(piece.name, entry)] = chunks
         for piece, values in self._buffers:
-            found[model_key(piece.name)] = parameter_chunks(piece.shard, values)
+            tensors[model_key(piece.name)] = parameter_chunks(piece.shard, values)
         for name, values in self._extra_tensors.items():
-            found[f"extra.{name}"] = Chunks(values.shape, values.dtype, [Chunk((0,) * values.dim(), values)])
-        return found
+            tensors[f"extra.{name}"] = Chunks(values.shape, values.dtype, [Chunk((0,) * values.dim(), values)])
+        return tensors
 
     def convert(self) -> None:
         """Makes the optimizer's new state, in its form and on its devices. All ranks must call this.
@@ -233,32 +235,32 @@ class Restoration:
             return Target(content, values, None, None, {})
         options = self._options[content.group]
         moments = self._owner.sharded.rule(options).moments
-        spec = ParameterState.of_shard(piece.shard, piece.local.dtype, options, moments)
-        found = self._entries.get(piece.name, set())
-        if not found:
+        spec = SliceState.of(piece.shard, piece.local.dtype, options, moments)
+        entries = self._entries.get(piece.name, set())
+        if not entries:
             return Target(content, values, None, spec, {})
         as_saved = {key: saved_groups[content.group].get(key, options[key]) for key in STATE_FORMAT}
-        saved = ParameterState.of_shard(piece.shard, dtype, {**options, **as_saved}, moments)
-        if found != saved.state_names:
+        saved = SliceState.of(piece.shard, dtype, {**options, **as_saved}, moments)
+        if entries != saved.entries.keys():
             raise CheckpointError(
-                f"{self._path}: got {few(found)} of {named(piece.name)}, saved by "
-                f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.state_names))} of "
+                f"{self._path}: got {few(entries)} of {named(piece.name)}, saved by "
+                f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.entries))} of "
                 f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
             )
         target = Target(content, values, saved, spec, {})
         is_here = piece.local.numel() > 0 or piece.segment is not None or not isinstance(piece.shard, FlatShard)
         if (is_here and id(piece.param) in self._owned_ids) or target.converts_weights:
-            target = target._replace(state=fresh_state(saved))
+            target = target._replace(state=saved.new(_CPU))
         return target
 
-    def _flat_moments(self) -> dict[int, tuple[ParameterState, list[Tensor] | None]]:
+    def _flat_moments(self) -> dict[int, tuple[SliceState, list[Tensor] | None]]:
         """Converts weights; decodes the moments of flat shards that are encoded anew, by their indices in the targets.
 
         All ranks encode the moments of flat shards together.
         """
         self._targets = [target.with_converted_weights() for target in self._targets]
         return {
-            index: (target.spec, target.moments() if target.state else None)
+            index: (target.spec, target.moments)
             for index, target in enumerate(self._targets)
             if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
         }
@@ -271,11 +273,15 @@ class Restoration:
         """
         for index, target in enumerate(self._targets):
             if target.converts_state:
-                state = encoded[index] if index in encoded else target.encoded_moments()
-                kept = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
-                self._targets[index] = target._replace(saved=target.spec, state={**kept, **(state or {})})
+                assert target.spec is not None
+                state = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
+                if index in encoded:
+                    state |= encoded[index] or {}
+                elif (moments := target.moments) is not None:
+                    state |= target.spec.encode(moments)
+                self._targets[index] = target._replace(saved=target.spec, state=state)
                 self._check_values(self._targets[index])
-        self._states: dict[Tensor, tuple[AnyState, dict[str, Tensor]]] = {}
+        self._states: dict[Tensor, tuple[TensorState, dict[str, Tensor]]] = {}
         of: dict[Tensor, list[Target]] = {}
         for target in self._targets:
             of.setdefault(target.content.piece.param, []).append(target)
@@ -283,15 +289,18 @@ class Restoration:
             if any(target.state for target in of[param]):
                 self._states[param] = self._placed(param, of[param])
 
-    def _placed(self, param: Tensor, targets: Sequence[Target]) -> tuple[AnyState, dict[str, Tensor]]:
-        """Form and entries of the new state of one of the optimizer's parameters."""
+    def _placed(self, param: Tensor, targets: Sequence[Target]) -> tuple[TensorState, dict[str, Tensor]]:
+        """Form and entries of the new state of one of the optimizer's tensors."""
         group = targets[0].content.group
         assert self._owner is not None
         assert group is not None
         sharded = self._owner.sharded
-        spec = sharded.state_spec(param, self._owner.groups[group])
-        states = [target.placed(sharded.places.place(param)) for target in targets]
-        return spec, spec.join(states) if isinstance(spec, BufferState) else states[0]
+        spec, place = sharded.state_spec(param, self._options[group]), sharded.places.place(param)
+        # A slice of a flat buffer may have been saved without state.
+        states = [target.state or each.spec.new(_CPU) for target, each in zip(targets, spec.slices, strict=True)]
+        return spec, spec.join(
+            [{k: x.to(place.steps if k == "step" else place.state) for k, x in state.items()} for state in states]
+        )
 
     def _check_states(self) -> None:
         """Checks the states that were read, as far as one rank can."""

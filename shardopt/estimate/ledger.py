@@ -23,7 +23,7 @@ from shardopt.optim import SGD, AdamW, Lion, MemoryReport, MemoryUse, ShardedOpt
 from shardopt.optim.memory import kind_of
 from shardopt.optim.options import bytes_of
 from shardopt.optim.placement import Budget, Place
-from shardopt.optim.state import ParameterState
+from shardopt.optim.slice_state import SliceState
 
 OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
     "adamw": AdamW,
@@ -175,7 +175,7 @@ def _add_state(report: MemoryReport, held: Held, setup: Setup) -> None:
     optimizer, group = setup.group()
     dtype, moments = setup.stepped_dtype, optimizer.rule(group).moments
     counts = Counter(held.shards)
-    states = {s: _StateBytes.of(ParameterState.of_shard(s, dtype, group, moments)) for s in counts}
+    states = {s: _StateBytes.of(SliceState.of(s, dtype, group, moments)) for s in counts}
     stays = counts
     if group["offload"] is not None:
         budget = Budget(bytes_of(group["device_state_budget"]))
@@ -208,7 +208,7 @@ class _StateBytes:
     step: int
 
     @classmethod
-    def of(cls, spec: ParameterState) -> _StateBytes:
+    def of(cls, spec: SliceState) -> _StateBytes:
         state: dict[str, Tensor] = spec.new(torch.device("meta"))
         step = state.pop("step")
         return cls(tuple((kind_of(key), value.nbytes) for key, value in state.items()), step.nbytes)

@@ -115,8 +115,8 @@ class DTensorShard(Shard):
         shape = (self.global_shape[0], grid.blocks_per_row, *local.shape[2:])
         return self._wrap(local, shape, self._scales_placements(grid))
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        on_mesh = self.like_parameter(self.local(tensor).to(self._mesh.device_type))
+    def whole(self, local: Tensor) -> Tensor:
+        on_mesh = self.like_parameter(local.to(self._mesh.device_type))
         full: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
         return full
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
-from shardopt.optim.state import ParameterState
-from shardopt.step.inputs import listed_name
+from shardopt.optim.names import listed_name
 
 
 def install(module: ModuleType) -> None:
@@ -51,7 +50,7 @@ def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
 
     Raises:
         ValueError: its param groups are not for this optimizer, or have options that are out of range; or see
-            :meth:`ParameterState.check_loaded` and :meth:`ParameterState.check_local`.
+            :meth:`TensorState.check_loaded` and :meth:`TensorState.check_local`.
     """
     inner = getattr(outer, "optim", None)
     if not isinstance(inner, ShardedOptimizer):
@@ -69,6 +68,5 @@ def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
                 continue
             with reading(name):
                 spec.check_loaded(entries, name, of_torch=of_torch)
-                is_coded = isinstance(spec, ParameterState) and all(spec.codes_name(m) in entries for m in spec.moments)
-                if is_coded:  # anything else the next step refuses
+                if not spec.has_floats(entries):  # check_loaded has checked floats
                     spec.check_local(entries, name)

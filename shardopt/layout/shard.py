@@ -203,9 +203,9 @@ class Shard:
         """The global scales whose part here is ``local``."""
         return local
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The global value of a tensor that is sharded like the parameter. All ranks must call it."""
-        return tensor
+    def whole(self, local: Tensor) -> Tensor:
+        """The global tensor whose part here is ``local``, sharded like the parameter. All ranks must call it."""
+        return local
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a global value of the parameter's shape."""

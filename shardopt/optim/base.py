@@ -16,14 +16,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, read_model
-from shardopt.optim.flat_state import HELD, AnyState, held_elements, state_of
 from shardopt.optim.full_precision import check_weights, joined, split_into
-from shardopt.optim.loading import Adopted, adopt
+from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
 from shardopt.optim.placement import StatePlaces
 from shardopt.optim.released import ReleasedParameters
 from shardopt.optim.rule import Rule
-from shardopt.optim.state import StateDict
+from shardopt.optim.slice_state import StateDict
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 from shardopt.optim.warn import warn_user
 from shardopt.step.rows import Group
 from shardopt.step.stepper import Stepper
@@ -139,9 +139,9 @@ class ShardedOptimizer(Optimizer, ABC):
             self._released.wait()
         self.places.synchronize()
 
-    def state_spec(self, param: Tensor, group: Mapping[str, Any]) -> AnyState:
-        """What the state of one of the parameters looks like, given its param group."""
-        return state_of(param, group, self.rule(group).moments)
+    def state_spec(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
+        """Describes the state of one of the parameters, given its param group."""
+        return tensor_state_of(param, group, self.rule(group).moments)
 
     @overload
     def step(self, closure: None = None) -> None: ...

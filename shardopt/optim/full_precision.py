@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import StoredWeights
-from shardopt.optim.flat_state import AnyState
-from shardopt.optim.state import LOW_BITS, StateDict
+from shardopt.optim.slice_state import LOW_BITS, StateDict
+from shardopt.optim.tensor_state import TensorState
 
 
-def joined(spec: AnyState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
+def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The weights of a parameter as float32, sharded as it is.
 
     Args:
-        spec: what the parameter's state looks like.
+        spec: describes the parameter's state.
         param: the optimizer's parameter.
         state: its state; empty before the first step.
     """
@@ -25,11 +25,11 @@ def joined(spec: AnyState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
         _check_state(state)
-        for part, wide in zip(spec.parts(local, dict(state)), spec.parts(weights, dict(state)), strict=True):
-            low_bits = part.spec.local_low_bits(part.state)
+        for each, own in zip(spec.slices, spec.split(state), strict=True):
+            low_bits = each.spec.local_low_bits(own)
             assert low_bits is not None
-            stored = StoredWeights(part.param, low_bits.to(part.param.device))  # the state may be in the host's memory
-            wide.param.copy_(part.spec.weights.load(stored))
+            stored = StoredWeights(each.of(local), low_bits.to(local.device))  # the state may be in the host's memory
+            each.of(weights).copy_(spec.weights.load(stored))
     return spec.shard.like_parameter(weights)
 
 
@@ -69,11 +69,11 @@ def _check(name: str, weights: Tensor, param: Tensor) -> None:
         raise ValueError(f"{name}: got weights {got}, expected {expected}; shard and cast them as the parameter's are")
 
 
-def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
+def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
     """Puts float32 weights into a parameter, and what it lacks of them into its state.
 
     Args:
-        spec: what the parameter's state looks like.
+        spec: describes the parameter's state.
         param: the optimizer's parameter.
         state: its state; empty before the first step.
         weights: sharded as the parameter is.
@@ -90,12 +90,12 @@ def split_into(spec: AnyState, param: Tensor, state: StateDict, weights: Tensor,
     state = state or spec.new(device)
     _check_state(state)
     local.copy_(wide)  # padding, too, of which no part knows
-    for part, own in zip(spec.parts(local, state), spec.parts(wide, state), strict=True):
-        stored = part.spec.weights.store(own.param)
-        low_bits = part.spec.local_low_bits(part.state)
+    for each, own in zip(spec.slices, spec.split(state), strict=True):
+        stored = spec.weights.store(each.of(wide))
+        low_bits = each.spec.local_low_bits(own)
         assert stored.low_bits is not None
         assert low_bits is not None
-        part.param.copy_(stored.param)
+        each.of(local).copy_(stored.param)
         low_bits.copy_(stored.low_bits)
     return state
 

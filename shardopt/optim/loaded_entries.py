@@ -36,8 +36,9 @@ def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
     if not alike:
         got = f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
         raise ValueError(
-            f"{name}: got {key} as {got}, expected {type(expected).__name__} {tuple(expected.shape)}; load a "
-            "sharded optimizer with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            f"{name}: got {key} as {got}, expected {type(expected).__name__} {tuple(expected.shape)}; load "
+            "DTensors with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, flat shards on the same "
+            "ranks and with the same options, or either with shardopt.checkpoint"
         )
     assert isinstance(value, Tensor)
     check_dense(value, key, name)

@@ -14,23 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, UnknownShardError
-from shardopt.optim.flat_state import (
-    HELD,
-    AnyState,
-    agreeing,
-    all_or_none,
-    check_flat_moments,
-    encode_flat_moments,
-    held_elements,
-    on_any_rank,
-)
+from shardopt.layout import Exchange, FlatBuffer, FlatShard, UnknownShardError, assigned
+from shardopt.optim.agreement import agreeing, all_or_none, on_any_rank
+from shardopt.optim.flat_encoding import encode_flat_moments
+from shardopt.optim.names import listed_name
 from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_options
-from shardopt.optim.state import ParameterState, StateDict, local_entries
-from shardopt.step.inputs import listed_name
+from shardopt.optim.slice_state import StateDict
+from shardopt.optim.tensor_state import TensorState
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer
+
+#: In the param groups of a state dict: the elements of flat shards that it belongs to; see :func:`held_elements`.
+HELD = "held_elements"
 
 #: In the param groups of a state dict: what is not taken over.
 _KEPT = frozenset([HELD, *PLACEMENT])
@@ -57,7 +53,7 @@ class _Loaded(NamedTuple):
     param: Tensor
     index: Any
     name: str
-    spec: AnyState
+    spec: TensorState
     entries: Mapping[str, Any] | None
 
 
@@ -80,11 +76,11 @@ def adopt(optimizer: ShardedOptimizer, state_dict: StateDict) -> StateDict:
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
     groups, loaded, is_own = all_or_none(exchanges, lambda: _read(optimizer, state_dict))
     _demand_own(exchanges, is_own)
-    given = encode_flat_moments([each.spec for each in loaded], [each.entries for each in loaded], exchanges)
-    loaded = [each._replace(entries=entries) for each, entries in zip(loaded, given, strict=True)]
     # Of torch, or dequantized: neither knows of low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
     all_or_none(exchanges, lambda: _check_entries(loaded, of_torch=of_torch))
+    given = encode_flat_moments([each.spec for each in loaded], [each.entries for each in loaded], exchanges)
+    loaded = [each._replace(entries=entries) for each, entries in zip(loaded, given, strict=True)]
     loaded, failure = _encode_cut_columns(loaded)
     state = all_or_none(exchanges, lambda: _adopted(optimizer, loaded, failure))
     return {**state_dict, "state": state, "param_groups": groups}
@@ -105,8 +101,6 @@ def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict
             spec = optimizer.state_spec(param, options)  # as it will be: SGD's momentum says what state there is
             name = listed_name(group, number, position)
             entries = checked_entries(states.get(index), name)
-            with reading(name):
-                check_flat_moments(spec, entries, name)
             loaded.append(_Loaded(param, index, name, spec, entries))
         held = held_elements(group["params"])
         with reading(f"param group {number}"):
@@ -140,20 +134,21 @@ def _encode_cut_columns(loaded: Sequence[_Loaded]) -> tuple[list[_Loaded], Excep
     """
     _demand_alike(loaded)
     failure: Exception | None = None
-    found = []
+    encoded = []
     for each in loaded:
         if not _is_gathered(each):
-            found.append(each)
+            encoded.append(each)
             continue
-        assert isinstance(each.spec, ParameterState)
         assert each.entries is not None
-        whole = each.spec.gather(each.entries)
+        ((column_slice, moments),) = zip(each.spec.slices, each.spec.split_moments(each.entries), strict=True)
+        whole = column_slice.spec.gather(moments)
         try:
             kept = {key: each.entries[key] for key in each.entries.keys() - {m.name for m in each.spec.moments}}
-            found.append(each._replace(entries={**kept, **each.spec.encode_whole(whole)}))
+            codes = each.spec.join([column_slice.spec.encode_whole(whole)])
+            encoded.append(each._replace(entries={**kept, **codes}))
         except Exception as error:  # the other ranks, which gather, must not wait for this one
             failure = error
-    return found, failure
+    return encoded, failure
 
 
 def _demand_alike(loaded: Sequence[_Loaded]) -> None:
@@ -161,7 +156,7 @@ def _demand_alike(loaded: Sequence[_Loaded]) -> None:
     by_exchange: dict[Exchange, list[_Loaded]] = {}
     for each in loaded:
         holders = each.spec.shard.holders
-        if holders is not None and isinstance(each.spec, ParameterState) and each.spec.exchanges_columns:
+        if holders is not None and each.spec.exchanges_columns:
             by_exchange.setdefault(holders, []).append(each)
     for exchange, cut in by_exchange.items():
         seen = torch.tensor([[_is_gathered(each), not _is_gathered(each)] for each in cut], dtype=torch.int32)
@@ -176,9 +171,7 @@ def _demand_alike(loaded: Sequence[_Loaded]) -> None:
 
 def _is_gathered(each: _Loaded) -> bool:
     """Whether a parameter has float moments to be coded in blocks that column shards cut."""
-    if not each.entries or not isinstance(each.spec, ParameterState) or not each.spec.exchanges_columns:
-        return False
-    return each.entries.keys() >= {moment.name for moment in each.spec.moments}
+    return each.entries is not None and each.spec.exchanges_columns and each.spec.has_floats(each.entries)
 
 
 def _adopted(optimizer: ShardedOptimizer, loaded: Sequence[_Loaded], failure: Exception | None) -> dict[Any, Any]:
@@ -195,11 +188,24 @@ def _adopted(optimizer: ShardedOptimizer, loaded: Sequence[_Loaded], failure: Ex
     for param, index, name, spec, entries in loaded:
         if entries:
             own = spec.adopt(entries, optimizer.places.place(param).state, name)
-            spec.check_local(local_entries(spec.shard, own), name)
+            spec.check_local(own, name)
             state[index] = Adopted(own)
         elif entries is not None:
             state[index] = {}
     return state
+
+
+def held_elements(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
+    """The elements of the model's parameters that this rank holds in flat shards: per tensor ``[start, end]`` of each.
+
+    None where no shard is flat.
+    """
+    held = []
+    for param in params:
+        shard = assigned(param)
+        shards = [segment.shard for segment in shard.segments] if isinstance(shard, FlatBuffer) else [shard]
+        held.append([[flat.start, flat.end] for flat in shards if isinstance(flat, FlatShard)])
+    return held if any(held) else None
 
 
 def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:

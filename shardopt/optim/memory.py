@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.layout import UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.state import LOW_BITS
+from shardopt.optim.slice_state import LOW_BITS
 
 
 @dataclass
@@ -96,9 +96,15 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
 
 
 def owner_of(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state: that inside a ZeroRedundancyOptimizer, else the optimizer itself."""
-    inner = getattr(optimizer, "optim", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
+    """The optimizer that has the state.
+
+    Unwraps Accelerate's wrapper, which Trainer's callbacks are given, too, and ZeroRedundancyOptimizer.
+    """
+    for attribute in ("optimizer", "optim"):
+        inner = getattr(optimizer, attribute, None)
+        if isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer):
+            optimizer = inner
+    return optimizer
 
 
 def _local(tensor: Tensor) -> Tensor:

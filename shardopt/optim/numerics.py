@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from shardopt.kernels.weights import WeightFormat
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.memory import owner_of
-from shardopt.step.inputs import listed_name
+from shardopt.optim.names import listed_name
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.optim.host_memory import ALIGNMENT as ALIGNMENT
 from shardopt.optim.host_memory import Entry, demand_memory, make_homes
 from shardopt.optim.options import bytes_of
-from shardopt.optim.state import ParameterState, StateDict
+from shardopt.optim.slice_state import SliceState, StateDict
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer
-    from shardopt.optim.flat_state import AnyState
+    from shardopt.optim.tensor_state import TensorState
 
 Offload = Literal["state", "step"] | None
 _T = TypeVar("_T")
@@ -60,7 +60,7 @@ class Place(NamedTuple):
         """The place of a parameter on ``device``."""
         return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
 
-    def piece_numel(self, spec: ParameterState, param: Tensor) -> int:
+    def piece_numel(self, spec: SliceState, param: Tensor) -> int:
         """How many elements can be moved at a time."""
         if self.offload == "step":
             each = float(param.element_size() + MAX_GRADIENT_BYTES)
@@ -150,7 +150,7 @@ class StatePlaces:
             self._decide()
         return self._decisions[param].place if self._is_decided(param) else Place.of(None, param.device)
 
-    def put(self, param: Tensor, spec: AnyState, state: StateDict) -> None:
+    def put(self, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Moves a parameter's state to where it lives, in place."""
         place = self.place(param)
         step = state.get("step")
@@ -238,14 +238,14 @@ class StatePlaces:
         Raises:
             RuntimeError: what ``offload`` says is not possible for one.
         """
-        found: list[_Choice] = []
+        choices: list[_Choice] = []
         for group in groups:
             offload = group["offload"]
             for param in group["params"]:
                 if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
                     continue
                 if offload is None:
-                    found.append(_Choice(param, None, {}, 0))
+                    choices.append(_Choice(param, None, {}, 0))
                     continue
                 try:
                     spec = self._optimizer.state_spec(param, group)
@@ -257,9 +257,9 @@ class StatePlaces:
                         "DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
                     )
                 entries, before = _local_entries(spec), budget.taken
-                stays = (isinstance(spec, ParameterState) and spec.exchanges_columns) or budget.takes(_bytes(entries))
-                found.append(_Choice(param, None if stays else offload, entries, budget.taken - before))
-        return found
+                stays = spec.exchanges_columns or budget.takes(_bytes(entries))
+                choices.append(_Choice(param, None if stays else offload, entries, budget.taken - before))
+        return choices
 
     def _decide(self) -> None:
         """Decides for all parameters without a place, and lets go of those that are no longer the optimizer's."""
@@ -313,7 +313,7 @@ def _can_offload(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and FROM_CPU)
 
 
-def _local_entries(spec: AnyState) -> dict[str, Tensor]:
+def _local_entries(spec: TensorState) -> dict[str, Tensor]:
     """This rank's part of all entries but the step count, without memory."""
     state = spec.new(torch.device("meta"))
     return {key: spec.shard.local(value) for key, value in state.items() if key != "step"}

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.deferred import DeferredStep, DeferredSteps
-from shardopt.step.inputs import listed_name
+from shardopt.optim.names import listed_name
 from shardopt.step.stepper import Stepper
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
-from shardopt.optim.flat_state import shared_blocks
-from shardopt.optim.state import ParameterState
+from shardopt.optim.flat_encoding import shared_blocks
+from shardopt.optim.slice_state import SliceState
 
 
 class CutParameter(NamedTuple):
     """A parameter whose blocks are cut: what its owners exchange."""
 
-    spec: ParameterState
+    spec: SliceState
     blocks: LocalBlocks
     scales: list[Tensor]  # float32, (rows, blocks[, scales per block]), one per moment
     extremes: list[Tensor]  # int32, (rows, blocks, 2), one per moment
@@ -34,7 +34,7 @@ class FlatCuts:
         device: where they live.
     """
 
-    def __init__(self, specs: Sequence[ParameterState], device: torch.device) -> None:
+    def __init__(self, specs: Sequence[SliceState], device: torch.device) -> None:
         self._numbers: dict[Shard, dict[int, int]] = {}  # per part, the blocks' places in its row of the buffer
         self._first: dict[Shard, Tensor] = {}  # per part: (moments, blocks, 2)
         self.relative = False
@@ -64,7 +64,7 @@ class FlatCuts:
         """What one round of the exchange carries."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def addresses(self, spec: ParameterState, number: int) -> list[int]:
+    def addresses(self, spec: SliceState, number: int) -> list[int]:
         """Where the extremes of a block are, per moment; empty for a block that is not shared."""
         places = self._numbers.get(spec.shard, {})
         if number not in places:

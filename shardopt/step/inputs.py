@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device, check_storage
-from shardopt.layout import Exchange, Shard, UnknownShardError
-from shardopt.optim.flat_state import AnyState, BufferState, flat_parts, state_of
+from shardopt.layout import Exchange, FlatBuffer, Shard, UnknownShardError
+from shardopt.optim.names import listed_name
+from shardopt.optim.tensor_state import TensorState, flat_slices, tensor_state_of
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
@@ -30,7 +31,7 @@ class Input(NamedTuple):
     name: str
     group: int
     device: torch.device
-    spec: AnyState | None
+    spec: TensorState | None
     noise: int
 
     @property
@@ -42,7 +43,7 @@ class Input(NamedTuple):
     @property
     def is_flat(self) -> bool:
         """Whether the parameter is made of flat shards: every rank then takes part in its collectives."""
-        return self.spec is not None and bool(flat_parts(self.spec))
+        return self.spec is not None and bool(flat_slices(self.spec))
 
 
 def describe(
@@ -66,7 +67,7 @@ def describe(
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             try:
-                spec = state_of(param, group, groups[index].rule.moments)
+                spec = tensor_state_of(param, group, groups[index].rule.moments)
             except UnknownShardError:
                 raise  # on ranks without a gradient, too: the others would wait for them
             except (RuntimeError, ValueError):
@@ -87,9 +88,9 @@ def _check_noise(inputs: Sequence[Input]) -> None:
     Raises:
         UnknownShardError: the step has parameters of a model that was never seen as a whole.
     """
-    params = sum(len(p.spec.specs) if isinstance(p.spec, BufferState) else 1 for p in inputs)
+    params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
     for name, _, _, spec, _ in inputs:
-        if isinstance(spec, BufferState) and spec.weights.stochastic:
+        if spec is not None and isinstance(spec.shard, FlatBuffer) and spec.weights.stochastic:
             known = spec.shard.known_params
             if known is not None and known < params:
                 raise UnknownShardError(
@@ -148,12 +149,6 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
         bad += [name for (name, _), flag in zip(named, flags.tolist(), strict=True) if flag]
     if bad:
         raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
-
-
-def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
-    """The name of a parameter in errors, by its position in a param group."""
-    names = group.get("param_names")
-    return names[position] if names else f"parameter {position} of param group {index}"
 
 
 def check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:

@@ -16,11 +16,11 @@ from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.streamed import EXTENT
 from shardopt.kernels.weights import noise_key
 from shardopt.layout import Band, FlatShard
-from shardopt.optim.flat_state import AnyState
 from shardopt.optim.options import TABLE_FORMAT
 from shardopt.optim.placement import Place
 from shardopt.optim.rule import Rule
-from shardopt.optim.state import LOW_BITS, Part, StateDict
+from shardopt.optim.slice_state import LOW_BITS, StateDict
+from shardopt.optim.tensor_state import Part, TensorState
 from shardopt.step.cut_blocks import CutParameter, FlatCuts
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
@@ -97,7 +97,7 @@ def _fill(table: npt.NDArray[np.void], rows: Sequence[Row]) -> None:
 
 def rows_of(
     name: str,
-    spec: AnyState,
+    spec: TensorState,
     param: Tensor,
     state: StateDict,
     place: Place,

@@ -21,9 +21,9 @@ from shardopt.kernels.streamed import StreamedCall, StreamedTables
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import shard_of
 from shardopt.optim import placement
-from shardopt.optim.flat_state import flat_parts
 from shardopt.optim.placement import Offload, StatePlaces
-from shardopt.optim.state import ParameterState
+from shardopt.optim.slice_state import SliceState
+from shardopt.optim.tensor_state import flat_slices
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, rows_of, table_of
@@ -330,9 +330,9 @@ class _Batch:
 
 def _flat_cuts(inputs: Sequence[Input]) -> dict[torch.device, FlatCuts]:
     """The blocks that flat shards cut, by device; no entry for a device without any."""
-    by_device: dict[torch.device, list[ParameterState]] = {}
+    by_device: dict[torch.device, list[SliceState]] = {}
     for parameter in inputs:
         if parameter.spec is not None:
-            by_device.setdefault(parameter.device, []).extend(flat_parts(parameter.spec))
+            by_device.setdefault(parameter.device, []).extend(flat_slices(parameter.spec))
     cuts = {device: FlatCuts(specs, device) for device, specs in by_device.items()}
     return {device: cut for device, cut in cuts.items() if cut}

@@ -20,7 +20,7 @@ from ranks.runs import step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import import_state
-from shardopt.optim.flat_state import flat_parts
+from shardopt.optim.tensor_state import flat_slices
 
 
 def _first(state_dict: dict[str, Any], *entries: str) -> tuple[dict[str, Any], str, Tensor]:
@@ -50,7 +50,7 @@ def _damage(state_dict: dict[str, Any], what: str) -> None:
 def _refused(way: str, of_torch: bool, what: str) -> str:
     model, optimizer = trained(way, 1)
     specs = [optimizer.state_spec(p, g) for g in optimizer.param_groups for p in g["params"]]
-    assert any(flat_parts(spec) or spec.exchanges_columns for spec in specs)
+    assert any(flat_slices(spec) or spec.exchanges_columns for spec in specs)
     source = optimizer
     if of_torch:
         source = torch.optim.AdamW(model.parameters())
@@ -103,12 +103,12 @@ def _raise_out_of_memory(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     ("way", "of_torch", "function"),
     [
-        ("fsdp1", False, "state.copy_to"),
-        ("fsdp1 flat", False, "flat_state.copy_to"),
-        ("fsdp columns", False, "state.copy_to"),
-        ("fsdp1", True, "flat_state._copy_fragments"),
-        ("fsdp1 flat", True, "state.encode_moments"),
-        ("fsdp columns", True, "state.encode_moments"),
+        ("fsdp1", False, "tensor_state.copy_to"),
+        ("fsdp1 flat", False, "tensor_state.copy_to"),
+        ("fsdp columns", False, "tensor_state.copy_to"),
+        ("fsdp1", True, "flat_encoding._copy_fragments"),
+        ("fsdp1 flat", True, "slice_state.encode_moments"),
+        ("fsdp columns", True, "slice_state.encode_moments"),
     ],
 )
 def test_all_ranks_stop_where_one_has_no_memory(ranks: Pool, way: str, of_torch: bool, function: str) -> None:

@@ -16,9 +16,9 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint.contents import Owner, contents_of
-from shardopt.checkpoint.conversion import Target
+from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Stager
-from shardopt.optim.state import ParameterState
+from shardopt.optim.slice_state import SliceState
 
 STEPS = 2
 
@@ -103,6 +103,25 @@ def test_rules_and_codecs(ranks: Pool, tmp_path: Path, rule: str, options: dict[
     ranks.run(2, _load, "fsdp1", tmp_path / "columns", rule, options)
 
 
+def _load_momentum(way: str, path: Path, options: dict[str, Any]) -> None:
+    """Into an optimizer that has no moments until it is given the checkpoint's momentum."""
+    model = WAYS[way](make_net(seed=1))
+    optimizer = make_optimizer(way, model, "sgd", **options)
+    shardopt.checkpoint.load(path, model, optimizer)
+    expected = trained("single", STEPS, "momentum", **options)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    step_with(model, optimizer, STEPS)
+    step_with(*expected, STEPS)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "bf16"}], ids=str)
+@pytest.mark.parametrize("way", ["fsdp columns", "fsdp1 flat"])
+def test_momentum_comes_with_the_checkpoint(ranks: Pool, tmp_path: Path, way: str, options: dict[str, Any]) -> None:
+    ranks.run(1, _save, "single", tmp_path, "momentum", options)
+    ranks.run(2, _load_momentum, way, tmp_path, options)
+
+
 def _fragments(model: nn.Module, optimizer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """This rank's parts of the momentum, decoded; which elements are in cut blocks; and their blocks' scales."""
     found = {}
@@ -111,7 +130,7 @@ def _fragments(model: nn.Module, optimizer: Any) -> dict[str, tuple[torch.Tensor
             numbers = torch.tensor([spec.grid.block_of(e) for e in range(piece.shard.start, piece.shard.end)])
             cut = torch.isin(numbers, torch.tensor(piece.shard.cut_blocks(spec.grid)))
             scales = state["exp_avg_scales"][(numbers - piece.shard.blocks(spec.grid)[0]).long()]
-            found[piece.name] = (spec.decode(state)["exp_avg"], cut, scales)
+            found[piece.name] = (spec.decode(state)[0], cut, scales)
     return found
 
 
@@ -143,7 +162,7 @@ def _save_where_one_cannot_decode(path: Path) -> tuple[str, str]:
     model, optimizer = trained("fsdp1 flat", STEPS, "lion", codec="companded8", exact_cut_blocks=False)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(ParameterState, "decode", _out_of_memory)
+            patch.setattr(SliceState, "decode", _out_of_memory)
         try:
             shardopt.checkpoint.save(path, model, optimizer)
         except RuntimeError as error:
@@ -216,7 +235,7 @@ def _load_without_memory(way: str, path: Path, convert: bool) -> tuple[str, str]
     before = snapshot_of(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(Target, "placed", _out_of_memory)
+            patch.setattr(Restoration, "_placed", _out_of_memory)
         try:
             shardopt.checkpoint.load(path, model, optimizer, convert=convert)
         except RuntimeError as error:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from ranks.layouts import Shape, values
 from ranks.snapshot import Snapshot
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import BufferState
 
 _WRAPPERS = ("_fsdp_wrapped_module", "module")
 
@@ -179,9 +178,7 @@ def _state(optimizer: ShardedOptimizer, group: Mapping[str, Any] | None, piece: 
         return {}
     if piece.segment is None:
         return dict(state)
-    spec = optimizer.state_spec(piece.tensor, group)
-    assert isinstance(spec, BufferState)
-    return spec.split(state)[piece.segment]
+    return optimizer.state_spec(piece.tensor, group).split(state)[piece.segment]
 
 
 def block_numbers(shape: Shape, block_size: int) -> Tensor:

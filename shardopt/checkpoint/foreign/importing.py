@@ -15,16 +15,18 @@ from shardopt.checkpoint.foreign.moments import CodedMoment
 from shardopt.checkpoint.foreign.peer import Moments, Peer
 from shardopt.checkpoint.foreign.report import ImportReport, Outcome
 from shardopt.checkpoint.foreign.structure import are_floats, check_structure, is_dense
-from shardopt.checkpoint.foreign.targets import check_not_flat, name_of, sharded
+from shardopt.checkpoint.foreign.targets import check_not_flat, sharded
 from shardopt.checkpoint.foreign.torchao import Torchao
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import agreeing, all_or_none
+from shardopt.optim.agreement import agreeing, all_or_none
 from shardopt.optim.loaded_entries import check_dense, check_moment, checked_step
+from shardopt.optim.names import listed_name
 from shardopt.optim.options import DEFAULTS
-from shardopt.optim.state import ParameterState, StateDict, local_entries
+from shardopt.optim.slice_state import SliceState, StateDict
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 
 _TORCH = Peer()
 _PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), _TORCH)
@@ -44,12 +46,12 @@ class _Imported(NamedTuple):
     """A parameter and its state in the source."""
 
     name: str
-    spec: ParameterState
+    spec: TensorState
     moments: Moments
     step: Mapping[str, Any]  # empty if the source counts no steps
 
 
-class _Found(NamedTuple):
+class _Imports(NamedTuple):
     """The content of an import.
 
     Attributes:
@@ -100,49 +102,49 @@ def import_state(
     """
     check_not_flat(optimizer)
     exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
-    found = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names))
+    imports = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names))
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
-    for index, (name, spec, moments, step) in found.states.items():
+    for index, (name, spec, moments, step) in imports.states.items():
         entries, parameters[name] = _converted(spec, moments, name)
         state[index] = {**entries, **step}
 
     def check_values() -> None:
-        for index, (name, spec, *_) in found.states.items():
-            spec.check_local(local_entries(spec.shard, state[index]), name)
+        for index, (name, spec, *_) in imports.states.items():
+            spec.check_local(state[index], name)
 
     all_or_none(exchanges, check_values)
-    optimizer.load_state_dict({"state": state, "param_groups": found.groups})
-    return ImportReport(found.package, parameters, tuple(found.ignored))
+    optimizer.load_state_dict({"state": state, "param_groups": imports.groups})
+    return ImportReport(imports.package, parameters, tuple(imports.ignored))
 
 
-def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Found:
+def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Imports:
     """The content of the import, checked as far as one rank can."""
     sources = list(_sources(optimizer, state_dict, names))
     peer = _recognize([state for source in sources for state in source.states])
-    found = _Found(peer.name, [], {}, [])
+    imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
     place = 0
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _hyper(optimizer, own, source.group, peer)
-        found.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
+        imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
         ids = list(range(place, place + len(own["params"])))
         place += len(ids)
-        found.groups.append({**taken, "params": ids})
+        imports.groups.append({**taken, "params": ids})
         expected = optimizer.rule(own).moments
         for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):
             if not state:
                 continue
-            name = known.get(id(param)) or name_of(own, index, position)
+            name = known.get(id(param)) or listed_name(own, index, position)
             moments = peer.moments(state, expected, name)
-            spec = ParameterState.of(param, own, expected)
+            spec = tensor_state_of(param, own, expected)
             _check_layout(spec, param, moments, name)
             _check_floats(spec, moments, name)
             checked_step(state, name)
             step = {"step": state["step"]} if "step" in state else {}
-            found.states[ids[position]] = _Imported(name, spec, moments, step)
-            found.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
-    return found
+            imports.states[ids[position]] = _Imported(name, spec, moments, step)
+            imports.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
+    return imports
 
 
 def _sources(
@@ -162,7 +164,7 @@ def _sources(
     for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
         keys = list(saved_group["params"])
         if by_name:
-            ours = [known.get(id(param), name_of(group, index, at)) for at, param in enumerate(group["params"])]
+            ours = [known.get(id(param), listed_name(group, index, at)) for at, param in enumerate(group["params"])]
             if set(ours) != set(keys):
                 raise ValueError(
                     f"param group {index}: got a state dict of {few(keys)}, expected {few(ours)}; make "
@@ -222,28 +224,28 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _check_layout(spec: ParameterState, param: Tensor, moments: Moments, name: str) -> None:
+def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str) -> None:
     """Checks that the moments are whole, or float DTensors sharded as the parameter is.
 
     Raises:
         ValueError: one is neither, or not of the parameter's shape.
     """
     for key, value in moments.items():
-        found = value.codes if isinstance(value, CodedMoment) else value
-        if not (is_dense(found) if isinstance(value, CodedMoment) else are_floats(found)):
-            raise ValueError(f"{name}: got {key} as {kind_of(found)}, expected a dense tensor of floats")
-        if tuple(found.shape) != spec.shard.global_shape:
-            raise ValueError(f"{name}: got {key} of shape {tuple(found.shape)}, expected {spec.shard.global_shape}")
-        if isinstance(found, DTensor):
-            plain = found is value and type(found.to_local()) is Tensor
-            if not (plain and isinstance(param, DTensor) and _placed(found) == _placed(param)):
+        tensor = value.codes if isinstance(value, CodedMoment) else value
+        if not (is_dense(tensor) if isinstance(value, CodedMoment) else are_floats(tensor)):
+            raise ValueError(f"{name}: got {key} as {kind_of(tensor)}, expected a dense tensor of floats")
+        if tuple(tensor.shape) != spec.shard.global_shape:
+            raise ValueError(f"{name}: got {key} of shape {tuple(tensor.shape)}, expected {spec.shard.global_shape}")
+        if isinstance(tensor, DTensor):
+            plain = tensor is value and type(tensor.to_local()) is Tensor
+            if not (plain and isinstance(param, DTensor) and _placed(tensor) == _placed(param)):
                 raise ValueError(
-                    f"{name}: got {key} as a DTensor on {_placed(found)}, expected whole tensors, or float moments "
+                    f"{name}: got {key} as a DTensor on {_placed(tensor)}, expected whole tensors, or float moments "
                     "sharded as the parameter is; gather them with StateDictOptions(full_state_dict=True)"
                 )
 
 
-def _check_floats(spec: ParameterState, moments: Moments, name: str) -> None:
+def _check_floats(spec: TensorState, moments: Moments, name: str) -> None:
     """Checks the values of moments in floats, this rank's part where they are DTensors.
 
     Raises:
@@ -261,34 +263,35 @@ def _placed(tensor: DTensor) -> tuple[Any, ...]:
     return tensor.device_mesh, tensor.placements
 
 
-def _converted(spec: ParameterState, moments: Moments, name: str) -> tuple[StateDict, Outcome]:
+def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDict, Outcome]:
     """The state entries for one parameter's moments, and what it took.
 
     Raises:
         ValueError: what codes stand for is not finite, or below zero though it is not signed: on all ranks, which are
             given the same ones.
     """
+    own = spec.slices[0].spec
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
-    if len(coded) == len(spec.moments) and all(_is_ours(spec, value) for value in coded.values()):
+    if len(coded) == len(spec.moments) and all(_is_ours(own, value) for value in coded.values()):
         entries: StateDict = {}
         for moment in spec.moments:
-            entries |= _entries(spec, moment, coded[moment.name])
+            entries |= _entries(own, moment, coded[moment.name])
         return entries, "exact"
     values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
     for moment in spec.moments:
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)
     in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
-    if spec.codec.name != "fp32":
+    if own.codec.name != "fp32":
         return spec.encode(in_parts), "requantized" if coded else "quantized"
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
-def _is_ours(spec: ParameterState, moment: CodedMoment) -> bool:
+def _is_ours(spec: SliceState, moment: CodedMoment) -> bool:
     return moment.codec == spec.codec.name and moment.is_laid_out_as(spec.grid)
 
 
-def _entries(spec: ParameterState, moment: Moment, coded: CodedMoment) -> StateDict:
+def _entries(spec: SliceState, moment: Moment, coded: CodedMoment) -> StateDict:
     """The state entries with these codes and scales."""
     scales = coded.scales.reshape(spec.grid.rows, spec.grid.blocks_per_row)
     return {

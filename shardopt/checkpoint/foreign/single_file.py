@@ -36,7 +36,8 @@ from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loaded_entries import check_moment
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.state import ParameterState, StateDict, local_entries
+from shardopt.optim.slice_state import SliceState, StateDict
+from shardopt.optim.tensor_state import TensorState, tensor_state_of
 
 FORMAT_VERSION = 1
 _KEY = "shardopt"  # of the metadata
@@ -74,7 +75,7 @@ class _Wanted(NamedTuple):
     """
 
     param: Tensor
-    spec: ParameterState
+    spec: TensorState
     entries: Mapping[str, Tensor]
 
 
@@ -160,7 +161,7 @@ def _check_values(
     """Checks what this rank's parts of the states stand for."""
     for index, (param, spec, _) in wanted.items():
         with _naming(path):
-            spec.check_local(local_entries(spec.shard, state[index]), names[id(param)])
+            spec.check_local(state[index], names[id(param)])
 
 
 def _demand_written(path: PathLike, size: int, failure: Exception | None) -> None:
@@ -216,7 +217,7 @@ def _state_entries(optimizer: ShardedOptimizer, names: Mapping[int, str], dequan
     for group in optimizer.param_groups:
         for param in group["params"]:
             name, state = names[id(param)], optimizer.state.get(param, {})
-            spec = ParameterState.of(param, group, optimizer.rule(group).moments)
+            spec = tensor_state_of(param, group, optimizer.rule(group).moments)
             for key, value in state.items():
                 if key == "step" or not dequantize:
                     yield _entry(state_key(name, key), value)
@@ -229,7 +230,7 @@ def _entry(name: str, value: Tensor) -> _Entry:
     return _Entry(Description(name, value.dtype, tuple(value.shape)), lambda: value)
 
 
-def _decoded(name: str, spec: ParameterState, state: StateDict, moment: Moment) -> _Entry:
+def _decoded(name: str, spec: TensorState, state: StateDict, moment: Moment) -> _Entry:
     return _Entry(Description(name, torch.float32, spec.shard.global_shape), lambda: spec.decode(state)[moment.name])
 
 
@@ -248,11 +249,11 @@ def _plan(
     header = _header(path, file.metadata.get(_KEY))
     expected = {model_key(name): value for name, value in tensors.items()}
     _check(path, file, "model", {name for name in file.tensors if name.startswith("model.")}, expected)
-    found: dict[str, set[str]] = {}
+    entries_of: dict[str, set[str]] = {}
     for key in file.tensors:
         if key.startswith("optimizer."):
             name = key.removeprefix("optimizer.").rpartition(".")[0]
-            found.setdefault(name, set()).add(key)
+            entries_of.setdefault(name, set()).add(key)
     wanted: dict[int, _Wanted] = {}
     groups: list[dict[str, Any]] = []
     places = itertools.count()
@@ -270,10 +271,10 @@ def _plan(
         groups.append({k: v for k, v in new.items() if k not in left_out} | {"params": ids})
         for place, param in zip(ids, group["params"], strict=True):
             name = names[id(param)]
-            if name in found:
-                spec = ParameterState.of(param, group, optimizer.rule(group).moments)
-                entries = _saved_entries(spec, dequantized=header.dequantized)
-                _check(path, file, name, found[name], {state_key(name, key): x for key, x in entries.items()})
+            if name in entries_of:
+                spec = tensor_state_of(param, group, optimizer.rule(group).moments)
+                entries = _saved_entries(spec.slices[0].spec, dequantized=header.dequantized)
+                _check(path, file, name, entries_of[name], {state_key(name, key): x for key, x in entries.items()})
                 wanted[place] = _Wanted(param, spec, entries)
     return wanted, groups
 
@@ -303,7 +304,7 @@ def _header(path: str, text: str | None) -> _Header:
     return _Header(dequantized, checked_groups(path, groups))
 
 
-def _saved_entries(spec: ParameterState, *, dequantized: bool) -> dict[str, Tensor]:
+def _saved_entries(spec: SliceState, *, dequantized: bool) -> dict[str, Tensor]:
     """The entries of a parameter's state in a file: whole tensors on the meta device."""
     shape = spec.shard.global_shape
     entries = replace(spec, shard=Shard(shape, shape)).new(torch.device("meta"))
@@ -347,19 +348,19 @@ def _read_states(
     path: PathLike, file: SafetensorsReader, wanted: Mapping[int, _Wanted], names: Mapping[int, str]
 ) -> dict[int, StateDict]:
     """This rank's parts of the states, as the file has them."""
-    found: dict[int, StateDict] = {}
+    states: dict[int, StateDict] = {}
     for index, (param, spec, entries) in wanted.items():
-        scales = {spec.scales_name(moment) for moment in spec.moments}
+        own = spec.slices[0].spec
         floats = {moment.name: moment.signed for moment in spec.moments}
-        found[index] = {}
+        states[index] = {}
         for key in entries:
             value = file.read(state_key(names[id(param)], key))
             if key in floats:
                 with _naming(path):
                     check_moment(value, key, names[id(param)], signed=floats[key])
-            whole = key == "step"
-            found[index][key] = value if whole else sharded(spec.shard, value, spec.grid if key in scales else None)
-    return found
+            grid = own.grid if own.is_scales(key) else None
+            states[index][key] = value if key == "step" else sharded(spec.shard, value, grid)
+    return states
 
 
 def _read_model(file: SafetensorsReader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -367,7 +368,7 @@ def _read_model(file: SafetensorsReader, tensors: Mapping[str, Tensor]) -> dict[
     return {name: part_of(shard_of(like), file.read(model_key(name))) for name, like in tensors.items()}
 
 
-def _encoded(spec: ParameterState, state: StateDict) -> StateDict:
+def _encoded(spec: TensorState, state: StateDict) -> StateDict:
     """A parameter's state in the form that the optimizer keeps. All ranks must call this."""
     if state.keys() == spec.state_names:
         return state

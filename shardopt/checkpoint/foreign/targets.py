@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -12,6 +9,7 @@ from torch.nn import Module
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.layout.names import parameter_names
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.names import listed_name
 
 
 def check_not_flat(optimizer: ShardedOptimizer) -> None:
@@ -30,12 +28,6 @@ def check_not_flat(optimizer: ShardedOptimizer) -> None:
         )
 
 
-def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
-    """The name of a parameter in reports and errors: from the param group, else by position."""
-    names = group.get("param_names")
-    return names[position] if names else f"parameter {position} of param group {index}"
-
-
 def names_of(model: Module, optimizer: ShardedOptimizer) -> dict[int, str]:
     """The names of a model's parameters by their ``id``.
 
@@ -48,8 +40,8 @@ def names_of(model: Module, optimizer: ShardedOptimizer) -> dict[int, str]:
         for position, param in enumerate(group["params"]):
             if id(param) not in names:
                 raise ValueError(
-                    f"got {name_of(group, index, position)}, {tuple(param.shape)}, expected parameters of the model "
-                    "only; pass the model that the optimizer was made for"
+                    f"got {listed_name(group, index, position)}, {tuple(param.shape)}, expected parameters of the "
+                    "model only; pass the model that the optimizer was made for"
                 )
     return names
 

@@ -17,30 +17,29 @@ from shardopt.integrations.deepspeed.universal import stepped_groups
 from shardopt.layout import FlatBuffer, Segment, assigned
 from shardopt.layout.names import parameter_names
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import BufferState
-from shardopt.optim.state import ParameterState
+from shardopt.optim.slice_state import SliceState
 
 
 class _Moment(NamedTuple):
     """This rank's part of a parameter's moment.
 
     Attributes:
-        segment: what the flat tensor holds of the parameter.
-        spec: what its state looks like.
-        local: float32, ``(segment.shard.numel,)``; where the state is float32 that itself.
+        segment: the parameter's slice of the flat tensor.
+        spec: describes the slice's state.
+        local: float32, ``(segment.shard.numel,)``; where the state is float32, the state's own tensor.
     """
 
     segment: Segment
-    spec: ParameterState
+    spec: SliceState
     local: Tensor
 
 
 class _Place(NamedTuple):
-    """Where the state of a parameter is: in that of a flat tensor of a param group, as one of its segments."""
+    """A parameter's slice of a flat tensor: the tensor, its param group's index, the slice's number."""
 
     flat: Tensor
     group: int
-    segment: int
+    number: int
 
 
 class Fragments:
@@ -114,9 +113,9 @@ class Fragments:
         local.copy_(value.flatten()[: local.numel()])
 
     def _moment(self, param: Tensor, moment: str) -> _Moment:
-        flat, group, index = self._places[id(param)]
+        flat, group, number = self._places[id(param)]
         spec = self._optimizer.state_spec(flat, self._optimizer.param_groups[group])
-        assert isinstance(spec, BufferState)
+        assert isinstance(spec.shard, FlatBuffer)
         names = [m.name for m in spec.moments]
         if moment not in names:
             kind = type(self._optimizer).__name__
@@ -124,12 +123,10 @@ class Fragments:
         state = self._optimizer.state.get(flat)
         if not state:
             raise RuntimeError(f"got no {moment} before the first step, expected one; take a step first")
-        part, entries = spec.specs[index], spec.split(state)[index]
-        if part.codec.code_dtype == torch.float32:
-            local = entries[moment]
-        else:
-            local = part.decode_local(entries)[names.index(moment)]
-        return _Moment(spec.shard.segments[index], part, local)
+        own, entries = spec.slices[number].spec, spec.split(state)[number]
+        is_float = own.codec.code_dtype == torch.float32
+        local = entries[moment] if is_float else own.decode(entries)[names.index(moment)]
+        return _Moment(spec.shard.segments[number], own, local)
 
 
 def show_state(engine: Any) -> None:

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardopt.codec import Moment
 from shardopt.layout import FlatBuffer, FlatShard, Segment
-from shardopt.optim.flat_state import BufferState
 from shardopt.optim.options import with_defaults
+from shardopt.optim.tensor_state import TensorState
 
 #: The options on which the meaning of codes depends.
 _OPTIONS = ("codec", "block_size", "min_quantized_numel")
@@ -46,12 +46,13 @@ class SavedBuffer:
     entries: dict[str, Tensor]
 
     @classmethod
-    def of(cls, spec: BufferState, group: Mapping[str, Any], entries: Mapping[str, Tensor]) -> SavedBuffer:
+    def of(cls, spec: TensorState, group: Mapping[str, Any], entries: Mapping[str, Tensor]) -> SavedBuffer:
         """The state of one of the optimizer's buffers, as it is."""
-        shards = [(s.name, s.shard, s.offset) for s in spec.shard.segments if s.shard.numel]
+        assert isinstance(spec.shard, FlatBuffer)
+        held = [segment for segment in spec.shard.segments if segment.shard.numel]
         return cls(
             spec.shard.local_shape[0],
-            [(name, shard.global_shape, shard.start, shard.end, offset) for name, shard, offset in shards],
+            [(s.name, s.shard.global_shape, s.shard.start, s.shard.end, s.offset) for s in held],
             {option: group[option] for option in _OPTIONS},
             [(moment.name, moment.signed) for moment in spec.moments],
             spec.weights.low_bits,
@@ -79,7 +80,7 @@ class SavedBuffer:
         ]
         moments = tuple(Moment(name, signed=signed) for name, signed in self.moments)
         buffer = FlatBuffer(self.numel, segments)
-        return BufferState.of(buffer, torch.float32, with_defaults(self.options), moments).decode(self.entries)
+        return TensorState.of(buffer, torch.float32, with_defaults(self.options), moments).decode(self.entries)
 
 
 class MomentView(Tensor):

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.integrations.deepspeed.moment_view import SavedBuffer, SavedState, native
+from shardopt.layout import FlatBuffer
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_state import HELD, BufferState, agreeing, on_any_rank
+from shardopt.optim.agreement import agreeing, on_any_rank
+from shardopt.optim.loading import HELD
 from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.state import StateDict
+from shardopt.optim.slice_state import StateDict
 
 #: The moments that a universal checkpoint has.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -112,7 +114,7 @@ def _with_views(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     params = [(group, param) for group in optimizer.param_groups for param in group["params"]]
     for index, (group, param) in enumerate(params):
         spec = optimizer.state_spec(param, group)
-        if index in state and isinstance(spec, BufferState) and spec.moments:
+        if index in state and isinstance(spec.shard, FlatBuffer) and spec.moments:
             state[index] = SavedState.of(SavedBuffer.of(spec, group, state[index]))
     return {**state_dict, "state": state}
 

@@ -1,0 +1,273 @@
+"""State of one slice of a model parameter: this rank's plain tensors, and their conversion from and to float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
+from shardopt.codec.base import are_finite
+from shardopt.kernels.numeric import from_blocks, to_blocks
+from shardopt.kernels.weights import WeightFormat
+from shardopt.layout import Band, BlockGrid, Shard, is_quantized
+from shardopt.optim.loaded_entries import checked_step, unsound
+
+StateDict = dict[str, Any]
+
+#: The state entry with what a 16-bit parameter lacks of its master weight.
+LOW_BITS = "master_low_bits"
+
+
+class EntryFormat(NamedTuple):
+    """A state entry's shape on this rank, its dtype, and the value that all its elements begin with."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: int
+
+    def new(self, device: torch.device) -> Tensor:
+        """The entry as it begins."""
+        return torch.full(self.shape, self.fill, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class SliceState:
+    """State of this rank's slice of one model parameter: all of it, a shard, or a range within a flat buffer.
+
+    A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape) and ``exp_avg_scales``
+    (float32, a scale or more per block); any other moment has one, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit
+    parameter with a master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``).
+
+    All tensors here are plain ones with this rank's part; :class:`TensorState` has them as the optimizer keeps them.
+    """
+
+    shard: Shard
+    grid: BlockGrid
+    codec: Codec
+    moments: tuple[Moment, ...]
+    weights: WeightFormat
+    exact_cut_blocks: bool
+
+    @classmethod
+    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceState:
+        """The state that a slice of a parameter of this dtype has in a param group.
+
+        Raises:
+            ValueError: the group's weight format is not for the dtype.
+        """
+        quantized = bool(moments) and is_quantized(shard.global_shape, group["min_quantized_numel"])
+        codec = get_codec(group["codec"] if quantized else "fp32")
+        weights = WeightFormat.of(dtype, group)
+        grid = BlockGrid(shard.global_shape, group["block_size"])
+        return cls(shard, grid, codec, moments, weights, group["exact_cut_blocks"])
+
+    @property
+    def relative(self) -> bool:
+        """Whether a signed moment is coded in units of the unsigned one beside it."""
+        return self.codec.relative and any(not moment.signed for moment in self.moments)
+
+    @property
+    def exchanges_columns(self) -> bool:
+        """Whether column shards cut blocks, whose scales all owners keep."""
+        return self.codec.blockwise and self.shard.local_blocks(self.grid).exchange is not None
+
+    @cached_property
+    def entries(self) -> dict[str, EntryFormat]:
+        """The entries of the state, by name."""
+        formats = {"step": EntryFormat((), torch.float32, 0)}
+        for moment in self.moments:
+            zero = self.codec.zero_code(signed=moment.signed)
+            formats[self.codes_name(moment)] = EntryFormat(self.shard.local_shape, self.codec.code_dtype, zero)
+            if self.codec.blockwise:
+                formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, 0)
+        low_bits = self.weights.low_bits_shape(self.shard.local_shape)
+        return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, 0)}
+
+    def codes_name(self, moment: Moment) -> str:
+        """The state entry with a moment's codes."""
+        return f"{moment.name}_codes" if self.codec.blockwise else moment.name
+
+    def scales_name(self, moment: Moment) -> str:
+        """The state entry with a moment's scales."""
+        return f"{moment.name}_scales"
+
+    def is_scales(self, key: str) -> bool:
+        """Whether a state entry has a moment's scales."""
+        return self.codec.blockwise and any(key == self.scales_name(moment) for moment in self.moments)
+
+    def new(self, device: torch.device) -> StateDict:
+        """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
+        return {key: entry.new(device) for key, entry in self.entries.items()}
+
+    def encode(self, values: Sequence[Tensor]) -> StateDict:
+        """The state entries for float moments.
+
+        Where column shards cut blocks this gathers the moments, and all ranks must call it. For flat shards with cut
+        blocks see :func:`shardopt.optim.flat_encoding.encode_flat`.
+        """
+        return self.encode_whole(self.gather(values)) if self.exchanges_columns else self.encode_local(values)
+
+    def encode_local(
+        self, values: Sequence[Tensor], cut_blocks: Mapping[int, Sequence[Tensor]] | None = None
+    ) -> StateDict:
+        """The state entries for float moments, without a word with other ranks.
+
+        Args:
+            values: one tensor of the slice's shape per moment.
+            cut_blocks: per cut block, by its number in the grid, all its elements for each moment: float32,
+                ``(block_size,)``.
+        """
+        local = [x.float() for x in values]
+        if not self.codec.blockwise:
+            return self._entries(encode_moments(self.codec, self.moments, local))
+        size, shape = self.grid.block_size, self.shard.local_shape
+        codes = [torch.empty(x.numel(), dtype=self.codec.code_dtype, device=x.device) for x in local]
+        scales = [
+            torch.zeros(self._scales_shape(m), dtype=torch.float32, device=x.device)
+            for m, x in zip(self.moments, local, strict=True)
+        ]
+        for band in self.shard.bands(self.grid):
+            numel, lead = band.rows * band.cols, band.first_col % size
+            if numel == 0:
+                continue
+            elements = _elements(band)
+            blocks = [to_blocks(_padded(x.reshape(-1)[elements].view(band.rows, -1), lead), size) for x in local]
+            if cut_blocks and band.rows == 1:
+                first = self.grid.block_of(self.shard.first_element + band.element)
+                for number in range(blocks[0].shape[1]):
+                    for x, whole in zip(blocks, cut_blocks.get(first + number, ()), strict=False):
+                        x[0, number] = whole
+            covered = slice(band.block, band.block + band.rows * blocks[0].shape[1])
+            for k, coded in enumerate(encode_moments(self.codec, self.moments, blocks)):
+                assert coded.scales is not None
+                codes[k][elements] = from_blocks(coded.codes, lead + band.cols)[:, lead:].reshape(-1)
+                flat = scales[k].view(-1, coded.scales.shape[-1])
+                flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
+        return self._entries([Coded(c.view(shape), s) for c, s in zip(codes, scales, strict=True)])
+
+    def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The whole float moments, for :meth:`encode_whole`. All ranks must call this."""
+        return [self.shard.whole(x).float() for x in values]
+
+    def encode_whole(self, whole: Sequence[Tensor]) -> StateDict:
+        """:meth:`encode` where column shards cut blocks: every rank encodes whole rows and keeps its part."""
+        parts: list[Coded] = []
+        blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in whole]
+        for x, coded in zip(whole, encode_moments(self.codec, self.moments, blocks), strict=True):
+            assert coded.scales is not None
+            codes = from_blocks(coded.codes, math.prod(x.shape[1:])).reshape(x.shape)
+            scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
+            codes, scales = self.shard.part(codes), self.shard.scales_part(scales, self.grid)
+            parts.append(Coded(codes.contiguous(), scales.contiguous()))
+        return self._entries(parts)
+
+    def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        """The moments as float32."""
+        local = [self.local_coded(state, moment) for moment in self.moments]
+        if not self.codec.blockwise:
+            return decode_moments(self.codec, self.moments, local).values
+        moments = [torch.zeros(codes.numel(), dtype=torch.float32, device=codes.device) for codes, _ in local]
+        for band, coded in self._blocks_of(local):
+            lead = band.first_col % self.grid.block_size
+            for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
+                x[_elements(band)] = from_blocks(values, lead + band.cols)[:, lead:].reshape(-1)
+        return [x.view(self.shard.local_shape) for x in moments]
+
+    def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
+        """Codes and scales of a moment."""
+        scales = state[self.scales_name(moment)] if self.codec.blockwise else None
+        return Coded(state[self.codes_name(moment)], scales)
+
+    def local_low_bits(self, state: Mapping[str, Any]) -> Tensor | None:
+        """The low bits of the master weights; None where the format has none.
+
+        Raises:
+            KeyError: the state has none.
+        """
+        return state[LOW_BITS] if self.weights.low_bits else None
+
+    def check_local(self, state: Mapping[str, Any], name: str) -> None:
+        """Checks the values of the state.
+
+        Args:
+            state: the entries.
+            name: the parameter's name in errors.
+
+        Raises:
+            ValueError: a moment is not finite, or below zero though it is not signed; or the step is no whole number.
+        """
+        checked_step(state, name)
+        local = [self.local_coded(state, moment) for moment in self.moments]
+        blocks = (coded for _, coded in self._blocks_of(local)) if self.codec.blockwise else iter([local])
+        for coded in blocks:
+            for moment, (codes, scales) in zip(self.moments, coded, strict=True):
+                if not self.codec.is_sound(codes, codes if scales is None else scales, signed=moment.signed):
+                    coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
+                    raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
+            if self.relative and not self._products_are_finite(coded):
+                scales_of = " and ".join(self.scales_name(moment) for moment in self.moments)
+                signed = next(moment for moment in self.moments if moment.signed)
+                raise unsound(f"{self.codes_name(signed)} with {scales_of}", name, signed=True)
+
+    def _products_are_finite(self, coded: Sequence[Coded]) -> bool:
+        """Whether moments in units of the root beside them are finite. Decodes only blocks whose scales leave doubt."""
+        largest = torch.ones(())
+        for moment, (_, scales) in zip(self.moments, coded, strict=True):
+            assert scales is not None
+            top = torch.full_like(scales[..., :1], 255, dtype=torch.uint8)
+            largest = largest.to(scales) * (
+                scales[..., :1] if moment.signed else self.codec.decode(top, scales, signed=False)
+            )
+        doubtful = ~largest[..., 0].isfinite()
+        if not doubtful.any():
+            return True
+        blocks = [Coded(codes[doubtful], scales[doubtful]) for codes, scales in coded if scales is not None]
+        return all(are_finite(x, signed=True) for x in decode_moments(self.codec, self.moments, blocks).values)
+
+    def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
+        shape = self.grid.scales_shape(self.codec.scales(signed=moment.signed))
+        return (*self.shard.scales_shape(self.grid), *shape[2:])
+
+    def _entries(self, coded: Sequence[Coded]) -> StateDict:
+        """The state entries with the codes and scales of all moments."""
+        state: StateDict = {}
+        for moment, (codes, scales) in zip(self.moments, coded, strict=True):
+            state[self.codes_name(moment)] = codes
+            if scales is not None:
+                state[self.scales_name(moment)] = scales
+        return state
+
+    def _blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Band, list[Coded]]]:
+        """Codes and scales in blocks ``(rows, blocks, block_size)``, band by band."""
+        size = self.grid.block_size
+        for band in self.shard.bands(self.grid):
+            if band.rows * band.cols == 0:
+                continue
+            coded = []
+            for moment, (codes, scales) in zip(self.moments, local, strict=True):
+                assert scales is not None
+                zero = self.codec.zero_code(signed=moment.signed)
+                rows = codes.reshape(-1)[_elements(band)].view(band.rows, -1)
+                blocks = to_blocks(_padded(rows, band.first_col % size, zero), size, fill=zero)
+                stride, count = band.blocks_stride if band.rows > 1 else blocks.shape[1], blocks.shape[1]
+                width = self.codec.scales(signed=moment.signed)
+                rows = scales.reshape(-1, width)[band.block :][: (band.rows - 1) * stride + count]
+                per_block = rows.as_strided((band.rows, count, width), (stride * width, width, 1))
+                coded.append(Coded(blocks, per_block))
+            yield band, coded
+
+
+def _elements(band: Band) -> slice:
+    """The elements of a band in the flattened slice."""
+    return slice(band.element, band.element + band.rows * band.cols)
+
+
+def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:
+    """A matrix with ``lead`` more columns in front."""
+    return torch.nn.functional.pad(rows, (lead, 0), value=value) if lead else rows

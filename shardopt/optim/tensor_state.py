@@ -1,0 +1,279 @@
+"""State of one tensor that an optimizer steps: slices of model parameters, each with its own state.
+
+A plain or DTensor parameter, or its single flat shard, is one slice; a flat buffer (a FlatParameter of FSDP1 with
+``use_orig_params=False``; ZeRO) has slices of several parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.codec import Moment
+from shardopt.kernels.weights import WeightFormat
+from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.optim.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on
+from shardopt.optim.slice_state import LOW_BITS, EntryFormat, SliceState, StateDict
+
+#: Entries that are not a moment's.
+_BESIDE_MOMENTS = frozenset(["step", LOW_BITS])
+
+
+class Slice(NamedTuple):
+    """Elements of one model parameter in a tensor that the optimizer steps.
+
+    Attributes:
+        spec: describes their state.
+        offset: index of the first in the local tensor.
+        name: the parameter's fully qualified name; None where the tensor itself is the parameter or its shard.
+        place: the parameter's index among the model's; None likewise.
+    """
+
+    spec: SliceState
+    offset: int = 0
+    name: str | None = None
+    place: int | None = None
+
+    def of(self, local: Tensor) -> Tensor:
+        """The slice's elements in a tensor laid out like the local one: a view."""
+        return local if self.name is None else local[self.offset : self.offset + self.spec.shard.local_shape[0]]
+
+    def entry_name(self, key: str) -> str:
+        """The name in the tensor's state of an entry of the slice's: in a flat buffer one name has one dtype."""
+        codec = self.spec.codec
+        renamed = self.name is not None and not codec.blockwise and codec.code_dtype != torch.float32
+        return f"{key}_{codec.name}" if renamed and key not in _BESIDE_MOMENTS else key
+
+
+class Part(NamedTuple):
+    """A slice with its elements and state: what the kernels step.
+
+    Attributes:
+        spec: describes the state.
+        first: index of the first element in the local tensor.
+        param: the elements.
+        state: the state's entries: this rank's plain tensors, views of the optimizer's.
+        place: the parameter's index among the model's, where the tensor is a flat buffer.
+    """
+
+    spec: SliceState
+    first: int
+    param: Tensor
+    state: StateDict
+    place: int | None = None
+
+
+@dataclass(frozen=True)
+class TensorState:
+    """State of one tensor that the optimizer steps.
+
+    The slices' entries of one name stand one after another in one tensor, in the order of the slices; in a flat buffer,
+    quantized and unquantized moments have different names (bf16 moments are ``exp_avg_bf16``). Entries are sharded as
+    the tensor is.
+    """
+
+    shard: Shard
+    slices: tuple[Slice, ...]
+    moments: tuple[Moment, ...]
+    weights: WeightFormat
+
+    @classmethod
+    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
+        """The state of a tensor of this shard and dtype in a param group.
+
+        Raises:
+            ValueError: the group's weight format is not for the dtype.
+        """
+        if isinstance(shard, FlatBuffer):
+            slices = [
+                Slice(SliceState.of(segment.shard, dtype, group, moments), segment.offset, segment.name, segment.place)
+                for segment in shard.segments
+            ]
+        else:
+            slices = [Slice(SliceState.of(shard, dtype, group, moments))]
+        return cls(shard, tuple(slices), moments, WeightFormat.of(dtype, group))
+
+    @cached_property
+    def entries(self) -> dict[str, EntryFormat]:
+        """This rank's part of the state's entries, by name."""
+        entries: dict[str, EntryFormat] = {}
+        for each in self.slices:
+            for key, entry in each.spec.entries.items():
+                name = each.entry_name(key)
+                if name in entries and key != "step":
+                    rows, *rest = entry.shape
+                    entry = entry._replace(shape=(entries[name].shape[0] + rows, *rest))
+                entries[name] = entry
+        return entries
+
+    @property
+    def state_names(self) -> frozenset[str]:
+        """The names of the state's entries."""
+        return frozenset(self.entries)
+
+    @property
+    def exchanges_columns(self) -> bool:
+        """Whether column shards cut blocks, whose scales all owners keep."""
+        return any(each.spec.exchanges_columns for each in self.slices)
+
+    def new(self, device: torch.device) -> StateDict:
+        """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
+        return {key: self.like(key, entry.new(device)) for key, entry in self.entries.items()}
+
+    def like(self, key: str, local: Tensor) -> Tensor:
+        """The state entry of that name whose part here is ``local``."""
+        if key == "step":
+            return local
+        spec = self.slices[0].spec
+        return self.shard.like_scales(local, spec.grid) if spec.is_scales(key) else self.shard.like_parameter(local)
+
+    def join(self, states: Sequence[Mapping[str, Tensor]]) -> StateDict:
+        """The tensor's state, or some entries of it, for those of all slices."""
+        by_name: dict[str, list[Tensor]] = {}
+        for each, state in zip(self.slices, states, strict=True):
+            for key, value in state.items():
+                by_name.setdefault(each.entry_name(key), []).append(value)
+        return {
+            name: self.like(name, values[0] if name == "step" or len(values) == 1 else torch.cat(values))
+            for name, values in by_name.items()
+        }
+
+    def split(self, state: Mapping[str, Any]) -> list[StateDict]:
+        """The slices' states: this rank's plain tensors, views. An entry that is missing is missing there, too."""
+        ends: dict[str, int] = {}
+        states = []
+        for each in self.slices:
+            own: StateDict = {}
+            for key, entry in each.spec.entries.items():
+                name = each.entry_name(key)
+                if name in state:
+                    own[key] = state[name] if key == "step" else self.shard.local(state[name])
+                    if each.name is not None and key != "step":
+                        first = ends.get(name, 0)
+                        ends[name] = first + entry.shape[0]
+                        own[key] = own[key][first : ends[name]]
+            states.append(own)
+        return states
+
+    def parts(self, local_param: Tensor, state: Mapping[str, Any]) -> Iterator[Part]:
+        """The slices with their elements and state."""
+        for each, own in zip(self.slices, self.split(state), strict=True):
+            yield Part(each.spec, each.offset, each.of(local_param), own, each.place)
+
+    def split_moments(self, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """Each slice's part of float moments that are sharded as the tensor is: plain tensors, views."""
+        local = [self.shard.local(values[moment.name]) for moment in self.moments]
+        return [[each.of(x) for x in local] for each in self.slices]
+
+    def encode(self, values: Mapping[str, Tensor]) -> StateDict:
+        """The state entries for float moments by name, each sharded as the tensor is; see :meth:`SliceState.encode`."""
+        moments = zip(self.slices, self.split_moments(values), strict=True)
+        return self.join([each.spec.encode(own) for each, own in moments])
+
+    def decode(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The moments as float32, each sharded as the tensor is, with zeros for padding."""
+        states = zip(self.slices, self.split(state), strict=True)
+        if isinstance(self.shard, FlatBuffer):
+            values = [torch.zeros(self.shard.local_shape, device=state["step"].device) for _ in self.moments]
+            for each, own in states:
+                for x, moment in zip(values, each.spec.decode(own), strict=True):
+                    each.of(x).copy_(moment)
+        else:
+            (values,) = (each.spec.decode(own) for each, own in states)
+        return {m.name: self.shard.like_parameter(x) for m, x in zip(self.moments, values, strict=True)}
+
+    def has_floats(self, loaded: Mapping[str, Any]) -> bool:
+        """Whether loaded entries have float moments laid out like the tensor, as torch.optim has them."""
+        floats, own = {moment.name for moment in self.moments}, self.entries.keys() - _BESIDE_MOMENTS
+        if not floats or not floats <= loaded.keys():
+            return False
+        if isinstance(self.shard, FlatBuffer) and own == floats:  # but the state's own moments have no padding
+            return all(getattr(loaded[name], "shape", None) == self.shard.local_shape for name in floats)
+        return loaded.keys().isdisjoint(own - floats)
+
+    def check_loaded(self, loaded: Mapping[str, Any], name: str, *, of_torch: bool) -> None:
+        """Checks entries that are to be adopted, but for the values of codes and scales: see :meth:`check_local`.
+
+        Args:
+            loaded: the state's own entries, or torch.optim's state of the tensor.
+            name: the parameter's name in errors.
+            of_torch: whether the state is torch.optim's: without low bits, so that the master weights are to begin as
+                the parameter's.
+
+        Raises:
+            ValueError: the entries are neither, or not those of a parameter of this shape, or floats that are not
+                finite.
+        """
+        if "max_exp_avg_sq" in loaded:
+            raise ValueError(f"{name}: got state with max_exp_avg_sq, but shardopt has no amsgrad")
+        got, expected = ", ".join(loaded), ", ".join(self.entries)
+        known = {*_BESIDE_MOMENTS, *self.entries, *(moment.name for moment in self.moments)}
+        unknown = [key for key, value in loaded.items() if key not in known and isinstance(value, Tensor)]
+        if unknown:
+            raise ValueError(
+                f"{name}: got state with {', '.join(unknown)}, expected {expected}; was it saved by another optimizer?"
+            )
+        if self.weights.low_bits and not of_torch and LOW_BITS not in loaded:
+            raise ValueError(
+                f"{name}: got state with {got}, expected {LOW_BITS} too; was it saved with other master_weight_bits?"
+            )
+        if not self.weights.low_bits and LOW_BITS in loaded:
+            raise ValueError(
+                f"{name}: got state with {got}, expected no {LOW_BITS} for a parameter of {self.weights.dtype}, which "
+                "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True), or the weights that "
+                "full_precision_parameters() gave"
+            )
+        has_floats, template = self.has_floats(loaded), self.new(torch.device("meta"))
+        wanted = {key: like for key, like in template.items() if key not in _BESIDE_MOMENTS}
+        if has_floats:
+            floats = self.shard.like_parameter(torch.empty(self.shard.local_shape, device="meta"))
+            wanted = {moment.name: floats for moment in self.moments}
+        if LOW_BITS in loaded:
+            wanted[LOW_BITS] = template[LOW_BITS]
+        if not wanted.keys() <= loaded.keys():
+            raise ValueError(
+                f"{name}: got state with {got}, expected {expected}; was it saved by another optimizer, or with other "
+                "quantization options?"
+            )
+        for key, like in wanted.items():
+            check_entry(loaded[key], like, key, name)
+            if loaded[key].dtype != like.dtype and not (has_floats and key != LOW_BITS):
+                raise ValueError(f"{name}: got {key} of {loaded[key].dtype}, expected {like.dtype}")
+        for own in self.split_moments(loaded) if has_floats else ():
+            for moment, x in zip(self.moments, own, strict=True):
+                check_moment(x, moment.name, name, signed=moment.signed)
+        checked_step(loaded, name)
+
+    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
+        """The state for entries that :meth:`check_loaded` let pass: codes and scales as they are, floats encoded.
+
+        All ranks must call this where column shards cut blocks and moments are floats.
+        """
+        own = {**loaded, **self.encode(loaded)} if self.has_floats(loaded) else loaded
+        state: StateDict = {}
+        for key, entry in self.entries.items():
+            if key == "step":
+                state[key] = step_on(device, checked_step(loaded, name))
+            else:  # torch.optim's has no low bits
+                state[key] = copy_to(own[key], device) if key in own else self.like(key, entry.new(device))
+        return state
+
+    def check_local(self, state: Mapping[str, Any], name: str) -> None:
+        """Checks the values of the state's entries; see :meth:`SliceState.check_local`."""
+        for each, own in zip(self.slices, self.split(state), strict=True):
+            each.spec.check_local(own, name if each.name is None else f"{each.name} in {name}")
+
+
+def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
+    """The state that one of the optimizer's parameters has in a param group; see :meth:`TensorState.of`."""
+    return TensorState.of(shard_of(param), param.dtype, group, moments)
+
+
+def flat_slices(spec: TensorState) -> list[SliceState]:
+    """The slices that are flat shards: all of them or none."""
+    return [each.spec for each in spec.slices if isinstance(each.spec.shard, FlatShard)]
