@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_dtensor_step import Pair
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,6 +28,7 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from test_dtensor_step import Pair
 from weight_formats import BF16, FORMATS
 
 STEPS = 3

@@ -10,31 +10,26 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from helpers import CODEC_NAMES, RULES, Named, ReferenceOptimizer, everything, single, step
+from kernel_problem import STEPS, gradients, make, start, using
 from ranks.layouts import values
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels.weights import join_weight, split_weight
-from shardopt.optim import ShardedOptimizer
 from shardopt.optim.state import ParameterState
-from test_kernels import STEPS, gradients, make, start, using
-from test_weight_formulas import every_mantissa, int_bits, special_values
-from weight_formats import BF16, FORMATS, FP16, FP32
+from weight_formats import (
+    BF16,
+    FORMATS,
+    FP16,
+    FP32,
+    LOW,
+    every_mantissa,
+    int_bits,
+    integers,
+    master_weights,
+    special_values,
+)
 
-#: Low bits of a master weight, by ``master_weight_bits``.
-LOW = {24: 8, 32: 16}
 each_master = pytest.mark.parametrize(("dtype", "bits"), [(BF16, 24), (BF16, 32), (FP16, 24), (FP16, 32)], ids=str)
-
-
-def integers(low_bits: Tensor, bits: int) -> Tensor:
-    """Low bits as stored, one integer per weight."""
-    return low_bits if bits == 24 else low_bits.view(torch.int16).squeeze(-1)
-
-
-def master_weights(optimizer: ShardedOptimizer, param: Tensor) -> Tensor:
-    """The float32 that parameter and low bits stand for."""
-    (group,) = (g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-    bits = group["master_weight_bits"]
-    return join_weight(param.detach(), integers(optimizer.state[param]["master_low_bits"], bits), LOW[bits])
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import bf16_at_random, join_weight, noise, noise_key, split_weight
-from weight_formats import BF16, FP16, FP32
+from weight_formats import BF16, FP16, every_mantissa, int_bits, special_values
 
 
 @pytest.fixture(autouse=True)
@@ -21,28 +21,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(saved)
-
-
-def int_bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
-
-
-def every_mantissa(exponent: int) -> Tensor:
-    """All positive floats of a biased exponent; 0: the subnormal ones and zero."""
-    return (torch.arange(2**23, dtype=torch.int32) | exponent << 23).view(FP32)
-
-
-def special_values() -> Tensor:
-    """Of every exponent the ends, the middle and both sides of ties; NaN and infinity; all with both signs.
-
-    Ties of both 16-bit floats, and of their words of 24 bits.
-    """
-    last_bits = [0, 1, 0xF, 0x10, 0x11, 0x30, 0x7F, 0x80, 0x81, 0x17F, 0x180, 0x181, 0xFFF, 0x1000, 0x1001, 0x3000]
-    last_bits += [0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000]
-    mantissas = last_bits + [0x7FFFFF - bits for bits in last_bits]
-    magnitudes = torch.arange(256, dtype=torch.int32)[:, None] << 23 | torch.tensor(mantissas, dtype=torch.int32)
-    positive = magnitudes.flatten().view(FP32)
-    return torch.cat([positive, -positive])
 
 
 class Word(NamedTuple):

@@ -12,12 +12,13 @@ import torch
 
 import cuda_emulated
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, at_odd_offset, step
+from kernel_problem import DTYPES, gradients, make, start, using
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
 from step_tables import FORMATS, HYPER, PIECES, Problem
-from test_kernels import BF16, DTYPES, FP32, gradients, make, start, using
+from weight_formats import BF16, FP32
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (97, 257), (1, 1032))
 
