@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from estimate_problem import RULE_OF, both, host_bytes, run
+from pairs import pairwise
 from ranks.offload import offload_from_cpu
 from ranks.shaped import SMALL, small_model
 from shardopt.__main__ import main
@@ -57,10 +59,10 @@ def compare(model: Model, setup: Setup) -> MemoryReport:
     return expected
 
 
-@pytest.mark.parametrize("offload", [None, "state", "step"])
-@pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
-@pytest.mark.parametrize("codec", ["log8", "companded8", "fp32"])
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    ("weights", "codec", "release", "offload"),
+    pairwise(product(WEIGHTS, ["log8", "companded8", "fp32"], [False, True], [None, "state", "step"])),
+)
 def test_as_a_real_run(weights: str, codec: str, release: bool, offload: str | None) -> None:
     case = WEIGHTS[weights]
     options = {**case.get("options", {}), "codec": codec, "offload": offload}
