@@ -24,6 +24,8 @@ _MOST_GROUPS = 128  # process groups of a world that is used again
 _GRACE = 3.0  # seconds that the other ranks have to fail, too, after the first one did
 _PRELOAD = [
     "torch._dynamo",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",  # the first engine of DeepSpeed takes two seconds more without
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
