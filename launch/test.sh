@@ -40,6 +40,7 @@ else
     "$venv/bin/python" -c 'import sys, torch; print("testing with PyTorch", torch.__version__, "on Python", sys.version)'
 fi
 # Not "python -m pytest", which would import the source tree in place of what was installed.
-# Two processes: most tests keep one core busy. The tests of a file stay together, with what they share.
-"$venv/bin/pytest" -n 2 --dist loadfile ${options[@]+"${options[@]}"}
+# Two processes: most tests keep one core busy. The tests of a file stay together, with what they share. Files come in
+# their order: by numbers of tests, those with few that take minutes would come last, and one process would wait.
+"$venv/bin/pytest" -n 2 --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"}
 if [ -n "$unclean" ]; then die "the tests passed, but ruff or mypy found something: see above"; fi

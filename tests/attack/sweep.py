@@ -1,4 +1,6 @@
-"""Runs a sweep of attacks: ``OMP_NUM_THREADS=1 PYTHONPATH=tests:. python -m attack.sweep hostile --count 150``.
+"""Runs a sweep of attacks.
+
+The command line is ``OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support:. python -m attack.sweep hostile --count 150``.
 
 Each attack is one number under a seed, and can be repeated: ``--seed 0 --first 17 --count 1``. Prints one line per
 fault, and a summary.

@@ -13,7 +13,8 @@ import shardopt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attacks fork, and read /proc")
 
-PATHS = [str(Path(__file__).parent.parent), str(Path(shardopt.__file__).parent.parent)]
+TESTS = Path(__file__).parents[1]
+PATHS = [str(TESTS), str(TESTS / "support"), str(Path(shardopt.__file__).parents[1])]
 
 #: Attacks by default, and in full.
 COUNTS = {
@@ -37,7 +38,7 @@ def sweep(name: str, count: int, seconds: float) -> None:
     faults = [line for line in done.stdout.splitlines() if line.startswith("FAULT")]
     told = "\n".join([*faults[:40], *done.stdout.splitlines()[-1:], done.stderr[-4000:]])
     assert done.returncode == 0, (
-        f"{len(faults)} faults\nrepeat one in tests/: python -m attack.sweep {name} --seed ...\n{told}"
+        f"{len(faults)} faults\nrepeat one as attack/sweep.py says: python -m attack.sweep {name} --seed ...\n{told}"
     )
 
 

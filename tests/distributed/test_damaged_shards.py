@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardopt
 from helpers import everything
+from pairs import pairwise
 from ranks.pool import Pool
 from ranks.runs import step_with, trained
 from ranks.snapshot import assert_same
@@ -66,9 +68,10 @@ def _refused(way: str, of_torch: bool, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["value", "step", "lr", "missing"])
-@pytest.mark.parametrize("of_torch", [False, True])
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat", "fsdp columns"])
+@pytest.mark.parametrize(
+    ("way", "of_torch", "what"),
+    pairwise(product(["fsdp1", "fsdp1 flat", "fsdp columns"], [False, True], ["value", "step", "lr", "missing"])),
+)
 def test_all_ranks_refuse(ranks: Pool, way: str, of_torch: bool, what: str) -> None:
     *others, damaged = ranks.run(3, _refused, way, of_torch, what)
     expected = {"value": "NaN", "step": "got step as -5.0", "lr": "param group 0: lr: got nan", "missing": "got"}

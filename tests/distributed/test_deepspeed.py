@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardopt
+from pairs import slow
 from ranks.deepspeed import (
     HYPER,
     config,
@@ -62,19 +63,24 @@ def _as_whole(settings: dict[str, Any], rule: str, grouped: bool, options: dict[
         assert engine.basic_optimizer.state[flat]["step"] == STEPS
 
 
-@pytest.mark.parametrize(("world_size", "grouped"), [(2, False), (3, True)])
+MORE_STAGES: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {}),
+    (2, {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False}),
+    (3, {}),
+    (3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}),
+    (1, OFFLOAD),
+    (2, {**OFFLOAD, **ROUND_ROBIN}),
+    (3, {**OFFLOAD, **SUB_GROUPS}),
+]
+
+
 @pytest.mark.parametrize(
-    ("stage", "zero"),
+    ("stage", "zero", "world_size", "grouped"),
     [
-        *STAGES,
-        (1, {}),
-        (2, {}),
-        (2, {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False}),
-        (3, {}),
-        (3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}),
-        (1, OFFLOAD),
-        (2, {**OFFLOAD, **ROUND_ROBIN}),
-        (3, {**OFFLOAD, **SUB_GROUPS}),
+        *((*stage, 2, False) for stage in STAGES),
+        *((*stage, 3, True) for stage in [*STAGES, *MORE_STAGES]),
+        *slow((*stage, 2, False) for stage in MORE_STAGES),
     ],
 )
 def test_given_gradients(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from helpers import CODEC_NAMES, RULES, Named
+from pairs import pairwise, slow
 from ranks.layouts import COLUMN, ROW, WHOLE, Layout, layouts, mesh_of, shard, values
 from ranks.pool import Pool
 from ranks.snapshot import assert_shards_of, entries
@@ -67,15 +68,20 @@ def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int) -> None
     pair.compare()
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3, 4])
+RULES_AND_CODECS = [
+    *(("adamw", codec) for codec in CODEC_NAMES),
+    ("lion", "log8"),
+    ("lion", "dynamic8"),
+    ("nesterov", "companded8"),
+    ("sgd", "log8"),
+]
+
+
 @pytest.mark.parametrize(
-    ("rule", "codec"),
+    ("rule", "codec", "world_size"),
     [
-        *(("adamw", codec) for codec in CODEC_NAMES),
-        ("lion", "log8"),
-        ("lion", "dynamic8"),
-        ("nesterov", "companded8"),
-        ("sgd", "log8"),
+        *pairwise((*case, world_size) for case in RULES_AND_CODECS for world_size in (3, 4)),
+        *slow((*case, world_size) for case in RULES_AND_CODECS for world_size in (1, 2)),
     ],
 )
 def test_sharded_as_whole(ranks: Pool, world_size: int, rule: str, codec: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_estimate_sharded import MODELS
 
 from deepspeed_memory import NO_MASTERS, measure
 from ranks.deepspeed import import_deepspeed
@@ -18,6 +17,7 @@ from ranks.shaped import Shaped, small_model
 from shardopt.estimate import Setup, backends, estimate
 from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.ledger import DTYPES
+from test_estimate_sharded import MODELS
 
 #: With a parameter within which a partition lies.
 ALL_MODELS = {**MODELS, "large embedding": {**MODELS["odd"], "vocab_size": 5005}}

@@ -14,13 +14,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
+from estimate_problem import both, host_bytes
 from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
 from ranks.shaped import Shaped, most_gradient_bytes, small_model
 from shardopt.estimate import Model, Setup, estimate
 from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.ledger import DTYPES
-from test_estimate import both, host_bytes
 
 #: Ends within rows, rows that no number of ranks divides, and parameters of fewer rows than there are ranks.
 MODELS: dict[str, dict[str, Any]] = {

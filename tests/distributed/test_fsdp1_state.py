@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp1 import FEW_WORLDS, WEIGHTS, assert_same_on_rank_0, make_odds
 from torch import nn
 from torch.optim import Optimizer
 
 from helpers import RULES
+from pairs import slow
 from ranks.flat import forget_shards, gathered, pieces
 from ranks.models import WAYS, Odds, fsdp1, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from test_fsdp1 import FEW_WORLDS, WEIGHTS, assert_same_on_rank_0, make_odds
 
 BF16 = torch.bfloat16
 SMALL = {"min_quantized_numel": 32}
@@ -61,16 +62,22 @@ def _round_trip(orig: bool, dtype: torch.dtype, rule: str, options: dict[str, An
     assert_same(gathered(loaded, loaded_optimizer), gathered(model, optimizer))
 
 
-@pytest.mark.parametrize(("world_size", "orig"), FEW_WORLDS)
+OPTIONS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    ("adamw", torch.float32, {}),
+    ("adamw", torch.float32, {"codec": "fp32"}),
+    ("adamw", BF16, {"codec": "bf16"}),
+    ("lion", BF16, {"codec": "dynamic8", "block_size": 16, **WEIGHTS["24"]}),
+    ("momentum", BF16, {"codec": "companded8", **WEIGHTS["32"]}),
+    ("sgd", torch.float32, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("rule", "dtype", "options"),
+    ("rule", "dtype", "options", "world_size", "orig"),
     [
-        ("adamw", torch.float32, {}),
-        ("adamw", torch.float32, {"codec": "fp32"}),
-        ("adamw", BF16, {"codec": "bf16"}),
-        ("lion", BF16, {"codec": "dynamic8", "block_size": 16, **WEIGHTS["24"]}),
-        ("momentum", BF16, {"codec": "companded8", **WEIGHTS["32"]}),
-        ("sgd", torch.float32, {}),
+        *((*OPTIONS[0], *on) for on in FEW_WORLDS),
+        *((*case, *FEW_WORLDS[place % 2]) for place, case in enumerate(OPTIONS) if place > 0),
+        *slow((*case, *FEW_WORLDS[1 - place % 2]) for place, case in enumerate(OPTIONS) if place > 0),
     ],
 )
 def test_round_trip(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp1_state import copy_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,6 +27,7 @@ from ranks.pool import Pool
 from ranks.runs import step_with
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from test_fsdp1_state import copy_weights
 
 SMALL = {"min_quantized_numel": 64}
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from helpers import EIGHT_BIT
+from pairs import slow
 from ranks.models import WAYS, make_net, named_parameters
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with, trained
@@ -102,6 +103,9 @@ def test_state_of_a_fresh_optimizer(ranks: Pool, way: str) -> None:
     ranks.run(4, _fresh_state, way)
 
 
+CODECS = (*EIGHT_BIT, "bf16")
+
+
 def _torch_adamw(model: nn.Module) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
@@ -135,8 +139,14 @@ def _quantize_on_load(way: str, codec: str, through_torch: bool) -> None:
         step_with(whole, whole_optimizer, step)
 
 
-@pytest.mark.parametrize("codec", [*EIGHT_BIT, "bf16"])
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp columns tp"])
+@pytest.mark.parametrize(
+    ("way", "codec"),
+    [
+        *(("fsdp columns", codec) for codec in CODECS),
+        *((way, "log8") for way in ("fsdp", "fsdp columns tp")),
+        *slow((way, codec) for way in ("fsdp", "fsdp columns tp") for codec in CODECS if codec != "log8"),
+    ],
+)
 def test_a_state_of_torch_adamw_is_quantized_on_load(ranks: Pool, way: str, codec: str) -> None:
     ranks.run(4, _quantize_on_load, way, codec, False)
 
@@ -157,7 +167,13 @@ def _dequantized(way: str, codec: str) -> None:
     step_with(model, torch_optimizer, STEPS)
 
 
-@pytest.mark.parametrize("codec", [*EIGHT_BIT, "bf16"])
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp"])
+@pytest.mark.parametrize(
+    ("way", "codec"),
+    [
+        *(("fsdp columns", codec) for codec in CODECS),
+        *((way, "log8") for way in ("fsdp", "fsdp tp")),
+        *slow((way, codec) for way in ("fsdp", "fsdp tp") for codec in CODECS if codec != "log8"),
+    ],
+)
 def test_dequantized_state_dict(ranks: Pool, way: str, codec: str) -> None:
     ranks.run(4, _dequantized, way, codec)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import CODEC_NAMES, RULES
+from pairs import pairwise
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, assert_shards_of, entries, snapshot
@@ -36,8 +37,10 @@ def _same_gradients(way: str, rule: str, codec: str, dtype: torch.dtype) -> None
     assert_same(snapshot(sharded_params, sharded_optimizer), expected)
 
 
-@pytest.mark.parametrize(("world_size", "way"), WAYS_OF_WORLD)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "world_size", "way"),
+    pairwise((dtype, *on) for dtype in (torch.float32, torch.bfloat16) for on in WAYS_OF_WORLD),
+)
 def test_same_gradients(ranks: Pool, world_size: int, way: str, dtype: torch.dtype) -> None:
     ranks.run(world_size, _same_gradients, way, "adamw", "log8", dtype)
 

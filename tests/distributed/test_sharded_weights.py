@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_dtensor_step import Pair
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,12 +23,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardopt
 from helpers import CODEC_NAMES, RULES
+from pairs import pairwise, slow
 from ranks.layouts import WHOLE, Layout, layouts
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from test_dtensor_step import Pair
 from weight_formats import BF16, FORMATS
 
 STEPS = 3
@@ -50,9 +52,10 @@ def _sharded_as_whole(rule: str, codecs: list[str], weights: str, block_size: in
     pair.compare()
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3, 4])
-@pytest.mark.parametrize("weights", FORMATS)
-@pytest.mark.parametrize("codec", ["log8", "fp32"])
+@pytest.mark.parametrize(
+    ("codec", "weights", "world_size"),
+    [*pairwise(product(["log8", "fp32"], FORMATS, (3, 4))), *slow(product(["log8", "fp32"], FORMATS, (1, 2)))],
+)
 def test_sharded_as_whole(ranks: Pool, codec: str, weights: str, world_size: int) -> None:
     ranks.run(world_size, _sharded_as_whole, "adamw", [codec], weights, 128)
 
@@ -97,15 +100,16 @@ def _as_single(way: str, weights: str) -> None:
     assert_same(snapshot_of(*trained(way, STEPS, weights)), snapshot_of(*trained("single", STEPS, weights)))
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+WAYS_OF_WORLD = [
+    *((1, way) for way in ("fsdp", "tp")),
+    *((2, way) for way in ("fsdp", "fsdp columns", "ddp")),
+    *((3, way) for way in ("fsdp", "fsdp columns", "tp")),
+    *((4, way) for way in ("fsdp", "fsdp tp", "fsdp columns tp", "hsdp columns")),
+]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "way"),
-    [
-        *((1, way) for way in ("fsdp", "tp")),
-        *((2, way) for way in ("fsdp", "fsdp columns", "ddp")),
-        *((3, way) for way in ("fsdp", "fsdp columns", "tp")),
-        *((4, way) for way in ("fsdp", "fsdp tp", "fsdp columns tp", "hsdp columns")),
-    ],
+    ("world_size", "way", "weights"), pairwise((*on, weights) for on in WAYS_OF_WORLD for weights in FORMATS)
 )
 def test_models(ranks: Pool, world_size: int, way: str, weights: str) -> None:
     ranks.run(world_size, _as_single, way, weights)

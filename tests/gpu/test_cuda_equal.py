@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
 from torch.nn import Parameter
 
+from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES
+from kernel_problem import DTYPES, HUGE, gradients, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.devices import make_call
 from step_tables import FORMATS, HYPER, PIECES, Problem
-from test_kernels import DTYPES, FP32, HUGE, gradients, start
+from weight_formats import FP32
 
 pytestmark = needs_cuda
 

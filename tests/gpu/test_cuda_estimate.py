@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from cuda_device import needs_cuda
 
+from cuda_device import needs_cuda
+from estimate_problem import run
 from ranks.shaped import small_model
 from shardopt.estimate import Setup, estimate
 from shardopt.optim import placement
-from test_estimate import run
 
 pytestmark = needs_cuda
 

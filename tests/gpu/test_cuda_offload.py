@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_device import CUDA, make_on, needs_cuda, snapshot_of, step_on
 
 import shardopt
+from cuda_device import CUDA, make_on, needs_cuda, snapshot_of, step_on
 from helpers import CODEC_NAMES
+from kernel_problem import gradients, start
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
 from shardopt.optim import placement
-from test_kernels import BF16, gradients, start
+from weight_formats import BF16
 
 pytestmark = needs_cuda
 

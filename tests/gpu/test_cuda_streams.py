@@ -8,11 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
 
+from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
 from helpers import CODEC_NAMES, RULES, Named
+from kernel_problem import gradients, start
 from ranks.snapshot import assert_same
-from test_kernels import BF16, gradients, start
+from weight_formats import BF16
 
 pytestmark = needs_cuda
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from cuda_device import needs_cuda
 
 ROOT = Path(__file__).resolve().parents[2]

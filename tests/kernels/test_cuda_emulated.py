@@ -5,6 +5,7 @@ What this cannot show is how nvcc compiles them, and whatever needs a GPU: tests
 
 from __future__ import annotations
 
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 
 import cuda_emulated
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, at_odd_offset, step
+from kernel_problem import DTYPES, gradients, make, start, using
+from pairs import pairwise
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
 from step_tables import FORMATS, HYPER, PIECES, Problem
-from test_kernels import BF16, DTYPES, FP32, gradients, make, start, using
+from weight_formats import BF16, FP32
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (97, 257), (1, 1032))
 
@@ -44,13 +47,11 @@ def compare(emulated: ModuleType, rule: str, codec: str, initial: Named, steps: 
     assert skips == wanted_skips
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", RULES)
-def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str) -> None:
-    for dtypes in ("bf16", "fp16-fp32"):
-        param_dtype, gradient_dtype = DTYPES[dtypes]
-        steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
-        compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
+@pytest.mark.parametrize(("rule", "codec", "dtypes"), pairwise(product(RULES, CODEC_NAMES, ("bf16", "fp16-fp32"))))
+def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str, dtypes: str) -> None:
+    param_dtype, gradient_dtype = DTYPES[dtypes]
+    steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
+    compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
 
 
 #: Of whole, aligned blocks: less than a turn, turns and a rest, several tasks.

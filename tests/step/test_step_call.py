@@ -25,21 +25,7 @@ from shardopt import _C
 from shardopt.kernels.dispatch import use_cpu_target
 from shardopt.optim import ShardedOptimizer
 from shardopt.step import stepper
-from step_problem import kept, make, params_of, step
-
-
-def put(optimizer: ShardedOptimizer, index: int, key: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Puts another tensor in the place of a state entry."""
-    state = optimizer.state[params_of(optimizer)[index]]
-    kept.append(state[key])
-    state[key] = change(state[key].clone())
-
-
-def put_data(optimizer: ShardedOptimizer, index: int, key: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Gives a state entry other memory; the tensor is the same object."""
-    tensor = optimizer.state[params_of(optimizer)[index]][key]
-    kept.append(tensor.data)
-    tensor.data = change(tensor.data.clone())
+from step_problem import assert_noticed, kept, make, params_of, put, put_data, set_option, step
 
 
 def replace_state(optimizer: ShardedOptimizer) -> None:
@@ -115,10 +101,6 @@ def to_bfloat16(optimizer: ShardedOptimizer) -> None:
         param.data = param.data.bfloat16()
 
 
-def set_option(group: int, **options: Any) -> Callable[[ShardedOptimizer], None]:
-    return lambda optimizer: optimizer.param_groups[group].update(options)
-
-
 def set_format(**options: Any) -> Callable[[ShardedOptimizer], None]:
     """Changes an option on which the state depends; the state begins anew."""
 
@@ -189,25 +171,6 @@ CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
     "codec": set_format(codec="companded8"),
     "min_quantized_numel": set_format(min_quantized_numel=10**6),
 }
-
-
-def assert_noticed(change: Callable[[ShardedOptimizer], object], optimizer: ShardedOptimizer) -> None:
-    """Changes the optimizer between steps, and another that makes its tables anew in every step alike."""
-    anew = copy.deepcopy(optimizer)
-    removed: list[tuple[Tensor, Tensor]] = []
-    for t in range(6):
-        if t == 3:
-            before = params_of(optimizer)
-            change(optimizer)
-            change(anew)
-            left = {id(param) for param in params_of(optimizer)}
-            removed = [(param, param.detach().clone()) for param in before if id(param) not in left]
-        anew = copy.deepcopy(anew)
-        step(optimizer, t)
-        step(anew, t)
-        assert_same(everything(optimizer), everything(anew))
-        for param, as_it_was in removed:
-            assert torch.equal(param, as_it_was)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import bf16_at_random, join_weight, noise, noise_key, split_weight
-from weight_formats import BF16, FP16, FP32
+from weight_formats import BF16, FP16, every_mantissa, int_bits, special_values
 
 
 @pytest.fixture(autouse=True)
@@ -21,28 +21,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(saved)
-
-
-def int_bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
-
-
-def every_mantissa(exponent: int) -> Tensor:
-    """All positive floats of a biased exponent; 0: the subnormal ones and zero."""
-    return (torch.arange(2**23, dtype=torch.int32) | exponent << 23).view(FP32)
-
-
-def special_values() -> Tensor:
-    """Of every exponent the ends, the middle and both sides of ties; NaN and infinity; all with both signs.
-
-    Ties of both 16-bit floats, and of their words of 24 bits.
-    """
-    last_bits = [0, 1, 0xF, 0x10, 0x11, 0x30, 0x7F, 0x80, 0x81, 0x17F, 0x180, 0x181, 0xFFF, 0x1000, 0x1001, 0x3000]
-    last_bits += [0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000]
-    mantissas = last_bits + [0x7FFFFF - bits for bits in last_bits]
-    magnitudes = torch.arange(256, dtype=torch.int32)[:, None] << 23 | torch.tensor(mantissas, dtype=torch.int32)
-    positive = magnitudes.flatten().view(FP32)
-    return torch.cat([positive, -positive])
 
 
 class Word(NamedTuple):
@@ -78,22 +56,26 @@ EXPONENTS = {BF16: [0, 127, 254], FP16: [101, 109, 112, 127, 142]}
 MORE_EXPONENTS = {BF16: range(1, 254, 9), FP16: (0, 50, *(e for e in range(98, 145) if e not in EXPONENTS[FP16]), 254)}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "exponent"),
-    [
-        *((dtype, exponent) for dtype, exponents in EXPONENTS.items() for exponent in exponents),
-        *(
-            pytest.param(dtype, exponent, marks=pytest.mark.slow)
-            for dtype, exponents in MORE_EXPONENTS.items()
-            for exponent in exponents
-        ),
-    ],
-    ids=str,
-)
-def test_splitting_every_mantissa(dtype: torch.dtype, exponent: int) -> None:
-    for x in every_mantissa(exponent).split(2**17):  # pieces that stay in the processor's caches
+SOME = [(dtype, exponent) for dtype, exponents in EXPONENTS.items() for exponent in exponents]
+MORE = [(dtype, exponent) for dtype, exponents in MORE_EXPONENTS.items() for exponent in exponents]
+
+
+def check_mantissas(mantissas: Tensor, dtype: torch.dtype) -> None:
+    for x in mantissas.split(2**17):  # pieces that stay in the processor's caches
         for low_bits, sign in ((8, 1), (16, -1)):
             check_split(x, sign, dtype, low_bits)
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), SOME, ids=str)
+def test_splitting_every_seventh_mantissa(dtype: torch.dtype, exponent: int) -> None:
+    """The low 16 bits take all their values, 18 times or more."""
+    check_mantissas(every_mantissa(exponent)[::7], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "exponent"), [*SOME, *MORE], ids=str)
+def test_splitting_every_mantissa(dtype: torch.dtype, exponent: int) -> None:
+    check_mantissas(every_mantissa(exponent), dtype)
 
 
 def check_split(x: Tensor, sign: int, dtype: torch.dtype, low_bits: int) -> None:

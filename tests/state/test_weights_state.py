@@ -13,9 +13,9 @@ import torch
 from helpers import CODEC_NAMES, RULES, everything
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from step_problem import assert_noticed, put, put_data, set_option
+from step_problem import make as make_groups
 from test_state_dict import TORCH, advance, made, params_of, through_a_file
-from test_step_call import assert_noticed, put, put_data, set_option
-from test_step_call import make as make_groups
 from weight_formats import BF16, FORMATS
 
 BITS = (24, 32)

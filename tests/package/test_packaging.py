@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 STEP = """
 import torch, shardopt
@@ -115,8 +115,8 @@ def test_pytest_in_a_source_tree_that_is_not_built_says_so_once(tmp_path: Path) 
         "pytest",
         "-p",
         "no:cacheprovider",
-        "tests/test_options.py",
-        "tests/test_codecs.py",
+        "tests/optim/test_options.py",
+        "tests/codec/test_codecs.py",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 #: Ends a rank without the rest of Python's end, in which a thread of gloo now and then aborts the process.
 LEAVE = """

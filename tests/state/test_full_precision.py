@@ -10,17 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from helpers import CODEC_NAMES, everything
+from helpers import CODEC_NAMES, everything, step
+from kernel_problem import gradients, make, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.weights import join_weight, split_weight
 from shardopt.optim import ShardedOptimizer
-from test_kernels import gradients, make, start, step
-from test_weight_formulas import int_bits
-from test_weights import LOW, integers, master_weights
-from weight_formats import BF16, FORMATS, FP16, FP32, Weights
-
-ALL = {**FORMATS, "bf16": Weights(BF16, {}), "fp16": Weights(FP16, {}), "fp32": Weights(FP32, {})}
+from weight_formats import ALL, BF16, FP32, LOW, int_bits, integers, master_weights
 
 
 def trained(weights: str, steps: int = 2, codec: str = "log8") -> ShardedOptimizer:

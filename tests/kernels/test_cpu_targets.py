@@ -1,7 +1,7 @@
 """The CPU kernels of all instruction sets leave the same bits and touch nothing beyond the end of a tensor.
 
-tests/cpu_targets/digests.cpp takes the steps, in buffers before pages that cannot be read. Kernels of another processor
-are run in an emulator.
+cpu_targets/digests.cpp takes the steps, in buffers before pages that cannot be read. Kernels of another processor are
+run in an emulator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from shardopt import _C
 from shardopt.codec import CODECS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc"
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", f"-I{SOURCES}")
 
@@ -45,7 +45,7 @@ def tool(name: str) -> str:
 
 def build(folder: Path, compiler: str, target: str, *flags: str) -> Path:
     """The program with the kernels of one instruction set."""
-    sources = [SOURCES / "step" / f"cpu_{target}.cpp", ROOT / "tests/cpu_targets/digests.cpp"]
+    sources = [SOURCES / "step" / f"cpu_{target}.cpp", ROOT / "tests/kernels/cpu_targets/digests.cpp"]
     program = folder / f"digests_{target}"
     run([compiler, *FLAGS, *flags, f"-DSHARDOPT_KERNELS={target}", *sources, "-o", program])
     return program

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU: their source built by the host compiler, called as on a GPU (tests/cuda_emulation)."""
+"""The CUDA kernels on the CPU: their source built by the host compiler, called as on a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardopt import _C
 from shardopt.kernels import dispatch_cuda
 from shardopt.optim import plan
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("tests/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("tests/kernels/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
 EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
@@ -27,7 +27,7 @@ def build(folder: Path) -> ModuleType:
     """Builds the extension that stands in for the CUDA part of ``shardopt._C``."""
     compiler = os.environ.get("CXX", "c++")
     library = folder / "cuda_emulated.so"
-    headers = ["tests/cuda_emulation", "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
+    headers = ["tests/kernels/cuda_emulation", "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
     # Types under names of their own: a build with CUDA has registered those of the real ones with NumPy.
     renamed = ["-DCudaTask=EmulatedCudaTask"]
     flags = [*renamed, "-std=c++17", "-O1", *EXACT, "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-unknown-pragmas"]

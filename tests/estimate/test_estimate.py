@@ -7,27 +7,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import shardopt
-from helpers import RULES
+from estimate_problem import RULE_OF, both, host_bytes, run
+from pairs import pairwise
 from ranks.offload import offload_from_cpu
-from ranks.shaped import SMALL, Shaped, most_gradient_bytes, small_model
+from ranks.shaped import SMALL, small_model
 from shardopt.__main__ import main
 from shardopt.estimate import Model, Setup, estimate, model_of_config
-from shardopt.estimate.ledger import DTYPES
 from shardopt.estimate.table import ladder
-from shardopt.layout import shard_of
-from shardopt.optim import MemoryReport, MemoryUse, ShardedOptimizer
+from shardopt.optim import MemoryReport
 
-KINDS = [field.name for field in fields(MemoryUse)]
 CHUNK = 1 << 17
-RULE_OF = {"adamw": "adamw", "lion": "lion", "sgd": "momentum"}
 
 
 @pytest.fixture(autouse=True)
@@ -37,49 +33,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def both(report: MemoryReport) -> dict[str, int]:
-    """Bytes on device and host together: in these tests a run has only the CPU."""
-    return {kind: getattr(report.device, kind) + getattr(report.host, kind) for kind in KINDS}
-
-
-def run(model: Model, setup: Setup, hold: int = 0, device: str = "cpu") -> tuple[ShardedOptimizer, MemoryReport]:
-    """A step of a real model; its optimizer, and its report with the most gradients that there were at once."""
-    net = Shaped(model).to(device, DTYPES[setup.dtype])
-    params = list(net.parameters())
-    optimizer = RULES[RULE_OF[setup.optimizer]].make(params, **setup.options)
-    with most_gradient_bytes(params, hold) as most:
-        release = (
-            shardopt.release_gradients(net, optimizer, waiting_gradients=setup.waiting_gradients)
-            if setup.release_gradients
-            else None
-        )
-        net(torch.zeros((), device=device)).backward()
-        optimizer.step()
-        optimizer.synchronize()
-        report = shardopt.memory_report(optimizer)
-        use = report.host if device == "cpu" else report.device
-        if release is not None:
-            release.remove()
-            assert use.gradients == 0
-            use.gradients = most()
-        assert most() == use.gradients > 0
-    return optimizer, report
-
-
-def host_bytes(optimizer: ShardedOptimizer) -> int:
-    """What would stand in the host's memory if the parameters were on a GPU: state that is offloaded."""
-    total = 0
-    for param, state in optimizer.state.items():
-        offload = optimizer.places.place(param).offload
-        for key, value in state.items():
-            nbytes = shard_of(value).local(value).nbytes
-            if key == "step":
-                total += nbytes if offload == "step" else 0
-            elif offload is not None:
-                total += -(-nbytes // 64) * 64 if offload == "state" else nbytes
-    return total
 
 
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -106,10 +59,10 @@ def compare(model: Model, setup: Setup) -> MemoryReport:
     return expected
 
 
-@pytest.mark.parametrize("offload", [None, "state", "step"])
-@pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
-@pytest.mark.parametrize("codec", ["log8", "companded8", "fp32"])
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    ("weights", "codec", "release", "offload"),
+    pairwise(product(WEIGHTS, ["log8", "companded8", "fp32"], [False, True], [None, "state", "step"])),
+)
 def test_as_a_real_run(weights: str, codec: str, release: bool, offload: str | None) -> None:
     case = WEIGHTS[weights]
     options = {**case.get("options", {}), "codec": codec, "offload": offload}
@@ -410,6 +363,6 @@ def test_console_command(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "8-bit state, fp32 weights" in done.stdout
-    scripts = re.search(r"\[project\.scripts\]\n(.*)\n", (Path(__file__).parents[1] / "pyproject.toml").read_text())
+    scripts = re.search(r"\[project\.scripts\]\n(.*)\n", (Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert scripts is not None
     assert scripts[1] == 'shardopt = "shardopt.__main__:main"'

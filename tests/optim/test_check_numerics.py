@@ -12,8 +12,7 @@ from torch.nn import Parameter
 
 import shardopt
 from helpers import step
-from test_full_precision import ALL
-from weight_formats import BF16, FP16
+from weight_formats import ALL, BF16, FP16
 
 
 def many_weights(dtype: torch.dtype) -> Tensor:

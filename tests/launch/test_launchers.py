@@ -168,13 +168,15 @@ def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert "got no hostfile nowhere, expected one" in bad.stderr
 
 
-@needs_deepspeed
-def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", [(), pytest.param(DEEPSPEED, marks=[needs_deepspeed, pytest.mark.slow])], ids=["fsdp2", "deepspeed"]
+)
+def test_srun(torchrun: Path, text: Path, tmp_path: Path, backend: tuple[str, ...]) -> None:
     """No Slurm is installed: a stand-in of srun starts the tasks with the variables that srun sets."""
     programs = write_program(tmp_path / "programs", "srun", SRUN).parent
     places = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)}
     places["PATH"] = f"{programs}:{PROGRAMS}:{os.environ['PATH']}"
-    done = run_script("slurm.sbatch", tmp_path, text, places, *DEEPSPEED)
+    done = run_script("slurm.sbatch", tmp_path, text, places, *backend)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path, torchrun)
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.lr_scheduler import ExponentialLR
 
 import shardopt
 from helpers import everything
+from overlap_problem import STEPS, start, train
 from ranks.layered import Layers, batch
 from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
@@ -25,36 +25,11 @@ from shardopt.integrations.forward_overlap import readers
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import deferred
 
-STEPS = 3
-
 
 @pytest.fixture(autouse=True)
 def from_cpu() -> Iterator[None]:
     with offload_from_cpu():
         yield
-
-
-def start(model: nn.Module, overlap: bool | None, **options: Any) -> shardopt.AdamW8bit:
-    """An optimizer with steps beside the forward pass (True), the backward pass (False) or none."""
-    optimizer = shardopt.AdamW8bit(
-        model.parameters(), lr=1e-2, min_quantized_numel=64, offload=None if overlap is None else "step", **options
-    )
-    if overlap is not None:
-        shardopt.release_gradients(model, optimizer, overlap_forward=overlap, waiting_gradients=100)
-    return optimizer
-
-
-def train(
-    model: nn.Module, optimizer: shardopt.AdamW8bit, steps: int = STEPS, between: Callable[[], object] = bool
-) -> None:
-    """The usual loop; ``between`` is called after each step."""
-    schedule = ExponentialLR(optimizer, 0.7)
-    for step in range(steps):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        between()
 
 
 def reference(**options: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import shardopt
 from helpers import EIGHT_BIT, RULES, everything
+from overlap_problem import start, train
 from ranks.layered import Layers
 from ranks.models import make_net, named_parameters, set_gradients
 from ranks.offload import offload_from_cpu, slow_steps
@@ -27,7 +28,6 @@ from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import load_safetensors, safetensors_writer, save_safetensors
 from shardopt.optim import ShardedOptimizer
-from test_forward_overlap import start, train
 
 library = pytest.importorskip("safetensors")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch.nn import Parameter
 
 import shardopt
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, step
+from pairs import pairwise
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec import CODECS
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.tensor_state import TensorState, tensor_state_of
+from weight_formats import BF16, FP16, FP32
 
 #: Quantized with a short last block, exactly, and not at all.
 SHAPES = ((64, 130), (32, 128), (300,), (3, 3), ())
@@ -50,9 +53,11 @@ def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:
     return tensor_state_of(param, group, optimizer.rule(group).moments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum", "sgd"])
+@pytest.mark.parametrize(
+    ("rule", "codec", "dtype"),
+    pairwise(product(["adamw", "lion", "momentum", "sgd"], CODEC_NAMES, [FP32, BF16, FP16])),
+    ids=str,
+)
 def test_round_trip(rule: str, codec: str, dtype: torch.dtype) -> None:
     optimizer = made(rule, dtype, codec=codec)
     advance(optimizer, range(3), dtype)

@@ -15,7 +15,7 @@ from lm import checkpoint
 from ranks.pool import Pool
 from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MULTINODE = ROOT / "launch" / "multinode"
 
 #: Where the launchers of this environment are.

@@ -1,0 +1,72 @@
+"""What tests of kernels share: parameters of sizes near a block's and a vector's, gradients with bad elements."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+
+from helpers import RULES, Named, Shape, parameters
+from ranks.layouts import values
+from shardopt.kernels import dispatch
+from shardopt.optim import ShardedOptimizer
+from weight_formats import BF16, FP16, FP32
+
+#: Of parameter and gradient.
+DTYPES = {
+    "fp32": (FP32, FP32),
+    "bf16": (BF16, BF16),
+    "fp16": (FP16, FP16),
+    "bf16-fp32": (BF16, FP32),
+    "fp16-fp32": (FP16, FP32),
+}
+#: Nothing, single elements, and sizes on both sides of a block and of a vector; dim 0 is the row.
+SHAPES: tuple[Shape, ...] = (
+    *((), (0,), (0, 64), (1,), (31,), (127,), (128,), (129,), (257,)),
+    *((3, 31), (5, 32), (4, 33), (1, 127), (1, 128), (2, 129), (3, 130), (2, 257), (4, 5, 7, 3)),
+    *((3, 144), (5, 192)),  # last blocks that are short, but whole vectors
+)
+#: By their places in a gradient.
+BAD = {0: torch.nan, 1: torch.inf, 40: -torch.inf, 129: torch.nan}
+#: Overflowing a second moment, a sum, or nothing yet.
+HUGE = {0: 1e19, 2: 3e38, 40: -1e21, 129: -3e38, 130: 9.2e18}
+STEPS = 4
+
+
+@contextmanager
+def using(target: str, threads: int) -> Iterator[None]:
+    """Steps with this instruction set and this many threads, and without the warnings about skipped elements."""
+    saved = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with dispatch.use_cpu_target(target), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        torch.set_num_threads(saved)
+
+
+@lru_cache(maxsize=8)
+def start(dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES) -> Named:
+    return {str(shape): values(shape, seed, dtype) for seed, shape in enumerate(shapes)}
+
+
+@lru_cache(maxsize=64)
+def gradients(t: int, dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES, scale: float = 1e-2) -> Named:
+    """Those of step ``t``; in the third ones some are NaN or Inf."""
+    found = {str(shape): (values(shape, 100 * t + i) * scale).to(dtype) for i, shape in enumerate(shapes)}
+    if t == 3:
+        for gradient in found.values():
+            for at, bad in BAD.items():
+                if at < gradient.numel():
+                    gradient.view(-1)[at] = bad
+    return found
+
+
+def make(rule: str, codec: str, initial: Named, **options: object) -> tuple[Named, ShardedOptimizer]:
+    params = parameters(initial)
+    options = {"min_quantized_numel": 0, **options}
+    return params, RULES[rule].make(list(params.values()), codec=codec, **options)

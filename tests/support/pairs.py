@@ -1,0 +1,45 @@
+"""Sweeps over several parameters: by default each value meets each value of the others, and with ``--all`` all meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Pair = tuple[int, str, int, str]
+
+
+def pairwise(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Marks slow the cases that no pair of values needs.
+
+    Args:
+        cases: of ``pytest.mark.parametrize``, a tuple per case, such as ``itertools.product`` makes them.
+
+    Returns:
+        All cases, in their order. Of those that are not slow, each pair of values that stands in a case stands in one.
+    """
+    listed = list(cases)
+    pairs = [_pairs(case) for case in listed]
+    missing = set().union(*pairs)
+    kept: set[int] = set()
+    # Few suffice if the next one is always that with the most new pairs; of several, the one least like the others.
+    while missing:
+        values = {value for place in kept for value in enumerate(map(repr, listed[place]))}
+        best = max(
+            range(len(listed)),
+            key=lambda i: (len(pairs[i] & missing), -len(values & set(enumerate(map(repr, listed[i])))), -i),
+        )
+        kept.add(best)
+        missing -= pairs[best]
+    return [case if place in kept else pytest.param(*case, marks=pytest.mark.slow) for place, case in enumerate(listed)]
+
+
+def slow(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Marks all cases slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def _pairs(case: tuple[Any, ...]) -> set[Pair]:
+    return {(a, repr(case[a]), b, repr(case[b])) for a, b in combinations(range(len(case)), 2)}

@@ -1,0 +1,77 @@
+"""What the tests of kept tables share: an optimizer with odd parameters, and its steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from helpers import RULES, everything, with_gradient
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
+
+SHAPES = ((64, 130), (300,), (40, 256), (7,), (7,))
+
+#: What a change replaced stays allocated, so that stale addresses would do harm to it and not to the process.
+kept: list[Any] = []
+
+
+def make(rule: str = "adamw", dtype: torch.dtype = torch.float32, **options: Any) -> ShardedOptimizer:
+    params = [Parameter(values(shape, i, dtype)) for i, shape in enumerate(SHAPES)]
+    return RULES[rule].make([{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}], **options)
+
+
+def params_of(optimizer: ShardedOptimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def step(optimizer: ShardedOptimizer, t: int, without: tuple[int, ...] = (), grad_dtype: torch.dtype | None = None):
+    for index, param in enumerate(params_of(optimizer)):
+        gradient = values(tuple(param.shape), 100 * (t + 1) + index, param.dtype).to(grad_dtype or param.dtype)
+        if index in without:
+            param.grad = None
+        else:
+            with_gradient(param, gradient)
+    optimizer.step()
+
+
+def put(optimizer: ShardedOptimizer, index: int, key: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Puts another tensor in the place of a state entry."""
+    state = optimizer.state[params_of(optimizer)[index]]
+    kept.append(state[key])
+    state[key] = change(state[key].clone())
+
+
+def put_data(optimizer: ShardedOptimizer, index: int, key: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Gives a state entry other memory; the tensor is the same object."""
+    tensor = optimizer.state[params_of(optimizer)[index]][key]
+    kept.append(tensor.data)
+    tensor.data = change(tensor.data.clone())
+
+
+def set_option(group: int, **options: Any) -> Callable[[ShardedOptimizer], None]:
+    return lambda optimizer: optimizer.param_groups[group].update(options)
+
+
+def assert_noticed(change: Callable[[ShardedOptimizer], object], optimizer: ShardedOptimizer) -> None:
+    """Changes the optimizer between steps, and another that makes its tables anew in every step alike."""
+    anew = copy.deepcopy(optimizer)
+    removed: list[tuple[Tensor, Tensor]] = []
+    for t in range(6):
+        if t == 3:
+            before = params_of(optimizer)
+            change(optimizer)
+            change(anew)
+            left = {id(param) for param in params_of(optimizer)}
+            removed = [(param, param.detach().clone()) for param in before if id(param) not in left]
+        anew = copy.deepcopy(anew)
+        step(optimizer, t)
+        step(anew, t)
+        assert_same(everything(optimizer), everything(anew))
+        for param, as_it_was in removed:
+            assert torch.equal(param, as_it_was)
