@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
 from shardopt.estimate.table import COLUMNS
-from shardopt.optim import MemoryReport, MemoryUse
-from shardopt.optim.memory import kind_of
+from shardopt.report import MemoryReport, MemoryUse
+from shardopt.report.memory import kind_of
 from step_cpu import commit, machine
 
 NO_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}

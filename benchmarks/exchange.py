@@ -31,11 +31,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardopt
 from decoder import Architecture, Decoder, set_gradients
-from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_encoding import shared_blocks
-from shardopt.optim.tensor_state import flat_slices
+from shardopt.sharding.exchange import RanksExchange
+from shardopt.state.flat_encoding import shared_blocks
+from shardopt.state.tensor_state import flat_slices
 from shardopt.step.cut_blocks import FlatCuts
 from step_cpu import commit, machine
 
@@ -102,7 +102,7 @@ def make_optimizer(model: nn.Module, **options: Any) -> ShardedOptimizer:
 def count(name: str, parameters: int, model: nn.Module, optimizer: ShardedOptimizer) -> Count:
     """Asks the code that steps."""
     (group,) = optimizer.param_groups
-    parts = [part for param in group["params"] for part in flat_slices(optimizer.state_spec(param, group))]
+    parts = [part for param in group["params"] for part in flat_slices(optimizer._internals.state_of(param, group))]
     cuts = FlatCuts(parts, torch.device("cpu"))
     numbers = [shared_blocks(part) for part in parts]
     own = 0

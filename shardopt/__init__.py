@@ -14,8 +14,7 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
         "not python -m pytest, and start python in another folder)"
     ) from None
 
-from shardopt import integrations as _integrations  # noqa: F401  registers the kinds of shards
-from shardopt.integrations.gradient_release import GradientRelease, release_gradients
+from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
 from shardopt.optim import (
     SGD,
     Adam,
@@ -24,12 +23,10 @@ from shardopt.optim import (
     AdamW8bit,
     Lion,
     Lion8bit,
-    MemoryReport,
     SGD8bit,
-    check_numerics,
-    memory_report,
 )
-from shardopt.precision import cast_model, is_norm
+from shardopt.release.gradient_release import GradientRelease, release_gradients
+from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
 
 __version__ = "0.1.0"
 

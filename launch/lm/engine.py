@@ -20,7 +20,7 @@ from lm.learner import Learner
 from lm.model import Transformer
 from lm.options import Config
 from lm.runtime import Ranks
-from shardopt.integrations.deepspeed.engine import opened
+from shardopt.sharding.deepspeed.engine import opened
 
 
 def check(config: Config, world_size: int) -> None:

@@ -15,8 +15,8 @@ import shardopt
 from lm.errors import UserError
 from lm.options import Config
 from shardopt.layout.names import parameter_names
-from shardopt.optim.memory import owner_of
-from shardopt.optim.options import DEFAULTS, STATE_FORMAT
+from shardopt.report.memory import owner_of
+from shardopt.state.options import DEFAULTS, STATE_FORMAT
 
 Groups = list[dict[str, Any]]
 # (class, param groups, options, the wrapped model) -> optimizer

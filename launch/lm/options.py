@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardopt.optim.deferred import MOST_WAITING
+from shardopt.release.deferred import MOST_WAITING
 
 
 def opt(default: Any, help: str, *, low: float | None = None) -> Any:

@@ -16,9 +16,9 @@ from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, piec
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.layout import FlatBuffer, assigned, read_model
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_encoding import encode_flat, shared_blocks
-from shardopt.optim.memory import owner_of
-from shardopt.optim.slice_state import SliceState
+from shardopt.report.memory import owner_of
+from shardopt.state.flat_encoding import encode_flat, shared_blocks
+from shardopt.state.slice_state import SliceState
 
 
 class Owner(NamedTuple):
@@ -97,7 +97,7 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
 
 def _slices(owner: Owner, param: Tensor, group: int) -> list[tuple[SliceState, dict[str, Tensor]]]:
     """Form and state of each slice of one of the optimizer's tensors."""
-    spec = owner.sharded.state_spec(param, owner.groups[group])
+    spec = owner.sharded._internals.state_of(param, owner.groups[group])
     states = spec.split(owner.sharded.state.get(param, {}))
     return [(each.spec, state) for each, state in zip(spec.slices, states, strict=True)]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.contents import Content
 from shardopt.kernels.weights import StoredWeights, WeightFormat
-from shardopt.optim.slice_state import LOW_BITS, SliceState
+from shardopt.state.slice_state import LOW_BITS, SliceState
 
 
 class Target(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.wording import few, line, named
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
+from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
 #: Options of the run, which a loading optimizer keeps; other options are loaded.
 _OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", *PLACEMENT])

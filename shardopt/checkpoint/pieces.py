@@ -13,7 +13,7 @@ from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.layout.names import buffer_names, parameter_names
-from shardopt.optim.slice_state import SliceState
+from shardopt.state.slice_state import SliceState
 
 
 class Piece(NamedTuple):

@@ -46,7 +46,7 @@ from shardopt.checkpoint.replicas import ReplicaPlanner
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Staged, Stager
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
-from shardopt.integrations.deepspeed.engine import is_engine, opened, refresh
+from shardopt.sharding.deepspeed.engine import is_engine, opened, refresh
 
 _TRIES = 10  # attempts of a load while other saves replace the checkpoint
 _ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of PyTorch

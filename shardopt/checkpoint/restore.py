@@ -32,10 +32,10 @@ from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
-from shardopt.optim.flat_encoding import encode_flat
-from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.slice_state import LOW_BITS, SliceState
-from shardopt.optim.tensor_state import TensorState
+from shardopt.state.flat_encoding import encode_flat
+from shardopt.state.options import STATE_FORMAT
+from shardopt.state.slice_state import LOW_BITS, SliceState
+from shardopt.state.tensor_state import TensorState
 
 _CPU = torch.device("cpu")
 
@@ -163,7 +163,7 @@ class Restoration:
                 apply(group, options)
         for param, (spec, state) in self._states.items():
             self._owner.sharded.state[param] = state
-            self._owner.sharded.places.put(param, spec, state)
+            self._owner.sharded._internals.residency.put(param, spec, state)
         for param in self._owned:
             if param not in self._states:
                 self._owner.sharded.state.pop(param, None)
@@ -295,7 +295,7 @@ class Restoration:
         assert self._owner is not None
         assert group is not None
         sharded = self._owner.sharded
-        spec, place = sharded.state_spec(param, self._options[group]), sharded.places.place(param)
+        spec, place = sharded._internals.state_of(param, self._options[group]), sharded._internals.residency.of(param)
         # A slice of a flat buffer may have been saved without state.
         states = [target.state or each.spec.new(_CPU) for target, each in zip(targets, spec.slices, strict=True)]
         return spec, spec.join(

@@ -19,11 +19,14 @@ from shardopt.estimate.backends import BACKENDS, Backend, Held
 from shardopt.estimate.model import Model
 from shardopt.estimate.zero import ZERO_OFFLOADS, add_partitions, check
 from shardopt.kernels.streamed import SLOTS
-from shardopt.optim import SGD, AdamW, Lion, MemoryReport, MemoryUse, ShardedOptimizer, deferred, placement
-from shardopt.optim.memory import kind_of
-from shardopt.optim.options import bytes_of
-from shardopt.optim.placement import Budget, Place
-from shardopt.optim.slice_state import SliceState
+from shardopt.optim import SGD, AdamW, Lion, ShardedOptimizer
+from shardopt.release import deferred
+from shardopt.report import MemoryReport, MemoryUse
+from shardopt.report.memory import kind_of
+from shardopt.state import residency
+from shardopt.state.options import bytes_of
+from shardopt.state.residency import Budget, Residency
+from shardopt.state.slice_state import SliceState
 
 OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
     "adamw": AdamW,
@@ -59,7 +62,7 @@ class Setup:
             to be of successive parameters; with ``overlap_forward`` larger ones may wait.
         zero_offload: what DeepSpeed moves to the host's memory, one of ``ZERO_OFFLOADS``.
         options: the optimizer's; with DeepSpeed bf16 has ``master_weight_bits`` of 24 or 32 without float32 masters,
-            which it has otherwise; see :class:`shardopt.optim.options.Options`.
+            which it has otherwise; see :class:`shardopt.state.options.Options`.
 
     Raises:
         ValueError: some of it is not possible, alone or together.
@@ -171,7 +174,7 @@ def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryRepor
 
 
 def _add_state(report: MemoryReport, held: Held, setup: Setup) -> None:
-    """Adds state and offload buffers, placed as :class:`shardopt.optim.placement.StatePlaces` does."""
+    """Adds state and offload buffers, placed as :class:`shardopt.state.residency.StateResidency` does."""
     optimizer, group = setup.group()
     dtype, moments = setup.stepped_dtype, optimizer.rule(group).moments
     counts = Counter(held.shards)
@@ -182,7 +185,7 @@ def _add_state(report: MemoryReport, held: Held, setup: Setup) -> None:
         stays = Counter(shard for shard in held.shards if budget.takes(states[shard].total))
     for shard, state in states.items():
         for offload, count in ((None, stays[shard]), (group["offload"], counts[shard] - stays[shard])):
-            place = Place.of(offload, setup.stepped_on)
+            place = Residency.of(offload, setup.stepped_on)
             on_host = place.state.type == "cpu"
             state.add_to(report.host if on_host else report.device, count, aligned=offload == "state")
             steps = 0 if held.is_flat else count * state.step
@@ -192,7 +195,7 @@ def _add_state(report: MemoryReport, held: Held, setup: Setup) -> None:
         use.state += len(held.buffers) * max(state.step for state in states.values())
     if stays != counts:
         use = report.host if group["offload"] == "step" else report.device
-        use.offload_buffers = SLOTS * placement.CHUNK_BYTES
+        use.offload_buffers = SLOTS * residency.CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -223,4 +226,4 @@ class _StateBytes:
         for kind, nbytes in self.entries:
             setattr(use, kind, getattr(use, kind) + count * nbytes)
             if aligned:
-                use.state += count * (-nbytes % placement.ALIGNMENT)
+                use.state += count * (-nbytes % residency.ALIGNMENT)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardopt.optim.options import MAX_BLOCK_SIZE
+from shardopt.state.options import MAX_BLOCK_SIZE
 
 Shape = tuple[int, ...]
 

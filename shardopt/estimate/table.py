@@ -10,7 +10,7 @@ from typing import Any
 from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
-from shardopt.optim import MemoryReport, MemoryUse
+from shardopt.report import MemoryReport, MemoryUse
 
 #: The kinds of memory, as columns: fields of :class:`MemoryUse` and headings.
 COLUMNS = {

@@ -14,7 +14,7 @@ ZeRO, offload    weights   masters                             gradients
 ===============  ========  ==================================  ===============================
 
 What is between asterisks is in the host's memory. What DeepSpeed holds twice is one, as
-``shardopt/integrations/deepspeed/masters.py`` makes it. For a step without offload gradients are flattened, which makes
+``shardopt/sharding/deepspeed/masters.py`` makes it. For a step without offload gradients are flattened, which makes
 a view of a single tensor: if m = w, a partition within one parameter keeps the whole parameter's gradient alive (ZeRO 1
 and 2), and a sub-group of one parameter takes no further memory (ZeRO 3).
 """
@@ -25,7 +25,7 @@ import math
 from collections import Counter
 
 from shardopt.estimate.backends import Held
-from shardopt.optim import MemoryReport
+from shardopt.report import MemoryReport
 
 #: What DeepSpeed moves to the host's memory itself: nothing, ``offload_optimizer``, ``offload_param`` too.
 ZERO_OFFLOADS = ("none", "optimizer", "all")

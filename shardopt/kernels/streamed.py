@@ -32,7 +32,7 @@ EXTENT = np.dtype(
 _ALIGNMENT = 64  # bytes: copies are aligned as their originals are
 
 #: What aligning a piece's operands may cost, in bytes.
-PIECE_OVERHEAD = 2 * _ALIGNMENT * (3 + 2 * _C.max_moments)
+UNIT_OVERHEAD = 2 * _ALIGNMENT * (3 + 2 * _C.max_moments)
 
 _GRADIENT_BYTES = np.zeros(len(DTYPES), np.int64)  # per element, by the kernels' number of the dtype
 _GRADIENT_BYTES[list(DTYPES.values())] = [dtype.itemsize for dtype in DTYPES]
@@ -151,7 +151,7 @@ class StreamedCall:
         moves: what moves.
         transfers: how.
         chunk_bytes: how much is moved at a time, at most; a slot has room for it. Pieces have to be smaller than that
-            by :data:`PIECE_OVERHEAD`; of blocks of 4096 elements it has to hold one.
+            by :data:`UNIT_OVERHEAD`; of blocks of 4096 elements it has to hold one.
         make: makes the calls of the kernels.
     """
 
@@ -299,7 +299,7 @@ def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> lis
         if not len(rows):
             continue
         begins = np.flatnonzero(np.diff(pieces[rows], prepend=-1))
-        per_piece = np.add.reduceat(np.asarray(sizes)[rows], begins) + PIECE_OVERHEAD
+        per_piece = np.add.reduceat(np.asarray(sizes)[rows], begins) + UNIT_OVERHEAD
         chunk, chunks, filled = 0, [], 0
         for size in per_piece.tolist():
             if filled and filled + size > chunk_bytes:

@@ -10,8 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.options import Options, Unpack
-from shardopt.optim.rule import Rule
+from shardopt.state.options import Options, Unpack
+from shardopt.state.rule import Rule
 
 _ADAM = Rule("adam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
 
@@ -37,7 +37,7 @@ class AdamW(ShardedOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decay per unit of lr.
         amsgrad: must be False.
-        **options: see :class:`shardopt.optim.options.Options`.
+        **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
         ValueError: a hyper-parameter or option is out of range.

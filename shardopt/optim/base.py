@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -16,17 +15,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, read_model
-from shardopt.optim.full_precision import check_weights, joined, split_into
+from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
-from shardopt.optim.options import STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
-from shardopt.optim.placement import StatePlaces
-from shardopt.optim.released import ReleasedParameters
-from shardopt.optim.rule import Rule
-from shardopt.optim.slice_state import StateDict
-from shardopt.optim.tensor_state import TensorState, tensor_state_of
-from shardopt.optim.warn import warn_user
-from shardopt.step.rows import Group
-from shardopt.step.stepper import Stepper
+from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.state.options import STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
+from shardopt.state.rule import Rule
+from shardopt.state.slice_state import StateDict
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -40,10 +34,7 @@ class ShardedOptimizer(Optimizer, ABC):
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
-        self._steppers: dict[tuple[int, ...], Stepper] = {}
-        self.places = StatePlaces(self)
-        #: Which of all parameters each is, where this optimizer has only some of them; the rest are numbered in order.
-        self.numbers: dict[Tensor, int] = {}
+        self._internals = Internals(self)
         super().__init__(params, {**defaults, **with_defaults(options)})
 
     @abstractmethod
@@ -77,7 +68,7 @@ class ShardedOptimizer(Optimizer, ABC):
     @property
     def nonfinite_count(self) -> int:
         """Gradient elements that were NaN or Inf, or overflowed, and were skipped by this rank so far."""
-        return self._count_skipped(wait=True)
+        return self._internals.count_skipped(wait=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
@@ -96,20 +87,10 @@ class ShardedOptimizer(Optimizer, ABC):
         try:
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
-            self.places.check(self.param_groups[-1])
+            self._internals.residency.check(self.param_groups[-1])
         except Exception:  # whatever it is, the optimizer stays as it was
             self.param_groups.pop()
             raise
-
-    @classmethod
-    @contextmanager
-    def paused(cls) -> Iterator[None]:
-        """Inside, :meth:`step` does nothing, for a framework that takes one without gradients to see state appear."""
-        ShardedOptimizer._paused = True
-        try:
-            yield
-        finally:
-            ShardedOptimizer._paused = False
 
     def attach(self, model: Module) -> None:
         """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
@@ -126,8 +107,8 @@ class ShardedOptimizer(Optimizer, ABC):
             MemoryError: the host has no memory for what is to be offloaded.
         """
         read_model(model)
-        self._forget_plans()
-        self.places.check()
+        self._internals.forget_tables()
+        self._internals.residency.check()
 
     def synchronize(self) -> None:
         """Waits until all steps are taken, and what was offloaded is complete in the host's memory.
@@ -135,13 +116,9 @@ class ShardedOptimizer(Optimizer, ABC):
         To be called before :attr:`state` is read by hand, and parameters where steps overlap with the next forward pass
         (:func:`shardopt.release_gradients`); methods and checkpoints call it by themselves.
         """
-        if self._released is not None:
-            self._released.wait()
-        self.places.synchronize()
-
-    def state_spec(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
-        """Describes the state of one of the parameters, given its param group."""
-        return tensor_state_of(param, group, self.rule(group).moments)
+        if self._internals.released is not None:
+            self._internals.released.wait()
+        self._internals.residency.synchronize()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -171,22 +148,23 @@ class ShardedOptimizer(Optimizer, ABC):
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        left = self._released is None or any(param.grad is not None for _, param in self._all_params())
-        if self._released is not None:
-            self._released.check_step(closure, scaling)
-            if left or not self._released.overlaps_forward:
-                self._released.wait()
+        internals, released = self._internals, self._internals.released
+        left = released is None or any(param.grad is not None for _, param in self._all_params())
+        if released is not None:
+            released.check_step(closure, scaling)
+            if left or not released.overlaps_forward:
+                released.wait()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._paused:
+        if internals.is_paused:
             return loss
-        self._warn_of_nonfinite()
+        internals.warn_of_skipped()
         if left:
-            self._stepper().prepare(self.param_groups, self.state, self._group, scaling)()
-        if self._released is not None:
-            self._released.next_step()
+            internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+        if released is not None:
+            released.next_step()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -210,7 +188,7 @@ class ShardedOptimizer(Optimizer, ABC):
             state = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
                 if index in state:
-                    spec = self.state_spec(param, group)
+                    spec = self._internals.state_of(param, group)
                     state[index] = {"step": state[index]["step"], **spec.decode(state[index])}
         return state_dict
 
@@ -230,7 +208,7 @@ class ShardedOptimizer(Optimizer, ABC):
             last_hook.remove()
         for group, param in self._all_params():
             if group["offload"] is not None and self.state.get(param):
-                self.places.put(param, self.state_spec(param, group), self.state[param])
+                self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
 
     @torch.no_grad()
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
@@ -241,7 +219,9 @@ class ShardedOptimizer(Optimizer, ABC):
             Copies, 4 bytes per parameter.
         """
         self.synchronize()
-        return {p: joined(self.state_spec(p, group), p, self.state.get(p, {})) for group, p in self._all_params()}
+        return {
+            p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
+        }
 
     @torch.no_grad()
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
@@ -262,8 +242,8 @@ class ShardedOptimizer(Optimizer, ABC):
         params = {param: group for group, param in self._all_params()}
         check_weights(weights, params)
         for param, group in params.items():
-            spec, old = self.state_spec(param, group), self.state.get(param, {})
-            state = split_into(spec, param, old, weights[param], self.places.place(param).state)
+            spec, old = self._internals.state_of(param, group), self.state.get(param, {})
+            state = split_into(spec, param, old, weights[param], self._internals.residency.of(param).state)
             if state:
                 self.state[param] = state
 
@@ -277,86 +257,10 @@ class ShardedOptimizer(Optimizer, ABC):
                 if isinstance(value, Adopted):
                     state["state"][param] = value.state
         super().__setstate__(state)
-        self._steppers = getattr(self, "_steppers", {})
-        self.places = getattr(self, "places", None) or StatePlaces(self)
-        self.numbers = getattr(self, "numbers", {})
-        self._forget_plans()
-
-    _paused = False
-    _released: ReleasedParameters | None = None  # those that are stepped during the backward pass
-    _skipped_reported = 0
-    _skipped_released = 0  # elements of released gradients, of releases that were removed
-
-    def release(self, params: Collection[Tensor], waiting_gradients: int, overlaps_forward: bool) -> ReleasedParameters:
-        """Has some parameters stepped one by one by the caller; for :func:`shardopt.release_gradients`.
-
-        Args:
-            params: which.
-            waiting_gradients: see there.
-            overlaps_forward: whether the caller has the next forward pass wait for steps, and not :meth:`step`.
-
-        Raises:
-            RuntimeError: that is so already.
-            ValueError: a param group has ``nonfinite="raise"``.
-        """
-        if self._released is not None:
-            raise RuntimeError(
-                "got an optimizer whose gradients are released already, expected one release at a time; call remove() "
-                "on the first one"
-            )
-        self._released = ReleasedParameters(self, params, waiting_gradients, overlaps_forward)
-        return self._released
-
-    def end_release(self) -> None:
-        """Ends what :meth:`release` began."""
-        released, self._released = self._released, None
-        if released is not None:
-            try:
-                released.wait()
-            finally:
-                self._skipped_released += released.nonfinite(wait=True)
-
-    def _stepper(self) -> Stepper:
-        """What is kept of the last step of these param groups: DeepSpeed shows the optimizer one at a time."""
-        key = tuple(id(group["params"][0]) if group["params"] else 0 for group in self.param_groups)
-        return self._steppers.setdefault(key, Stepper(self.places, self.numbers))
-
-    def _forget_plans(self) -> None:
-        for stepper in self._steppers.values():
-            stepper.forget()
-        if self._released is not None:
-            self._released.forget()
-
-    def _count_skipped(self, *, wait: bool) -> int:
-        released = 0 if self._released is None else self._released.nonfinite(wait=wait)
-        stepped = sum(stepper.skipped.count(wait=wait) for stepper in self._steppers.values())
-        return stepped + self._skipped_released + released
+        self._internals = getattr(self, "_internals", None) or Internals(self)
+        self._internals.forget_tables()
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self.param_groups:
             for param in group["params"]:
                 yield group, param
-
-    def _group(self, options: Mapping[str, Any]) -> Group:
-        """What a step needs to know of a param group.
-
-        Raises:
-            ValueError: a hyper-parameter is out of range.
-        """
-        self.check_group(options)
-        lr = options["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            # Not read here: that would wait for the device.
-            return Group.of(options, self.rule(options), self.hyper({**options, "lr": 0.0}), lr)
-        return Group.of(options, self.rule(options), self.hyper(options), None)
-
-    def _warn_of_nonfinite(self) -> None:
-        known = self._count_skipped(wait=False)
-        new = known - self._skipped_reported
-        if new > 0:
-            self._skipped_reported = known
-            warn_user(
-                f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
-                "(nonfinite='raise' names the parameter)",
-                RuntimeWarning,
-            )

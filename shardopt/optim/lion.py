@@ -10,8 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.options import Options, Unpack
-from shardopt.optim.rule import Rule
+from shardopt.state.options import Options, Unpack
+from shardopt.state.rule import Rule
 
 _LION = Rule("lion", (Moment("exp_avg", signed=True),))
 
@@ -26,7 +26,7 @@ class Lion(ShardedOptimizer):
         lr: learning rate, a float or a 0-d tensor; some 3 to 10 times below AdamW's.
         betas: weights of the momentum in the step's direction, and its decay rate.
         weight_decay: decay per unit of lr, apart from the gradient.
-        **options: see :class:`shardopt.optim.options.Options`.
+        **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
         ValueError: a hyper-parameter or option is out of range.

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from shardopt.layout import Exchange, FlatBuffer, FlatShard, UnknownShardError, assigned
-from shardopt.optim.agreement import agreeing, all_or_none, on_any_rank
-from shardopt.optim.flat_encoding import encode_flat_moments
-from shardopt.optim.names import listed_name
-from shardopt.optim.options import PLACEMENT, STATE_FORMAT, check_options
-from shardopt.optim.slice_state import StateDict
-from shardopt.optim.tensor_state import TensorState
+from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
+from shardopt.state.flat_encoding import encode_flat_moments
+from shardopt.state.names import listed_name
+from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
+from shardopt.state.slice_state import StateDict
+from shardopt.state.tensor_state import TensorState
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer
@@ -98,7 +98,9 @@ def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict
     loaded = []
     for number, (saved_group, group, options) in enumerate(zip(saved, own, groups, strict=True)):
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec = optimizer.state_spec(param, options)  # as it will be: SGD's momentum says what state there is
+            spec = optimizer._internals.state_of(
+                param, options
+            )  # as it will be: SGD's momentum says what state there is
             name = listed_name(group, number, position)
             entries = checked_entries(states.get(index), name)
             loaded.append(_Loaded(param, index, name, spec, entries))
@@ -187,7 +189,7 @@ def _adopted(optimizer: ShardedOptimizer, loaded: Sequence[_Loaded], failure: Ex
     state: dict[Any, Any] = {}
     for param, index, name, spec, entries in loaded:
         if entries:
-            own = spec.adopt(entries, optimizer.places.place(param).state, name)
+            own = spec.adopt(entries, optimizer._internals.residency.of(param).state, name)
             spec.check_local(own, name)
             state[index] = Adopted(own)
         elif entries is not None:

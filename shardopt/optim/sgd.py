@@ -10,8 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.options import Options, Unpack
-from shardopt.optim.rule import Rule
+from shardopt.state.options import Options, Unpack
+from shardopt.state.rule import Rule
 
 _MOMENTUM = Rule("momentum", (Moment("momentum_buffer", signed=True),))
 _PLAIN = Rule("sgd", ())
@@ -30,7 +30,7 @@ class SGD(ShardedOptimizer):
         dampening: the gradient enters the buffer with weight ``1 - dampening``, except in the first step.
         weight_decay: L2 penalty, part of the gradient.
         nesterov: look ahead; needs momentum and no dampening.
-        **options: see :class:`shardopt.optim.options.Options`.
+        **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
         ValueError: a hyper-parameter or option is out of range.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
-from shardopt.optim.flat_encoding import shared_blocks
-from shardopt.optim.slice_state import SliceState
+from shardopt.state.flat_encoding import shared_blocks
+from shardopt.state.slice_state import SliceState
 
 
 class CutParameter(NamedTuple):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device, check_storage
 from shardopt.layout import Exchange, FlatBuffer, Shard, UnknownShardError
-from shardopt.optim.names import listed_name
-from shardopt.optim.tensor_state import TensorState, flat_slices, tensor_state_of
+from shardopt.state.names import listed_name
+from shardopt.state.tensor_state import TensorState, flat_slices, tensor_state_of
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]

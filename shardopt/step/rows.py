@@ -16,11 +16,11 @@ from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.streamed import EXTENT
 from shardopt.kernels.weights import noise_key
 from shardopt.layout import Band, FlatShard
-from shardopt.optim.options import TABLE_FORMAT
-from shardopt.optim.placement import Place
-from shardopt.optim.rule import Rule
-from shardopt.optim.slice_state import LOW_BITS, StateDict
-from shardopt.optim.tensor_state import Part, TensorState
+from shardopt.state.options import TABLE_FORMAT
+from shardopt.state.residency import Residency
+from shardopt.state.rule import Rule
+from shardopt.state.slice_state import LOW_BITS, StateDict
+from shardopt.state.tensor_state import Part, TensorState
 from shardopt.step.cut_blocks import CutParameter, FlatCuts
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
@@ -100,7 +100,7 @@ def rows_of(
     spec: TensorState,
     param: Tensor,
     state: StateDict,
-    place: Place,
+    place: Residency,
     flat_cuts: FlatCuts,
     noise: tuple[int, int],
     indices: tuple[int, int],
@@ -145,7 +145,7 @@ def _rows_of_part(
     part: Part,
     cut: CutParameter | None,
     flat_cuts: FlatCuts,
-    place: Place,
+    place: Residency,
     noise: int,
     indices: tuple[int, int],
     first_unit: int,
@@ -209,7 +209,7 @@ def _rows_of_part(
             }
 
 
-def _checked_moments(name: str, part: Part, place: Place) -> tuple[list[Tensor], list[Tensor | None]]:
+def _checked_moments(name: str, part: Part, place: Residency) -> tuple[list[Tensor], list[Tensor | None]]:
     """This rank's codes and scales, per moment."""
     spec = part.spec
     codes, scales = [], []
@@ -238,7 +238,7 @@ def _cut_parameter(part: Part) -> CutParameter | None:
     return CutParameter(spec, covered, [s for s in scales if s is not None], extremes)
 
 
-def _units(part: Part, place: Place) -> list[Band]:
+def _units(part: Part, place: Residency) -> list[Band]:
     """The slice as matrices, each small enough to be copied in one go where it is offloaded."""
     spec, shard = part.spec, part.spec.shard
     if spec.codec.blockwise:
@@ -250,7 +250,7 @@ def _units(part: Part, place: Place) -> list[Band]:
         bands = [Band(0, rows, 0, cols, cols, 0, -(-cols // size))]
     if place.offload is None:
         return bands
-    limit = place.piece_numel(spec, part.param)
+    limit = place.unit_numel(spec, part.param)
     return [unit for band in bands for unit in band.split(limit, size)]
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.optim.options import DEFAULTS, PLACEMENT, check_options
-from shardopt.optim.placement import StatePlaces
+from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
+from shardopt.state.residency import StateResidency
 from shardopt.step.inputs import ParamGroups, describe
 from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
@@ -25,17 +25,17 @@ class Stepper:
     """Steps some of an optimizer's parameters, again and again.
 
     Args:
-        places: where the state of each parameter lives.
+        residency: where the state of each parameter lives.
         numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
     """
 
     def __init__(
-        self, places: StatePlaces, numbers: Mapping[Tensor, int], first: int = 0, name: str | None = None
+        self, residency: StateResidency, numbers: Mapping[Tensor, int], first: int = 0, name: str | None = None
     ) -> None:
         self.skipped = SkippedElements()
-        self._places, self._numbers, self._first, self._name = places, numbers, first, name
+        self._residency, self._numbers, self._first, self._name = residency, numbers, first, name
         self._tables: StepTables | None = None  # of the last step
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
@@ -86,7 +86,7 @@ class Stepper:
         self, param_groups: ParamGroups, state: Any, groups: list[Group], scaling: LossScaling
     ) -> StepTables:
         inputs = describe(param_groups, groups, self._numbers, self._first, self._name)
-        return StepTables(param_groups, state, groups, inputs, scaling, self.skipped, self._places)
+        return StepTables(param_groups, state, groups, inputs, scaling, self.skipped, self._residency)
 
     def _run(self, tables: StepTables) -> None:
         tables.run()
@@ -107,7 +107,7 @@ class Stepper:
                 if name in PLACEMENT and now != before:
                     raise _changed_place(name, now, before)
             for param in group["params"]:
-                decided = self._places.place(param).offload if state.get(param) else None
+                decided = self._residency.of(param).offload if state.get(param) else None
                 if decided not in (None, group["offload"]):
                     raise _changed_place("offload", group["offload"], decided)
         return options_now

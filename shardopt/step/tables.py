@@ -20,10 +20,10 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import StreamedCall, StreamedTables
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import shard_of
-from shardopt.optim import placement
-from shardopt.optim.placement import Offload, StatePlaces
-from shardopt.optim.slice_state import SliceState
-from shardopt.optim.tensor_state import flat_slices
+from shardopt.state import residency as residencies
+from shardopt.state.residency import Offload, StateResidency
+from shardopt.state.slice_state import SliceState
+from shardopt.state.tensor_state import flat_slices
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, rows_of, table_of
@@ -45,7 +45,7 @@ class StepTables:
         inputs: one per parameter.
         scaling: the loss scale.
         skipped: counts skipped elements.
-        places: where the state of each parameter lives.
+        residency: where the state of each parameter lives.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
@@ -60,10 +60,10 @@ class StepTables:
         inputs: Sequence[Input],
         scaling: LossScaling,
         skipped: SkippedElements,
-        places: StatePlaces,
+        residency: StateResidency,
     ) -> None:
         self.groups = groups
-        self._inputs, self._skipped, self._places = inputs, skipped, places
+        self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
         self._gradients: list[Tensor | None] = local_gradients(params, inputs)  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
@@ -101,21 +101,21 @@ class StepTables:
             local = spec.shard.local(param)
             if not has_gradient:
                 check_tensors(name, local, local)
-            place = self._places.place(param)
+            place = self._residency.of(param)
             if not state[param]:
                 state[param].update(spec.new(place.state))
             own = state[param]
             for key in spec.state_names & own.keys():
                 check_storage(name, f"state {key}", own[key] if key == "step" else spec.shard.local(own[key]))
-            self._places.put(param, spec, own)
+            self._residency.put(param, spec, own)
             flat_cuts = self._flat_cuts.get(param.device) or FlatCuts([], param.device)
             noise, indices = (group["stochastic_rounding_seed"], parameter.noise), (index, parameter.group)
-            rows, cut = rows_of(name, spec, local, own, self._places.place(param), flat_cuts, noise, indices)
+            rows, cut = rows_of(name, spec, local, own, self._residency.of(param), flat_cuts, noise, indices)
         except RuntimeError:
             if has_gradient:
                 raise
             return []  # it is told when the parameter is stepped
-        self._members[index] = _Member(own["step"].data_ptr(), self._places.place(param).offload, cut)
+        self._members[index] = _Member(own["step"].data_ptr(), self._residency.of(param).offload, cut)
         return rows
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
@@ -161,7 +161,7 @@ class StepTables:
         for device, batches in self._batches.items():
             for batch in batches:
                 groups = self._groups_on(device, batch.kernels)
-                batch.prepare(self._watched, groups, scaling, self._skipped, self._places)
+                batch.prepare(self._watched, groups, scaling, self._skipped, self._residency)
                 if isinstance(batch.call, StridedCall):
                     self._hand_over(batch.call, int(batch.tensors[0]), param_groups)
             # Largest copies first: where there is no memory for them, nothing was changed.
@@ -299,12 +299,12 @@ class _Batch:
         groups: npt.NDArray[np.void],
         scaling: LossScaling,
         skipped: SkippedElements,
-        places: StatePlaces,
+        residency: StateResidency,
     ) -> None:
         """Fills in gradients and options; makes the call in the first step."""
         changed = watched.fill(self.tables.entries, self.tensors, self._elements)
         if self.call is None:
-            self.call = self._make_call(places)
+            self.call = self._make_call(residency)
             skipped.add(self.call, self.kernels)
             changed = True
         self.call.update(changed, groups, scaling)
@@ -314,7 +314,7 @@ class _Batch:
         """Memory that the step takes for contiguous copies."""
         return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
 
-    def _make_call(self, places: StatePlaces) -> Call:
+    def _make_call(self, residency: StateResidency) -> Call:
         call: Call
         if self._offload is None:
             call = make_call(self._device, self.tables)
@@ -322,9 +322,9 @@ class _Batch:
             new_unit = np.diff(self.tensors, prepend=-1) != 0
             new_unit |= np.diff(self._rows["unit"], prepend=-1) != 0
             streamed = StreamedTables(self.tables, self._rows["extent"], np.cumsum(new_unit))
-            transfers = places.transfers(self._device, self._offload)
-            moves = placement.MOVES[self._offload]
-            call = StreamedCall(streamed, moves, transfers, placement.CHUNK_BYTES, partial(make_call, self.kernels))
+            transfers = residency.transfers(self._device, self._offload)
+            moves = residencies.MOVES[self._offload]
+            call = StreamedCall(streamed, moves, transfers, residencies.CHUNK_BYTES, partial(make_call, self.kernels))
         return StridedCall(self.tables, self._elements, call) if self._is_strided else call
 
 

@@ -180,7 +180,7 @@ def fault(optimizer: ShardedOptimizer, state_dict: Any) -> tuple[str | None, boo
         str(report)
         (group,) = optimizer.param_groups
         for param in group["params"]:
-            like = optimizer.state_spec(param, group).new(torch.device("meta"))
+            like = optimizer._internals.state_of(param, group).new(torch.device("meta"))
             assert {k: (x.dtype, x.shape) for k, x in optimizer.state.get(param, like).items()} == {
                 k: (x.dtype, x.shape) for k, x in like.items()
             }

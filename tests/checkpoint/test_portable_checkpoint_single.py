@@ -21,7 +21,7 @@ from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.checkpoint.restore import Restoration
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.tensor_state import tensor_state_of
+from shardopt.state.tensor_state import tensor_state_of
 
 
 class Small(nn.Module):

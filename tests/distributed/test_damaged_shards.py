@@ -22,7 +22,7 @@ from ranks.runs import step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import import_state
-from shardopt.optim.tensor_state import flat_slices
+from shardopt.state.tensor_state import flat_slices
 
 
 def _first(state_dict: dict[str, Any], *entries: str) -> tuple[dict[str, Any], str, Tensor]:
@@ -51,7 +51,7 @@ def _damage(state_dict: dict[str, Any], what: str) -> None:
 
 def _refused(way: str, of_torch: bool, what: str) -> str:
     model, optimizer = trained(way, 1)
-    specs = [optimizer.state_spec(p, g) for g in optimizer.param_groups for p in g["params"]]
+    specs = [optimizer._internals.state_of(p, g) for g in optimizer.param_groups for p in g["params"]]
     assert any(flat_slices(spec) or spec.exchanges_columns for spec in specs)
     source = optimizer
     if of_torch:

@@ -35,7 +35,7 @@ from ranks.deepspeed import (
 from ranks.models import loss_of, make_batch, make_net
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
-from shardopt.integrations.deepspeed.hooks import is_known
+from shardopt.sharding.deepspeed.hooks import is_known
 
 STEPS = 3
 BF16 = {"bf16": {"enabled": True}}
@@ -318,7 +318,7 @@ def test_an_unknown_version_is_left_alone(tmp_path: Path) -> None:
     program = """
 import os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
-from shardopt.integrations.after_import import after_import
+from shardopt.sharding.after_import import after_import
 
 def older(module):
     del module.ZeROOptimizer._configure_master_weights
@@ -346,7 +346,7 @@ for given in ({"optimizer": shardopt.AdamW8bit([parameter])}, {"config_class": s
 
 def _strange() -> None:
     import_deepspeed()
-    from shardopt.integrations.deepspeed.partitions import assign_partitions
+    from shardopt.sharding.deepspeed.partitions import assign_partitions
 
     class UnknownOptimizer:
         pass

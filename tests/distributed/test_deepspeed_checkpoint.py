@@ -31,7 +31,7 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.checkpoint import CheckpointError
-from shardopt.integrations.deepspeed.engine import opened
+from shardopt.sharding.deepspeed.engine import opened
 
 STEPS = 3
 ROUND_ROBIN = {"round_robin_gradients": True}

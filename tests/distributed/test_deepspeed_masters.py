@@ -26,7 +26,7 @@ from ranks.deepspeed import (
 )
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
-from shardopt.integrations.deepspeed import hooks
+from shardopt.sharding.deepspeed import hooks
 
 STEPS = 3
 ROUND_ROBIN = {"round_robin_gradients": True}

@@ -38,7 +38,7 @@ from ranks.deepspeed import (
 from ranks.models import TOKENS, loss_of, make_batch
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
-from shardopt.integrations.deepspeed.offload import masters_in_memory
+from shardopt.sharding.deepspeed.offload import masters_in_memory
 
 STEPS = 3
 BF16 = {"bf16": {"enabled": True}}

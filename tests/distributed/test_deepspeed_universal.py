@@ -37,7 +37,7 @@ from ranks.deepspeed import (
 from ranks.models import make_net
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
-from shardopt.integrations.deepspeed.moment_view import MomentView, SavedBuffer
+from shardopt.sharding.deepspeed.moment_view import MomentView, SavedBuffer
 
 STEPS = 3
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -294,7 +294,7 @@ def test_other_groups(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None
 
 
 def _nvme_is_refused() -> None:
-    from shardopt.integrations.deepspeed.hooks import _check_config
+    from shardopt.sharding.deepspeed.hooks import _check_config
 
     said = {"zero_optimization": True, "zero_elastic_checkpoint": False}
     said |= {"load_universal_checkpoint": True, "zero_nvme_offload_optimizer": True}

@@ -86,7 +86,7 @@ def _run(gradient: Gradient, change: Callable[[Any, dict[str, Any]], None]) -> N
                 change(param, optimizer.state[param])
             param.grad = (gradient if t >= CHANGED_AT else _sharded)(values(SHAPE, 10 + t, torch.float32), mesh)
             if forgets:
-                optimizer._stepper().forget()
+                optimizer._internals.forget_tables()
             optimizer.step()
         state = optimizer.state[param]
         found.append([param.to_local(), *(state[key].to_local() for key in sorted(state.keys() - {"step"}))])

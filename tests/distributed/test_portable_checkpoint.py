@@ -18,7 +18,7 @@ from ranks.snapshot import assert_same
 from shardopt.checkpoint.contents import Owner, contents_of
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Stager
-from shardopt.optim.slice_state import SliceState
+from shardopt.state.slice_state import SliceState
 
 STEPS = 2
 

@@ -24,8 +24,8 @@ from ranks.models import WAYS, Net, loss_of, make_batch, make_net
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
-from shardopt.integrations.ddp_buckets import BucketHook, bucket_hook
 from shardopt.optim import ShardedOptimizer
+from shardopt.release.ddp_buckets import BucketHook, bucket_hook
 
 STEPS = 3
 BF16 = torch.bfloat16

@@ -20,7 +20,8 @@ from ranks.offload import late_transfers, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, snapshot
-from shardopt.optim import ShardedOptimizer, host_memory
+from shardopt.optim import ShardedOptimizer
+from shardopt.state import host_memory
 
 STEPS = 3
 OFFLOADS = ("state", "step")
@@ -28,7 +29,7 @@ OFFLOADS = ("state", "step")
 
 def _offloads(optimizer: ShardedOptimizer) -> dict[tuple[int, ...], str | None]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {tuple(param.shape): optimizer.places.place(param).offload for param in params}
+    return {tuple(param.shape): optimizer._internals.residency.of(param).offload for param in params}
 
 
 def _as_without(way: str, rule: str, offload: str, options: dict[str, Any]) -> None:
@@ -75,7 +76,7 @@ def _columns_stay(offload: str) -> None:
     """Where column shards cut blocks, the scales belong to several ranks: that state stays."""
     with offload_from_cpu():
         model, optimizer = trained("tp", 1, offload=offload)
-        found = {name: optimizer.places.place(param).offload for name, param in model.named_parameters()}
+        found = {name: optimizer._internals.residency.of(param).offload for name, param in model.named_parameters()}
         assert found["embed.weight"] is None
         assert found["up.weight"] == offload
 

@@ -368,7 +368,9 @@ def test_a_step_count_is_moved_to_its_parameter() -> None:
         optimizer = RULES["momentum"].make([param])
         buffer = torch.zeros(3)
         state = {"step": torch.tensor(3.0), "momentum_buffer": buffer}
-        optimizer.places.put(param, optimizer.state_spec(param, optimizer.param_groups[0]), state)
+        optimizer._internals.residency.put(
+            param, optimizer._internals.state_of(param, optimizer.param_groups[0]), state
+        )
         assert state["step"].device.type == device
         assert state["momentum_buffer"] is buffer
 

@@ -21,7 +21,7 @@ from ranks.shaped import SMALL, small_model
 from shardopt.__main__ import main
 from shardopt.estimate import Model, Setup, estimate, model_of_config
 from shardopt.estimate.table import ladder
-from shardopt.optim import MemoryReport
+from shardopt.report import MemoryReport
 
 CHUNK = 1 << 17
 

@@ -8,7 +8,7 @@ from cuda_device import needs_cuda
 from estimate_problem import run
 from ranks.shaped import small_model
 from shardopt.estimate import Setup, estimate
-from shardopt.optim import placement
+from shardopt.state import residency
 
 pytestmark = needs_cuda
 
@@ -20,7 +20,7 @@ pytestmark = needs_cuda
 def test_device_and_host(
     monkeypatch: pytest.MonkeyPatch, release: bool, offload: str | None, budget: int | str
 ) -> None:
-    monkeypatch.setattr(placement, "CHUNK_BYTES", 1 << 17)
+    monkeypatch.setattr(residency, "CHUNK_BYTES", 1 << 17)
     options = {"master_weight_bits": 24, "offload": offload, "device_state_budget": budget}
     model, setup = small_model(), Setup(release_gradients=release, options=options)
     expected = estimate(model, setup)

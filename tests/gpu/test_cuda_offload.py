@@ -11,7 +11,7 @@ from helpers import CODEC_NAMES
 from kernel_problem import gradients, start
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
-from shardopt.optim import placement
+from shardopt.state import residency
 from weight_formats import BF16
 
 pytestmark = needs_cuda
@@ -23,7 +23,7 @@ OFFLOADS = ("state", "step")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(residency, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -55,7 +55,7 @@ def test_state_lives_in_locked_host_memory() -> None:
 def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots, whatever the parameters take; and tables, of about a kibibyte per chunk."""
     chunk = 1 << 20
-    monkeypatch.setattr(placement, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(residency, "CHUNK_BYTES", chunk)
     used = []
     for rows in (1024, 8192):
         param = torch.nn.Parameter(torch.zeros(rows, 1024, dtype=BF16, device=CUDA))

@@ -322,7 +322,7 @@ def test_what_is_not_finite_changes_nothing(dtype: torch.dtype, bits: int) -> No
         step(optimizer, params, gradients(t, dtype))
     before = everything(optimizer)
     for index, param in enumerate(params.values()):
-        spec = optimizer.state_spec(param, optimizer.param_groups[0])
+        spec = optimizer._internals.state_of(param, optimizer.param_groups[0])
         coded = spec.encode(spec.decode(optimizer.state[param])) if param.numel() else {}
         before |= {f"{index}/{key}": value for key, value in coded.items()}
     with using(_C.cpu_targets()[0], threads=1):

@@ -31,9 +31,9 @@ from shardopt.layout import (
     assigned,
 )
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.flat_encoding import encode_flat
-from shardopt.optim.slice_state import SliceState
-from shardopt.optim.tensor_state import TensorState, tensor_state_of
+from shardopt.state.flat_encoding import encode_flat
+from shardopt.state.slice_state import SliceState
+from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 BLOCKWISE = ("log8", "companded8", "dynamic8")
 

@@ -107,7 +107,7 @@ def test_structures_are_cast_through() -> None:
 
 
 @pytest.mark.parametrize("keep", [shardopt.is_norm, is_kept_head])
-def test_training(keep: shardopt.precision._Kept) -> None:
+def test_training(keep: shardopt.report.cast._Kept) -> None:
     model = shardopt.cast_model(make_net(), BF16, keep)
     optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, master_weight_bits=24, min_quantized_numel=64)
     losses = []

@@ -14,7 +14,7 @@ import shardopt
 from helpers import everything
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
-from shardopt.optim.options import bytes_of
+from shardopt.state.options import bytes_of
 from test_optimizers import advance, give_gradients, make
 
 NAN, INF = float("nan"), float("inf")
@@ -186,7 +186,7 @@ def test_options_may_be_changed_before_the_first_step() -> None:
     optimizer.param_groups[0]["offload"] = "state"
     with offload_from_cpu():
         advance(optimizer, range(1))
-    assert optimizer.places.place(optimizer.param_groups[0]["params"][0]).offload == "state"
+    assert optimizer._internals.residency.of(optimizer.param_groups[0]["params"][0]).offload == "state"
 
 
 @pytest.mark.parametrize("now", [None, "step"])

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from shardopt.integrations.after_import import after_import
+from shardopt.sharding.after_import import after_import
 
 NAME = "module_for_after_import"
 

@@ -22,13 +22,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shardopt.kernels",),
     ("shardopt.codec",),
     ("shardopt.layout",),
+    ("shardopt.state",),
+    ("shardopt.step",),
     ("shardopt.optim",),
-    ("shardopt.integrations", "shardopt.checkpoint", "shardopt.estimate"),
+    ("shardopt.sharding", "shardopt.release", "shardopt.report", "shardopt.checkpoint", "shardopt.estimate"),
     ("shardopt",),
     ("shardopt.__main__", "launch"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
-SHARDING_LEVEL = LEVELS["shardopt.integrations"]
+SHARDING_LEVEL = LEVELS["shardopt.sharding"]
 SHARDING = ("torch.distributed", "deepspeed")
 
 #: Folders of csrc and those that they may include.
@@ -183,7 +185,7 @@ def test_imports_go_one_way() -> None:
 def test_files_do_not_import_each_other_in_a_circle() -> None:
     graph = import_graph(ROOT)
     assert "launch.lm.config" in graph["launch.train"]
-    assert "shardopt.optim.options" in graph["shardopt.optim.adam"]
+    assert "shardopt.state.options" in graph["shardopt.optim.adam"]
     assert circles(graph) == []
 
 
@@ -209,11 +211,11 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 GOOD = {
-    "shardopt/__init__.py": "from shardopt import integrations\nfrom shardopt.optim import Adam\n",
+    "shardopt/__init__.py": "from shardopt import sharding\nfrom shardopt.optim import Adam\n",
     "shardopt/kernels/__init__.py": "from shardopt import _C\nimport torch\n",
     "shardopt/codec/__init__.py": "from ..kernels import numeric\n",
     "shardopt/optim/adam.py": "import torch.optim\nfrom shardopt.codec import Moment\nfrom .base import Base\n",
-    "shardopt/integrations/dtensor.py": "import torch.distributed\nfrom shardopt.layout import Shard\n",
+    "shardopt/sharding/dtensor.py": "import torch.distributed\nfrom shardopt.layout import Shard\n",
     "launch/train.py": "import shardopt\nimport torch.distributed\nfrom lm import model\n",
     "launch/lm/model.py": "import torch\n",
     "csrc/core/a.h": "#include <cstdint>\n",
@@ -228,7 +230,7 @@ GOOD = {
         ("shardopt/kernels/a.py", "from shardopt import codec\n"),
         ("shardopt/kernels/a.py", "from ..codec import base\n"),
         ("shardopt/kernels/a.py", "def f():\n    import shardopt.optim.adam as x\n"),
-        ("shardopt/layout/a.py", "from shardopt.integrations import dtensor\n"),
+        ("shardopt/layout/a.py", "from shardopt.sharding import dtensor\n"),
         ("shardopt/optim/a.py", "import shardopt\n"),
         ("shardopt/optim/a.py", "if TYPE_CHECKING:\n    from torch.distributed.tensor import DTensor\n"),
         ("shardopt/optim/a.py", "import torch\nx = torch.distributed.get_rank()\n"),

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 import shardopt
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.options import DEFAULTS, Options
+from shardopt.state.options import DEFAULTS, Options
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False},

@@ -21,9 +21,9 @@ from overlap_problem import STEPS, start, train
 from ranks.layered import Layers, batch
 from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
-from shardopt.integrations.forward_overlap import readers
 from shardopt.kernels.transfers import HostTransfers
-from shardopt.optim import deferred
+from shardopt.release import deferred
+from shardopt.release.forward_overlap import readers
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,9 @@ from shardopt import _C
 from shardopt.kernels.dispatch import CpuCall, LossScaling, Tables, addresses
 from shardopt.kernels.streamed import EXTENT, STATE_MOVES, StreamedCall, StreamedTables
 from shardopt.kernels.transfers import HostTransfers
-from shardopt.optim import ShardedOptimizer, placement
-from shardopt.optim.options import bytes_of
+from shardopt.optim import ShardedOptimizer
+from shardopt.state import residency
+from shardopt.state.options import bytes_of
 
 BF16 = torch.bfloat16
 CHUNK = 16384
@@ -168,7 +169,7 @@ def test_budget(offload: str) -> None:
         for param, size in zip(got[0].parameters(), sizes, strict=True):
             stays = size <= room
             room -= size if stays else 0
-            assert got[1].places.place(param).offload == (None if stays else offload), (budget, size)
+            assert got[1]._internals.residency.of(param).offload == (None if stays else offload), (budget, size)
 
 
 def test_loading_keeps_the_shared_options() -> None:
@@ -243,7 +244,7 @@ def test_portable_checkpoint(tmp_path: Path, before: str | None, after: str | No
     for pair in (first, second):
         run(*pair, first=2, steps=2)
     assert_equal(second, first)
-    kinds = {second[1].places.place(param).offload for param in second[0].parameters() if param.numel()}
+    kinds = {second[1]._internals.residency.of(param).offload for param in second[0].parameters() if param.numel()}
     assert kinds == {after}
 
 
@@ -374,7 +375,7 @@ def test_state_that_was_loaded_later_moves_in() -> None:
         run(*pair, first=2, steps=2)
     assert_equal(runs[1], runs[0])
     assert torch.equal(added[0], added[1])
-    assert runs[1][1].places.place(added[1]).offload == "state"
+    assert runs[1][1]._internals.residency.of(added[1]).offload == "state"
 
 
 def test_steps_of_nothing_are_counted() -> None:
@@ -402,8 +403,8 @@ def test_memory_report() -> None:
 
 
 def test_on_the_cpu_there_is_nothing_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "FROM_CPU", False)
+    monkeypatch.setattr(residency, "FROM_CPU", False)
     model, optimizer = make("state")
     run(model, optimizer, steps=1)
-    assert all(optimizer.places.place(param).offload is None for param in model.parameters())
-    assert optimizer.places.buffer_bytes == {}
+    assert all(optimizer._internals.residency.of(param).offload is None for param in model.parameters())
+    assert optimizer._internals.residency.buffer_bytes == {}

@@ -16,10 +16,11 @@ from torch import nn
 import shardopt
 from ranks.offload import offload_from_cpu
 from shardopt.kernels.transfers import HostTransfers
-from shardopt.optim import ShardedOptimizer, host_memory
-from shardopt.optim.options import bytes_of
-from shardopt.optim.placement import StatePlaces
-from shardopt.optim.tensor_state import TensorState
+from shardopt.optim import ShardedOptimizer
+from shardopt.state import host_memory
+from shardopt.state.options import bytes_of
+from shardopt.state.residency import StateResidency
+from shardopt.state.tensor_state import TensorState
 
 SIZE = 1 << 20  # bytes of float32 Adam state of a parameter()
 FROZEN = {"requires_grad": False}
@@ -56,7 +57,7 @@ def step(optimizer: ShardedOptimizer, *params: nn.Parameter) -> None:
 
 
 def offloads(optimizer: ShardedOptimizer, *params: nn.Parameter) -> list[str | None]:
-    return [optimizer.places.place(param).offload for param in params]
+    return [optimizer._internals.residency.of(param).offload for param in params]
 
 
 def test_budget_is_for_what_would_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +66,12 @@ def test_budget_is_for_what_would_be_offloaded(monkeypatch: pytest.MonkeyPatch) 
     columns, first, later = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (9, 9), (9, 9)))
     size = 2 * 4 * first.numel()
     optimizer = shardopt.AdamW8bit([columns, first], codec="fp32", offload="state", device_state_budget=2 * size)
-    places = [optimizer.places.place(param).offload for param in (columns, first)]
+    places = [optimizer._internals.residency.of(param).offload for param in (columns, first)]
     optimizer.add_param_group({"params": [later]})
-    assert [*places, optimizer.places.place(later).offload] == [None, None, None]
+    assert [*places, optimizer._internals.residency.of(later).offload] == [None, None, None]
     last = nn.Parameter(torch.zeros(1))
     optimizer.add_param_group({"params": [last]})
-    assert optimizer.places.place(last).offload == "state"
+    assert optimizer._internals.residency.of(last).offload == "state"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_work_grows_with_the_number_of_parameters_only(monkeypatch: pytest.Monke
         monkeypatch.setattr(owner, name, counted)
 
     count(shardopt.AdamW8bit, "state_spec")
-    count(StatePlaces, "_decide")
+    count(StateResidency, "_decide")
     groups = [{"params": [p], "offload": "state" if i % 2 else None} for i, p in enumerate(params)]
     for param in params[::3]:
         param.requires_grad_(False)

@@ -19,7 +19,7 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec import CODECS
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.tensor_state import TensorState, tensor_state_of
+from shardopt.state.tensor_state import TensorState, tensor_state_of
 from weight_formats import BF16, FP16, FP32
 
 #: Quantized with a short last block, exactly, and not at all.

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels import dispatch_cuda
-from shardopt.optim import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("tests/kernels/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
@@ -49,7 +48,7 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(plan, "make_call", dispatch_cuda.CudaCall)
+    monkeypatch.setattr(tables, "make_call", dispatch_cuda.CudaCall)
 
 
 def _pageable(size: int) -> Tensor:

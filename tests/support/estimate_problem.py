@@ -51,7 +51,7 @@ def host_bytes(optimizer: ShardedOptimizer) -> int:
     """What would stand in the host's memory if the parameters were on a GPU: state that is offloaded."""
     total = 0
     for param, state in optimizer.state.items():
-        offload = optimizer.places.place(param).offload
+        offload = optimizer._internals.residency.of(param).offload
         for key, value in state.items():
             nbytes = shard_of(value).local(value).nbytes
             if key == "step":

@@ -16,7 +16,7 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.tensor_state import TensorState, tensor_state_of
+from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 #: Rows of whole blocks of 256; not; one row; whole blocks of 32 only; a convolution with rows of whole blocks.
 MATRICES = ((16, 512), (33, 130), (1, 4099), (50, 96), (6, 5, 8, 32))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import reference
 import shardopt
 import shardopt.codec as coding
 from ranks.snapshot import Snapshot, snapshot
 from shardopt.codec import CODECS
-from shardopt.kernels import reference
 from shardopt.kernels.weights import noise_key
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.slice_state import LOW_BITS, SliceState
-from shardopt.optim.tensor_state import tensor_state_of
+from shardopt.state.slice_state import LOW_BITS, SliceState
+from shardopt.state.tensor_state import tensor_state_of
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]

@@ -21,12 +21,12 @@ from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.agreement import agreeing, all_or_none
-from shardopt.optim.loaded_entries import check_dense, check_moment, checked_step
-from shardopt.optim.names import listed_name
-from shardopt.optim.options import DEFAULTS
-from shardopt.optim.slice_state import SliceState, StateDict
-from shardopt.optim.tensor_state import TensorState, tensor_state_of
+from shardopt.state.agreement import agreeing, all_or_none
+from shardopt.state.loaded_entries import check_dense, check_moment, checked_step
+from shardopt.state.names import listed_name
+from shardopt.state.options import DEFAULTS
+from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 _TORCH = Peer()
 _PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), _TORCH)

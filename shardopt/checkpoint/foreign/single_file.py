@@ -34,10 +34,10 @@ from shardopt.codec import Moment
 from shardopt.layout import Shard, shard_of
 from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loaded_entries import check_moment
-from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.slice_state import SliceState, StateDict
-from shardopt.optim.tensor_state import TensorState, tensor_state_of
+from shardopt.state.loaded_entries import check_moment
+from shardopt.state.options import STATE_FORMAT
+from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 FORMAT_VERSION = 1
 _KEY = "shardopt"  # of the metadata

@@ -9,7 +9,7 @@ from torch.nn import Module
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.layout.names import parameter_names
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.names import listed_name
+from shardopt.state.names import listed_name
 
 
 def check_not_flat(optimizer: ShardedOptimizer) -> None:

@@ -178,7 +178,7 @@ def _state(optimizer: ShardedOptimizer, group: Mapping[str, Any] | None, piece: 
         return {}
     if piece.segment is None:
         return dict(state)
-    return optimizer.state_spec(piece.tensor, group).split(state)[piece.segment]
+    return optimizer._internals.state_of(piece.tensor, group).split(state)[piece.segment]
 
 
 def block_numbers(shape: Shape, block_size: int) -> Tensor:

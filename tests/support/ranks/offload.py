@@ -12,8 +12,8 @@ import torch
 
 from shardopt.kernels.streamed import Copies, Slot
 from shardopt.kernels.transfers import HostTransfers
-from shardopt.optim import placement
-from shardopt.optim.deferred import DeferredSteps
+from shardopt.release.deferred import DeferredSteps
+from shardopt.state import residency
 
 
 @contextmanager
@@ -24,14 +24,14 @@ def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] | 
         chunk_bytes: what is copied at a time.
         transfers: copies in another way.
     """
-    saved = (placement.FROM_CPU, placement.CHUNK_BYTES, placement.HostTransfers)
-    placement.FROM_CPU, placement.CHUNK_BYTES = True, chunk_bytes
+    saved = (residency.FROM_CPU, residency.CHUNK_BYTES, residency.HostTransfers)
+    residency.FROM_CPU, residency.CHUNK_BYTES = True, chunk_bytes
     if transfers is not None:
-        placement.HostTransfers = transfers
+        residency.HostTransfers = transfers
     try:
         yield
     finally:
-        placement.FROM_CPU, placement.CHUNK_BYTES, placement.HostTransfers = saved
+        residency.FROM_CPU, residency.CHUNK_BYTES, residency.HostTransfers = saved
 
 
 class LateTransfers(HostTransfers):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import StoredWeights
-from shardopt.optim.slice_state import LOW_BITS, StateDict
-from shardopt.optim.tensor_state import TensorState
+from shardopt.state.slice_state import LOW_BITS, StateDict
+from shardopt.state.tensor_state import TensorState
 
 
 def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor:

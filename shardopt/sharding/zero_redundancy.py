@@ -12,7 +12,7 @@ from typing import Any
 
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
-from shardopt.optim.names import listed_name
+from shardopt.state.names import listed_name
 
 
 def install(module: ModuleType) -> None:
@@ -42,7 +42,7 @@ def _tell_places(outer: Any) -> None:
     inner = getattr(outer, "optim", None)  # not there yet while the first param groups are added
     if isinstance(inner, ShardedOptimizer):
         params = [param for group in outer.param_groups for param in group["params"]]
-        inner.numbers.update((param, number) for number, param in enumerate(params))
+        inner._internals.model_indices.update((param, number) for number, param in enumerate(params))
 
 
 def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
     index = 0
     for number, (group, options) in enumerate(zip(outer.param_groups, groups, strict=True)):
         for position, param in enumerate(group["params"]):
-            spec, name = inner.state_spec(param, options), listed_name(group, number, position)
+            spec, name = inner._internals.state_of(param, options), listed_name(group, number, position)
             entries = checked_entries(states.get(index), name)
             index += 1
             if not entries:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
-from shardopt.optim.released import ReleasedParameters
+from shardopt.release.released import ReleasedParameters
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 _NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselves, or for their elements

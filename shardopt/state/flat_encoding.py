@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardopt.layout import Exchange, FlatShard
-from shardopt.optim.agreement import all_or_none, on_any_rank
-from shardopt.optim.slice_state import SliceState, StateDict
-from shardopt.optim.tensor_state import TensorState, flat_slices
+from shardopt.state.agreement import all_or_none, on_any_rank
+from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.tensor_state import TensorState, flat_slices
 
 
 def shared_blocks(spec: SliceState) -> list[int]:

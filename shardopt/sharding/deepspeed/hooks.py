@@ -17,6 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -25,13 +26,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import shardopt.optim
-from shardopt.integrations.deepspeed.fragments import show_state
-from shardopt.integrations.deepspeed.masters import share_copies
-from shardopt.integrations.deepspeed.offload import accepting_bf16_masters, loading_state_too, swap_what_survives
-from shardopt.integrations.deepspeed.partitions import assign_partitions
-from shardopt.integrations.deepspeed.universal import loading_universal, read_natively, saving
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.options import DEFAULTS, is_own
+from shardopt.sharding.deepspeed.fragments import show_state
+from shardopt.sharding.deepspeed.masters import share_copies
+from shardopt.sharding.deepspeed.offload import accepting_bf16_masters, loading_state_too, swap_what_survives
+from shardopt.sharding.deepspeed.partitions import assign_partitions
+from shardopt.sharding.deepspeed.universal import loading_universal, read_natively, saving
+from shardopt.state.options import DEFAULTS, is_own
 
 #: The versions of DeepSpeed whose insides are known: [first, end).
 VERSIONS = ((0, 19, 8), (0, 20))
@@ -76,24 +77,27 @@ def install(engine_module: ModuleType) -> None:
         params = self.optimizer_params() or {}
         _check_params(TYPES[name], params)
         _check_config(self)
-        return TYPES[name](model_parameters, **params)
+        optimizer = TYPES[name](model_parameters, **params)
+        self._shardopt_pauses.enter_context(optimizer._internals.paused())
+        return optimizer
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
         def accepted(optimizer: Any) -> Any:
             if isinstance(optimizer, ShardedOptimizer):
                 _check_config(self)
+                self._shardopt_pauses.enter_context(optimizer._internals.paused())
                 if self.zero_use_cpu_optimizer():
                     self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
             return optimizer
 
         if self.zero_use_cpu_optimizer():
             _refuse_replacement(client_optimizer)
-        if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
-            make = client_optimizer
-            client_optimizer = lambda params: accepted(make(params))  # noqa: E731
-        else:
-            accepted(client_optimizer)
-        with ShardedOptimizer.paused():  # stage 0 takes a step without gradients, which is none
+        with ExitStack() as self._shardopt_pauses:  # stage 0 takes a step without gradients, which is none
+            if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
+                make = client_optimizer
+                client_optimizer = lambda params: accepted(make(params))  # noqa: E731
+            else:
+                accepted(client_optimizer)
             configure(self, client_optimizer, model_parameters)
         if isinstance(self.basic_optimizer, ShardedOptimizer):
             assign_partitions(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,10 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from shardopt.kernels.dispatch import LossScaling
-from shardopt.optim.deferred import DeferredStep, DeferredSteps
-from shardopt.optim.names import listed_name
+from shardopt.optim.base import ShardedOptimizer
+from shardopt.release.deferred import DeferredStep, DeferredSteps
+from shardopt.state.names import listed_name
 from shardopt.step.stepper import Stepper
-
-if TYPE_CHECKING:
-    from shardopt.optim.base import ShardedOptimizer
 
 _NO_SCALING = LossScaling(None, None)
 
@@ -72,16 +70,15 @@ class ReleasedParameters:
         self._parameters: dict[Tensor, _Parameter] = {}
         self._deferred = DeferredSteps(waiting_gradients)
         self._arrivals = count()
-        wanted = set(params)
-        place = 0
+        internals, wanted, index_in_model = optimizer._internals, set(params), 0
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if param in wanted:
                     _demand_no_raise(group)
                     name = listed_name(group, index, position)
-                    stepper = Stepper(optimizer.places, optimizer.numbers, place, name)
-                    self._parameters[param] = _Parameter(name, index, position, place, stepper)
-                place += 1
+                    stepper = Stepper(internals.residency, internals.model_indices, index_in_model, name)
+                    self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
+                index_in_model += 1
 
     def nonfinite(self, *, wait: bool) -> int:
         """Gradient elements that were skipped; see :meth:`shardopt.kernels.skipped.SkippedElements.count`."""
@@ -117,7 +114,7 @@ class ReleasedParameters:
         group = _group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
         step = self._prepare(param, parameter, group)
-        if optimizer.places.place(param).offload == "step":
+        if optimizer._internals.residency.of(param).offload == "step":
             # The next forward pass needs the first parameters first; otherwise gradients are to go as they come.
             order = parameter.place if self.overlaps_forward else next(self._arrivals)
             keeps = (param.detach(), list(optimizer.state[param].values()))  # their memory, should they be replaced
@@ -133,7 +130,7 @@ class ReleasedParameters:
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
         view = {**group, "params": [param]}
-        step = parameter.stepper.prepare([view], {param: entries}, optimizer._group, _NO_SCALING)
+        step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, _NO_SCALING)
         if known is None:
             optimizer.state[param] = entries
         return step

@@ -17,8 +17,8 @@ from torch import Tensor
 from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
-from shardopt.optim.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on
-from shardopt.optim.slice_state import LOW_BITS, EntryFormat, SliceState, StateDict
+from shardopt.state.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on
+from shardopt.state.slice_state import LOW_BITS, EntryFormat, SliceState, StateDict
 
 #: Entries that are not a moment's.
 _BESIDE_MOMENTS = frozenset(["step", LOW_BITS])

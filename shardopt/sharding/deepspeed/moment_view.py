@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardopt.codec import Moment
 from shardopt.layout import FlatBuffer, FlatShard, Segment
-from shardopt.optim.options import with_defaults
-from shardopt.optim.tensor_state import TensorState
+from shardopt.state.options import with_defaults
+from shardopt.state.tensor_state import TensorState
 
 #: The options on which the meaning of codes depends.
 _OPTIONS = ("codec", "block_size", "min_quantized_numel")

@@ -22,8 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import BlockGrid, LocalBlocks, Shard
+from shardopt.sharding.exchange import RanksExchange
 
 _CACHED_SHARDS = 8192
 

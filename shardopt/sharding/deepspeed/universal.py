@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.integrations.deepspeed.moment_view import SavedBuffer, SavedState, native
 from shardopt.layout import FlatBuffer
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.agreement import agreeing, on_any_rank
 from shardopt.optim.loading import HELD
-from shardopt.optim.options import STATE_FORMAT
-from shardopt.optim.slice_state import StateDict
+from shardopt.sharding.deepspeed.moment_view import SavedBuffer, SavedState, native
+from shardopt.state.agreement import agreeing, on_any_rank
+from shardopt.state.options import STATE_FORMAT
+from shardopt.state.slice_state import StateDict
 
 #: The moments that a universal checkpoint has.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -113,7 +113,7 @@ def _with_views(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     state = dict(state_dict["state"])
     params = [(group, param) for group in optimizer.param_groups for param in group["params"]]
     for index, (group, param) in enumerate(params):
-        spec = optimizer.state_spec(param, group)
+        spec = optimizer._internals.state_of(param, group)
         if index in state and isinstance(spec.shard, FlatBuffer) and spec.moments:
             state[index] = SavedState.of(SavedBuffer.of(spec, group, state[index]))
     return {**state_dict, "state": state}
@@ -132,7 +132,7 @@ def _saved_groups(engine: Any, folder: str) -> list[dict[str, Any]]:
             )
     with stepped_groups(engine) as params:
         for group, own in zip(optimizer.param_groups, params, strict=True):
-            if any(optimizer.state_spec(param, group).weights.low_bits for param in own):
+            if any(optimizer._internals.state_of(param, group).weights.low_bits for param in own):
                 raise ValueError(
                     f"got master_weight_bits={group['master_weight_bits']} for a universal checkpoint, which has no "
                     "place for the bits, expected DeepSpeed's float32 masters; leave bf16_master_weights_and_grads "

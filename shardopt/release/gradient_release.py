@@ -1,7 +1,7 @@
 """Gradient release: each parameter is stepped during the backward pass, and its gradient freed.
 
 A parameter's post-accumulate hook does it, which FSDP2 runs after its reduction. DDP reduces gradients only after that
-hook: see :mod:`shardopt.integrations.ddp_buckets`.
+hook: see :mod:`shardopt.release.ddp_buckets`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt.integrations.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.deferred import MOST_WAITING
-from shardopt.optim.options import is_whole
+from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
+from shardopt.release.deferred import MOST_WAITING
+from shardopt.release.released import ReleasedParameters
+from shardopt.state.options import is_whole
 
 
 class GradientRelease:
@@ -42,7 +43,7 @@ class GradientRelease:
             self._active = False
             for undo in self._undo:
                 undo()
-            self._optimizer.end_release()
+            self._optimizer._internals.end_release()
 
     def __enter__(self) -> GradientRelease:
         return self
@@ -131,7 +132,8 @@ def release_gradients(
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
     buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
-    released = optimizer.release(params, waiting_gradients, overlap_forward)
+    released = ReleasedParameters(optimizer, params, waiting_gradients, overlap_forward)
+    optimizer._internals.begin_release(released)
     undo: list[Callable[[], object]] = []
     for param in params:
         if param in reduced:
@@ -145,7 +147,7 @@ def release_gradients(
     if direct:
         undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
     if overlap_forward:
-        from shardopt.integrations.forward_overlap import ForwardOverlap  # it imports torch's compiler
+        from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
         undo.append(ForwardOverlap(model, released, params).remove)
     return GradientRelease(optimizer, undo)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import FlatBuffer, FlatShard, Segment, assign, equal_ends
 from shardopt.layout.names import parameter_names
+from shardopt.sharding.exchange import RanksExchange
 
 #: Places and names of a model's parameters, by identity.
 _Names = Mapping[int, tuple[int, str]]

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from shardopt.kernels.streamed import (
     MAX_GRADIENT_BYTES,
-    PIECE_OVERHEAD,
     STATE_MOVES,
     STEP_MOVES,
+    UNIT_OVERHEAD,
     Moves,
     Transfers,
 )
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
-from shardopt.optim.host_memory import ALIGNMENT as ALIGNMENT
-from shardopt.optim.host_memory import Entry, demand_memory, make_homes
-from shardopt.optim.options import bytes_of
-from shardopt.optim.slice_state import SliceState, StateDict
-
-if TYPE_CHECKING:
-    from shardopt.optim.base import ShardedOptimizer
-    from shardopt.optim.tensor_state import TensorState
+from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
+from shardopt.state.host_memory import Entry, demand_memory, make_homes
+from shardopt.state.options import bytes_of
+from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.tensor_state import TensorState
 
 Offload = Literal["state", "step"] | None
 _T = TypeVar("_T")
@@ -42,7 +40,7 @@ FROM_CPU = False
 _CPU = torch.device("cpu")
 
 
-class Place(NamedTuple):
+class Residency(NamedTuple):
     """Where a parameter's state lives.
 
     Attributes:
@@ -56,11 +54,11 @@ class Place(NamedTuple):
     steps: torch.device
 
     @classmethod
-    def of(cls, offload: Offload, device: torch.device) -> Place:
+    def of(cls, offload: Offload, device: torch.device) -> Residency:
         """The place of a parameter on ``device``."""
         return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
 
-    def piece_numel(self, spec: SliceState, param: Tensor) -> int:
+    def unit_numel(self, spec: SliceState, param: Tensor) -> int:
         """How many elements can be moved at a time."""
         if self.offload == "step":
             each = float(param.element_size() + MAX_GRADIENT_BYTES)
@@ -68,7 +66,7 @@ class Place(NamedTuple):
             scales = sum(spec.codec.scales(signed=m.signed) for m in spec.moments) if spec.codec.blockwise else 0
             each = spec.codec.code_dtype.itemsize * len(spec.moments) + spec.weights.low_bits / 8
             each += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
-        return max(int((CHUNK_BYTES - PIECE_OVERHEAD) / max(each, 1.0)), 1)
+        return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(each, 1.0)), 1)
 
 
 class Budget:
@@ -112,18 +110,18 @@ class _Decision(NamedTuple):
 
     Attributes:
         device: that of the parameter, for which it was decided.
-        place: where.
+        residency: where.
         in_budget: the part of the budget that it takes.
         home: its entries' places in the optimizer's part of the host's memory.
     """
 
     device: torch.device
-    place: Place
+    residency: Residency
     in_budget: int
     home: dict[str, Entry]
 
 
-class StatePlaces:
+class StateResidency:
     """Decides, once per parameter, where its state lives, and keeps the memory of what is offloaded.
 
     Parameters are taken in the optimizer's order. As long as their state fits into ``device_state_budget`` it stays
@@ -132,11 +130,12 @@ class StatePlaces:
     loses its place, memory and part of the budget as soon as the next is decided.
 
     Args:
-        optimizer: whose parameters these are.
+        optimizer: the parameters' optimizer.
+        state_of: describes the state of a parameter, given its param group.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorState]) -> None:
+        self._optimizer, self._state_of = optimizer, state_of
         self._decisions: dict[Tensor, _Decision] = {}
         self._taken = 0  # of the budget
         # Of parameters that were checked but have no place yet: bytes to offload, and the budget after them.
@@ -144,15 +143,15 @@ class StatePlaces:
         self._pins = False
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
 
-    def place(self, param: Tensor) -> Place:
+    def of(self, param: Tensor) -> Residency:
         """Where a parameter's state lives."""
         if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
             self._decide()
-        return self._decisions[param].place if self._is_decided(param) else Place.of(None, param.device)
+        return self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
 
     def put(self, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Moves a parameter's state to where it lives, in place."""
-        place = self.place(param)
+        place = self.of(param)
         step = state.get("step")
         if isinstance(step, Tensor) and step.device != place.steps:  # ZeroRedundancyOptimizer leaves those on the CPU
             state["step"] = step.to(place.steps)
@@ -248,7 +247,7 @@ class StatePlaces:
                     choices.append(_Choice(param, None, {}, 0))
                     continue
                 try:
-                    spec = self._optimizer.state_spec(param, group)
+                    spec = self._state_of(param, group)
                 except UnknownShardError:
                     continue
                 if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
@@ -282,7 +281,7 @@ class StatePlaces:
         homes = make_homes(list(moved.values()), pin=pins and on_cuda) if moved else []
         home_of = dict(zip(moved, homes, strict=True))
         for param, offload, _, in_budget in choices:
-            place = Place.of(offload, param.device)
+            place = Residency.of(offload, param.device)
             decisions[param] = _Decision(param.device, place, in_budget, home_of.get(param, {}))
         self._decisions, self._pins, self._taken = decisions, pins, budget.taken
         self._foreseen, self._taken_then = 0, budget.taken

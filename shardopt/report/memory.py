@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.layout import UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.slice_state import LOW_BITS
+from shardopt.state.slice_state import LOW_BITS
 
 
 @dataclass
@@ -89,8 +89,8 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
                 if isinstance(value, Tensor):
                     add(kind_of(key), _local(value))
     if isinstance(owner, ShardedOptimizer):
-        report.host.state += owner.places.padding_bytes
-        for device, nbytes in owner.places.buffer_bytes.items():
+        report.host.state += owner._internals.residency.padding_bytes
+        for device, nbytes in owner._internals.residency.buffer_bytes.items():
             (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
     return report
 

@@ -11,15 +11,15 @@ from types import ModuleType
 from torch import Tensor
 from torch.nn import Module
 
-from shardopt.integrations.after_import import after_import
 from shardopt.layout import Shard, UnknownShardError, register, register_model_reader
+from shardopt.sharding.after_import import after_import
 
 
 def _resolve_dtensor(param: Tensor) -> Shard | None:
     module = sys.modules.get("torch.distributed.tensor")  # without it no tensor is a DTensor
     if module is None or not isinstance(param, module.DTensor):
         return None
-    from shardopt.integrations.dtensor import shard_of_dtensor
+    from shardopt.sharding.dtensor import shard_of_dtensor
 
     return shard_of_dtensor(param)
 
@@ -36,7 +36,7 @@ def _resolve_fsdp1(param: Tensor) -> Shard | None:
 
 def _read_fsdp1(model: Module) -> None:
     if "torch.distributed.fsdp" in sys.modules:  # without it no model is an FSDP1 one
-        from shardopt.integrations.fsdp1 import read_fsdp1
+        from shardopt.sharding.fsdp1 import read_fsdp1
 
         read_fsdp1(model)
 
@@ -47,8 +47,8 @@ register_model_reader(_read_fsdp1)
 
 
 def _hook_fsdp1(module: ModuleType) -> None:
-    from shardopt.integrations.fsdp1 import install
-    from shardopt.integrations.fsdp1_state_dict import hook_fsdp1
+    from shardopt.sharding.fsdp1 import install
+    from shardopt.sharding.fsdp1_state_dict import hook_fsdp1
 
     install(module)
     hook_fsdp1(module)
@@ -58,7 +58,7 @@ after_import("torch.distributed.fsdp", _hook_fsdp1)
 
 
 def _hook_state_dict(module: ModuleType) -> None:
-    from shardopt.integrations.fsdp1_state_dict import hook_state_dict
+    from shardopt.sharding.fsdp1_state_dict import hook_state_dict
 
     hook_state_dict(module)
 
@@ -67,7 +67,7 @@ after_import("torch.distributed.checkpoint.state_dict", _hook_state_dict)
 
 
 def _hook_deepspeed(engine_module: ModuleType) -> None:
-    from shardopt.integrations.deepspeed.hooks import install
+    from shardopt.sharding.deepspeed.hooks import install
 
     install(engine_module)
 
@@ -76,7 +76,7 @@ after_import("deepspeed.runtime.engine", _hook_deepspeed)
 
 
 def _hook_zero_redundancy(module: ModuleType) -> None:
-    from shardopt.integrations.zero_redundancy import install
+    from shardopt.sharding.zero_redundancy import install
 
     install(module)
 
@@ -85,7 +85,7 @@ after_import("torch.distributed.optim.zero_redundancy_optimizer", _hook_zero_red
 
 
 def _hook_accelerate(module: ModuleType) -> None:
-    from shardopt.integrations.accelerate import install
+    from shardopt.sharding.accelerate import install
 
     install(module)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardopt.optim.options import is_own
+from shardopt.state.options import is_own
 
 
 def hook_fsdp1(module: Any) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
-from shardopt.integrations.exchange import RanksExchange
 from shardopt.layout import (
     FlatBuffer,
     FlatShard,
@@ -31,6 +30,7 @@ from shardopt.layout import (
     equal_ends,
 )
 from shardopt.layout.names import canonical_modules
+from shardopt.sharding.exchange import RanksExchange
 
 
 def install(module: ModuleType) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
-from shardopt.optim.warn import warn_user
+from shardopt.state.warn import warn_user
 
 if sys.version_info >= (3, 11):
     from typing import Unpack as Unpack

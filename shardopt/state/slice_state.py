@@ -16,7 +16,7 @@ from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import Band, BlockGrid, Shard, is_quantized
-from shardopt.optim.loaded_entries import checked_step, unsound
+from shardopt.state.loaded_entries import checked_step, unsound
 
 StateDict = dict[str, Any]
 
@@ -109,7 +109,7 @@ class SliceState:
         """The state entries for float moments.
 
         Where column shards cut blocks this gathers the moments, and all ranks must call it. For flat shards with cut
-        blocks see :func:`shardopt.optim.flat_encoding.encode_flat`.
+        blocks see :func:`shardopt.state.flat_encoding.encode_flat`.
         """
         return self.encode_whole(self.gather(values)) if self.exchanges_columns else self.encode_local(values)
 

@@ -11,8 +11,8 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.kernels.weights import WeightFormat
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.memory import owner_of
-from shardopt.optim.names import listed_name
+from shardopt.report.memory import owner_of
+from shardopt.state.names import listed_name
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def check_numerics(optimizer: Optimizer, lr: float | None = None) -> dict[str, f
         for position, param in enumerate(group["params"]):
             if param not in owned or not param.requires_grad or not owner.updates_by_lr:
                 continue
-            spec = owner.state_spec(param, group)
+            spec = owner._internals.state_of(param, group)
             if not spec.weights.stochastic:
                 update = _check_lr(group["lr"]) if lr is None else float(lr)
                 local = spec.shard.local(param.detach())

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardopt.integrations.deepspeed.universal import stepped_groups
 from shardopt.layout import FlatBuffer, Segment, assigned
 from shardopt.layout.names import parameter_names
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.slice_state import SliceState
+from shardopt.sharding.deepspeed.universal import stepped_groups
+from shardopt.state.slice_state import SliceState
 
 
 class _Moment(NamedTuple):
@@ -114,7 +114,7 @@ class Fragments:
 
     def _moment(self, param: Tensor, moment: str) -> _Moment:
         flat, group, number = self._places[id(param)]
-        spec = self._optimizer.state_spec(flat, self._optimizer.param_groups[group])
+        spec = self._optimizer._internals.state_of(flat, self._optimizer.param_groups[group])
         assert isinstance(spec.shard, FlatBuffer)
         names = [m.name for m in spec.moments]
         if moment not in names:

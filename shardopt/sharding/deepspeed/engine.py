@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.integrations.deepspeed.offload import masters_in_memory
+from shardopt.sharding.deepspeed.offload import masters_in_memory
 
 
 def is_engine(model: Module) -> bool:

@@ -1,0 +1,147 @@
+"""The part of an optimizer that users do not call: where its state lives, its cached steps, its released gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from shardopt.kernels.dispatch import LossScaling
+from shardopt.state.residency import StateResidency
+from shardopt.state.tensor_state import TensorState, tensor_state_of
+from shardopt.state.warn import warn_user
+from shardopt.step.rows import Group
+from shardopt.step.stepper import Stepper
+
+if TYPE_CHECKING:
+    from shardopt.optim.base import ShardedOptimizer
+
+
+class Released(Protocol):
+    """Parameters that are stepped one by one, before the optimizer's ``step()``."""
+
+    overlaps_forward: bool
+
+    def nonfinite(self, *, wait: bool) -> int:
+        """Gradient elements that were skipped."""
+
+    def wait(self) -> None:
+        """Waits for all steps that run in another thread."""
+
+    def check_step(self, closure: object, scaling: LossScaling) -> None:
+        """Raises RuntimeError if the optimizer's ``step()`` is asked for something that is no longer possible."""
+
+    def next_step(self) -> None:
+        """Lets each parameter be stepped once more."""
+
+    def forget(self) -> None:
+        """Has everything looked up anew by the next steps."""
+
+
+class Internals:
+    """The part of an optimizer that other packages of shardopt use, as ``optimizer._internals``.
+
+    Attributes:
+        residency: where the state of each parameter lives.
+        model_indices: indices of the parameters among all of the model's, where the optimizer has only some of them;
+            others are counted in order.
+        released: the parameters that are stepped during the backward pass, if any.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.residency = StateResidency(optimizer, self.state_of)
+        self.model_indices: dict[Tensor, int] = {}
+        self.released: Released | None = None
+        self._pauses = 0
+        self._optimizer = optimizer
+        self._steppers: dict[tuple[int, ...], Stepper] = {}
+        self._skipped_reported = 0
+        self._skipped_released = 0  # gradient elements that were skipped in releases that have ended
+
+    def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
+        """Describes the state of one of the parameters, given its param group."""
+        return tensor_state_of(param, group, self._optimizer.rule(group).moments)
+
+    @property
+    def stepper(self) -> Stepper:
+        """The stepper of these param groups: DeepSpeed shows the optimizer one of them at a time."""
+        groups = self._optimizer.param_groups
+        key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
+        return self._steppers.setdefault(key, Stepper(self.residency, self.model_indices))
+
+    def group_of(self, options: Mapping[str, Any]) -> Group:
+        """Reads and checks a param group for a step.
+
+        Raises:
+            ValueError: a hyper-parameter is out of range.
+        """
+        optimizer = self._optimizer
+        optimizer.check_group(options)
+        lr = options["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            # Not read here: that would wait for the device.
+            return Group.of(options, optimizer.rule(options), optimizer.hyper({**options, "lr": 0.0}), lr)
+        return Group.of(options, optimizer.rule(options), optimizer.hyper(options), None)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, ``step()`` does nothing, for a framework that takes one without gradients to see state appear."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether ``step()`` does nothing now."""
+        return self._pauses > 0
+
+    def begin_release(self, released: Released) -> None:
+        """Begins a release of gradients.
+
+        Raises:
+            RuntimeError: gradients are released already.
+        """
+        if self.released is not None:
+            raise RuntimeError(
+                "got an optimizer whose gradients are released already, expected one release at a time; call remove() "
+                "on the first one"
+            )
+        self.released = released
+
+    def end_release(self) -> None:
+        """Ends the release of gradients, if there is one."""
+        released, self.released = self.released, None
+        if released is not None:
+            try:
+                released.wait()
+            finally:
+                self._skipped_released += released.nonfinite(wait=True)
+
+    def forget_tables(self) -> None:
+        """Has shards and state looked up anew by the next step."""
+        for stepper in self._steppers.values():
+            stepper.forget()
+        if self.released is not None:
+            self.released.forget()
+
+    def count_skipped(self, *, wait: bool) -> int:
+        """Gradient elements that were skipped so far; without ``wait``, those that the host knows of."""
+        released = 0 if self.released is None else self.released.nonfinite(wait=wait)
+        stepped = sum(stepper.skipped.count(wait=wait) for stepper in self._steppers.values())
+        return stepped + self._skipped_released + released
+
+    def warn_of_skipped(self) -> None:
+        """Warns of gradient elements that were skipped since the last warning."""
+        known = self.count_skipped(wait=False)
+        new = known - self._skipped_reported
+        if new > 0:
+            self._skipped_reported = known
+            warn_user(
+                f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
+                "(nonfinite='raise' names the parameter)",
+                RuntimeWarning,
+            )
