@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels import dispatch_cuda
+from shardopt.step import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("tests/kernels/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
