@@ -56,6 +56,7 @@ constexpr int kAlignedFormatCount = sizeof kAlignedFormats / sizeof *kAlignedFor
 // one codec; without one, -1, they are of anything.
 struct CudaBatch {
   int rule, codec, format;
+  bool aligned;
   int64_t begin, end;
 };
 

@@ -82,6 +82,14 @@ SHARDOPT_DEVICE void store_lane(uint64_t address, const Vector<T>& v, const Span
   }
 }
 
+SHARDOPT_DEVICE uint16_t nearest_bf16(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#else
+  return static_cast<uint16_t>(bf16_from_float(x));
+#endif
+}
+
 SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
   Vector<uint16_t> v;
 #pragma unroll
