@@ -21,6 +21,7 @@ constexpr int kPartBlocks = 8;  // blocks of a chunk that is part of a row
 struct RowShape {
   int blocks;  // of a row
   int rows;    // of a chunk; 0 if a chunk is part of a row
+  int long_blocks = 0;
 
   SHARDOPT_HD explicit RowShape(const TensorEntry& entry)
       : blocks(static_cast<int>((entry.cols + kAlignedBlock - 1) / kAlignedBlock)), rows(0) {
@@ -30,7 +31,7 @@ struct RowShape {
     rows = kChunkElements / cols < kChunkBlocks / blocks ? kChunkElements / cols : kChunkBlocks / blocks;
     if (!one_after_the_other) rows = 1;
     // As many as fill turns: an even number of rows with two long blocks, say.
-    const int long_blocks = blocks - (cols % kAlignedBlock != 0 && cols % kAlignedBlock < kLongBlock);
+    long_blocks = blocks - (cols % kAlignedBlock != 0 && cols % kAlignedBlock < kLongBlock);
     int unit = long_blocks == 0 ? kShortTurn : kLongTurn;
     if (long_blocks > 0 && long_blocks % 2 == 0) unit = long_blocks % 4 == 0 ? 1 : 2;
     if (rows > unit) rows -= rows % unit;
@@ -45,7 +46,8 @@ struct Chunk {
   int rows;
   int row_blocks;  // of each row
   int row_elements;
-  uint32_t noise;  // the first element's index in the flattened global parameter, modulo 2^32
+  uint32_t inverse;  // 2^16 over the long blocks of a row, rounded up; 0 for a single row
+  uint32_t noise;    // the first element's index in the flattened global parameter, modulo 2^32
 };
 
 // The chunks of a task, one after the other.
@@ -58,7 +60,9 @@ class ChunkWalk {
         entry_(entry),
         shape_(entry),
         row_(task.first_block / shape_.blocks),
-        block_(static_cast<int>(task.first_block - row_ * shape_.blocks)) {}
+        block_(static_cast<int>(task.first_block - row_ * shape_.blocks)),
+        rows_left_(task.blocks / shape_.blocks),
+        inverse_(shape_.long_blocks > 0 ? 65536 / static_cast<uint32_t>(shape_.long_blocks) + 1 : 0) {}
 
   SHARDOPT_HD Chunk next() {
     Chunk chunk;
@@ -70,9 +74,11 @@ class ChunkWalk {
     chunk.rows = 1;
     chunk.row_blocks = shape_.blocks;
     chunk.row_elements = static_cast<int>(entry_.cols);
+    chunk.inverse = 0;
     if (shape_.rows > 0) {
-      const int rows = blocks_left / shape_.blocks;
-      chunk.rows = shape_.rows < rows ? shape_.rows : rows;
+      chunk.inverse = inverse_;
+      chunk.rows = shape_.rows < rows_left_ ? shape_.rows : rows_left_;
+      rows_left_ -= chunk.rows;
       row_ += chunk.rows;
     } else {
       const int in_row = shape_.blocks - block_, most = in_row < kPartBlocks ? in_row : kPartBlocks;
@@ -92,6 +98,8 @@ class ChunkWalk {
   const RowShape shape_;
   int64_t row_;
   int block_;  // in the row
+  int rows_left_;
+  uint32_t inverse_;
 };
 
 SHARDOPT_END_NAMESPACE

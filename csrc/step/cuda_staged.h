@@ -102,18 +102,27 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return address + static_cast<uint64_t>(index) * sizeof(T);
   }
 
+  // An address, computed here and not wherever it is used.
+  template <class T>
+  SHARDOPT_DEVICE static T* settled(T* address) {
+#if defined(__CUDA_ARCH__)
+    asm("" : "+l"(address));
+#endif
+    return address;
+  }
+
   // Begins to copy elements of a tensor into the stage, where the first one will be as far into a word as it is there.
   template <class T>
   SHARDOPT_DEVICE T* copy_in(Staged<T>& to, uint64_t tensor, int64_t element, int count) const {
     const uint64_t address = at<T>(tensor, element);
     const int offset = static_cast<int>(address % kWord);
     const int words = (offset + count * static_cast<int>(sizeof(T)) + kWord - 1) / kWord;
-    const char* const from = reinterpret_cast<const char*>(address - static_cast<uint64_t>(offset)) + lane_ * kWord;
+    const char* const from =
+        settled(reinterpret_cast<const char*>(address - static_cast<uint64_t>(offset)) + lane_ * kWord);
+    char* const mine = to.bytes + lane_ * kWord;
 #pragma unroll
     for (int word = 0; word < Staged<T>::kWords; word += kWarp) {
-      if (word + lane_ < words) {
-        __pipeline_memcpy_async(to.bytes + lane_ * kWord + word * kWord, from + word * kWord, kWord);
-      }
+      if (word < words - lane_) __pipeline_memcpy_async(mine + word * kWord, from + word * kWord, kWord);
     }
     return reinterpret_cast<T*>(to.bytes + offset);
   }
@@ -126,13 +135,11 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     const int end = offset + count * static_cast<int>(sizeof(T));
     const int first = (offset + kWord - 1) / kWord, whole = end / kWord;
     char* const to = reinterpret_cast<char*>(address - static_cast<uint64_t>(offset));
+    char* const mine = settled(to + lane_ * kWord);
+    const auto* const words = reinterpret_cast<const Words<T, kWord / sizeof(T)>*>(from.bytes) + lane_;
 #pragma unroll
     for (int word = 0; word < Staged<T>::kWords; word += kWarp) {
-      if (word + lane_ >= first && word + lane_ < whole) {
-        const char* const staged = from.bytes + lane_ * kWord + word * kWord;
-        store_streaming(to + lane_ * kWord + word * kWord,
-                        *reinterpret_cast<const Words<T, kWord / sizeof(T)>*>(staged));
-      }
+      if (word < whole - lane_ && (word > 0 || lane_ >= first)) store_streaming(mine + word * kWord, words[word]);
     }
     const int in_word = lane_ % 16 * static_cast<int>(sizeof(T));
     const int byte = (lane_ < 16 ? first - 1 : whole) * kWord + in_word;
@@ -165,11 +172,10 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     const int long_blocks = chunk.row_blocks - has_short;
     bool stepped = true;
     if (long_blocks > 0) {
-      const uint32_t inverse = 65536u / static_cast<uint32_t>(long_blocks) + 1;
 #pragma unroll 1
       for (int block = 0; block < chunk.rows * long_blocks; block += kLongTurn) {
         const int index = min_int(block + lane_ / kLongLanes, chunk.rows * long_blocks - 1);
-        const int row = static_cast<int>(static_cast<uint32_t>(index) * inverse >> 16);
+        const int row = static_cast<int>(static_cast<uint32_t>(index) * chunk.inverse >> 16);
         const int in_row = index - row * long_blocks, begin = in_row * kAlignedBlock;
         const int n = min_int(kAlignedBlock, chunk.row_elements - begin);
         stepped = step_turn<kLongLanes>(chunk, row, in_row, n);
