@@ -115,10 +115,9 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   template <class T>
   SHARDOPT_DEVICE T* copy_in(Staged<T>& to, uint64_t tensor, int64_t element, int count) const {
     const uint64_t address = at<T>(tensor, element);
-    const int offset = static_cast<int>(address % kWord);
-    const int words = (offset + count * static_cast<int>(sizeof(T)) + kWord - 1) / kWord;
-    const char* const from =
-        settled(reinterpret_cast<const char*>(address - static_cast<uint64_t>(offset)) + lane_ * kWord);
+    const auto offset = static_cast<uint32_t>(address % kWord);
+    const auto words = static_cast<int>((offset + static_cast<uint32_t>(count * sizeof(T)) + kWord - 1) / kWord);
+    const char* const from = settled(reinterpret_cast<const char*>(address - offset) + lane_ * kWord);
     char* const mine = to.bytes + lane_ * kWord;
 #pragma unroll
     for (int word = 0; word < Staged<T>::kWords; word += kWarp) {
@@ -131,10 +130,9 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   template <class T>
   SHARDOPT_DEVICE void copy_out(const Staged<T>& from, uint64_t tensor, int64_t element, int count) const {
     const uint64_t address = at<T>(tensor, element);
-    const int offset = static_cast<int>(address % kWord);
-    const int end = offset + count * static_cast<int>(sizeof(T));
-    const int first = (offset + kWord - 1) / kWord, whole = end / kWord;
-    char* const to = reinterpret_cast<char*>(address - static_cast<uint64_t>(offset));
+    const auto offset = static_cast<uint32_t>(address % kWord), end = offset + static_cast<uint32_t>(count * sizeof(T));
+    const auto first = static_cast<int>((offset + kWord - 1) / kWord), whole = static_cast<int>(end / kWord);
+    char* const to = reinterpret_cast<char*>(address - offset);
     char* const mine = settled(to + lane_ * kWord);
     const auto* const words = reinterpret_cast<const Words<T, kWord / sizeof(T)>*>(from.bytes) + lane_;
 #pragma unroll
@@ -143,7 +141,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
     const int in_word = lane_ % 16 * static_cast<int>(sizeof(T));
     const int byte = (lane_ < 16 ? first - 1 : whole) * kWord + in_word;
-    if (in_word < kWord && byte >= offset && byte < end) {
+    if (in_word < kWord && byte >= static_cast<int>(offset) && byte < static_cast<int>(end)) {
       *reinterpret_cast<T*>(to + byte) = *reinterpret_cast<const T*>(from.bytes + byte);
     }
   }
@@ -159,15 +157,15 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 
   template <int kScales, class Do>
   SHARDOPT_DEVICE void of_moment(float* staged, uint64_t address, int64_t first, int blocks, Do run) const {
-    float* const kept = reinterpret_cast<float*>(address) + first * kScales;
+    float* const kept = settled(reinterpret_cast<float*>(address) + first * kScales + lane_);
 #pragma unroll
     for (int i = 0; i < kChunkBlocks * kScales; i += kWarp) {
-      if (i + lane_ < blocks * kScales) run(staged + lane_ + i, kept + lane_ + i);
+      if (i < blocks * kScales - lane_) run(staged + lane_ + i, kept + i);
     }
   }
 
   SHARDOPT_DEVICE bool step_blocks(const Chunk& chunk) {
-    const int rest = chunk.row_elements % kAlignedBlock;
+    const int rest = chunk.row_elements & (kAlignedBlock - 1);
     const bool has_short = rest > 0 && rest < kLongBlock;
     const int long_blocks = chunk.row_blocks - has_short;
     bool stepped = true;
@@ -310,7 +308,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     } else if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
       *high = static_cast<uint16_t>(bf16_at_random(weight, noise.bits_at(index)));
     } else {
-      *high = nearest_bf16(weight);
+      *high = static_cast<uint16_t>(nearest_bf16(weight));
     }
   }
 
