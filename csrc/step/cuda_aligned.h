@@ -191,8 +191,8 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
               kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4) : signed_half_of(low.words[j / 2], j % 2));
         }
         this->update_element(found, param, gradients.number(j), unsigned_codes.code(j), unsigned_coder,
-                             shared_entry(values_, signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i],
-                             root[i], moment[i]);
+                             values_.entry(signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i], root[i],
+                             moment[i]);
       }
     }
     found.has_zero_code = zeros != 0;

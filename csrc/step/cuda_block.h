@@ -159,7 +159,8 @@ class BlockArithmetic {
   const Rule rule_;
   const float gradient_scale_;
   const int32_t root_limit_;
-  const float *const values_, *const table_;
+  const SharedTable values_;
+  const float* const table_;
 };
 
 SHARDOPT_END_NAMESPACE

@@ -245,8 +245,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
           const int32_t unsigned_code = unsigned_codes[at];
           if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) least_code = min_int(least_code, unsigned_code);
           this->update_element(found, param, number_of(gradient[at]), unsigned_code, unsigned_coder,
-                               shared_entry(values_, signed_codes[at], 0) * signed_coder.scale, weight[i], root[i],
-                               moment[i]);
+                               values_.entry(signed_codes[at], 0) * signed_coder.scale, weight[i], root[i], moment[i]);
         }
       });
     }
