@@ -89,7 +89,7 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
 
 
 def test_misaligned_addresses(emulated: ModuleType) -> None:
-    """Gradients that do not begin where vectors may: they are staged, and by the general kernel once they move there."""
+    """Gradients that do not begin where vectors may are staged; those that move there go to the general kernel."""
     aligned = [aligned_gradients(t, BF16) for t in (1, 2, 5)]
     odd = [{name: at_odd_offset(x) for name, x in gradient.items()} for gradient in aligned]
     for steps, is_taken in ((odd, True), ([aligned[0], *odd[1:]], False)):

@@ -1,5 +1,6 @@
-// The kernels of a CUDA step: prepare computes the scalars of all entries, step_tasks steps the tasks of a rule, and
-// step_aligned_tasks those of a rule, a codec and a weight format whose blocks are whole and aligned.
+// The kernels of a CUDA step: prepare computes the scalars of all entries, step_tasks steps the tasks of a rule,
+// step_aligned_tasks those of a rule, a codec and a weight format whose blocks are whole and aligned, and
+// step_staged_tasks those whose rows have any length.
 #pragma once
 
 #include <type_traits>
