@@ -291,9 +291,9 @@ def main() -> None:
         )
     for c, s in zip(found, staged, strict=False):
         for row in args.columns:
-            figures = (f"{x:.2f}" for x in (s.per_element(row) / c.instructions, s.sectors(row), s.local))
+            ratios = (f"{x:.2f}" for x in (s.per_element(row) / c.instructions, s.sectors(row), s.local))
             print_row(
-                c.arch, c.rule, c.codec, c.weights, row, f"{s.per_element(row):.1f}", *figures, s.registers, s.spilled
+                c.arch, c.rule, c.codec, c.weights, row, f"{s.per_element(row):.1f}", *ratios, s.registers, s.spilled
             )
     if args.json:
         args.json.write_text(json.dumps([asdict(c) for c in found], indent=2))

@@ -229,7 +229,6 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     uint8_t* const unsigned_codes = codes_[kHasUnsigned ? kUnsigned : kSigned] + element;
     float* const unsigned_scales = stage_.unsigned_scales + (kHasUnsigned ? block * Unsigned::kScales : 0);
     float* const signed_scales = stage_.signed_scales + block * Signed::kScales;
-
     float weight[kEach], root[kEach], moment[kEach];
     Found found;
     int32_t least_code = 255;
@@ -241,7 +240,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
         for (int i = slots.kBegin; i < slots.kEnd; ++i) {
           const int at = start + (i - slots.kBegin) * kLanes;
           Quick param = number_of(high[at]);
-          if constexpr (kHasLow) param = this->join(found, param, static_cast<int32_t>(low[at]) << (16 - kLowBits));
+          if constexpr (kHasLow) param = this->join(found, param, low[at] * (1 << (16 - kLowBits)));
           const int32_t unsigned_code = unsigned_codes[at];
           if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) least_code = min_int(least_code, unsigned_code);
           this->update_element(found, param, number_of(gradient[at]), unsigned_code, unsigned_coder,
