@@ -1,11 +1,20 @@
-"""Counts the instructions of the CUDA kernels of aligned blocks, as nvcc makes them: no GPU is needed.
+"""Counts the instructions of the CUDA kernels of usual blocks, as nvcc makes them: no GPU is needed.
 
-Per combination of rule, codec and weights the main loop is taken from the disassembly: instructions per element, those
-that move data (shared memory, copies to it, stores, shuffles), registers, bytes spilled. Figures are those of the
-compiler, not times: how many issue slots an element costs (a goal is met if it has no more).
+Per combination of rule, codec and weights the main loop of the kernel of aligned blocks is taken from the disassembly:
+instructions per element, those that move data (shared memory, copies to it, stores, shuffles), registers, bytes
+spilled. Figures are those of the compiler, not times: how many issue slots an element costs (a goal is met if it has no
+more).
+
+--columns counts the kernel that stages rows of other lengths too. It takes a chunk of rows in turns: of long blocks, of
+short ones. A chunk costs its own instructions (copies in and out, edges, addresses: all of the outer loop, both sides
+of its branches), those of each turn, and of a short turn only the windows that a block of that length has. All of it is
+divided by the elements of the chunk: idle lanes, elements stepped twice and the narrow stores at both edges count
+fully. Sectors of 32 bytes are those that a chunk touches, averaged over all alignments of its first element, over those
+of its bytes alone; scales are left out.
 
     pip install nvidia-cuda-nvdisasm     # where the toolkit has no nvdisasm; nvcc must be on PATH
     python benchmarks/sass.py --arch 90 100
+    python benchmarks/sass.py --rules adam lion --codecs log8 --weights bf16 --columns 130 257 33 1000
 """
 
 from __future__ import annotations
@@ -49,7 +58,7 @@ KERNEL = """
 #include <cuda_runtime.h>
 #include "step/cuda_kernel.h"
 namespace shardopt::cuda {{
-template __global__ void step_aligned_tasks<{rule}, {codec}, WeightFormat::{weight}, DType::{gradient}>(
+template __global__ void step_{kernel}_tasks<{rule}, {codec}, WeightFormat::{weight}, DType::{gradient}>(
     CudaCall, CudaBatch);
 }}
 """
@@ -95,14 +104,18 @@ def instructions(listing: str, symbol: str) -> tuple[list[str], dict[str, int]]:
     return found, labels
 
 
-def largest_loop(found: list[str], labels: dict[str, int]) -> list[str]:
-    """From the target of the longest backward branch to the branch."""
-    loops = []
+def loops(found: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """From the targets of backward branches to the branches."""
+    ends = []
     for i, instruction in enumerate(found):
         target = re.search(r"\.L_\w+", instruction)
         if "BRA" in instruction and target and labels.get(target[0], i) < i:
-            loops.append((labels[target[0]], i + 1))
-    begin, end = max(loops, key=lambda loop: loop[1] - loop[0])
+            ends.append((labels[target[0]], i + 1))
+    return ends
+
+
+def largest_loop(found: list[str], labels: dict[str, int]) -> list[str]:
+    begin, end = max(loops(found, labels), key=lambda loop: loop[1] - loop[0])
     return found[begin:end]
 
 
@@ -110,18 +123,29 @@ def opcode(instruction: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0]
 
 
-def count(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> Counts:
-    """Compiles one combination for one architecture and counts."""
+def compiled(kernel: str, arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> tuple[str, str]:
+    """A kernel's disassembly and the assembler's report."""
     weight, gradient = WEIGHTS[weights]
+    names = {"kernel": kernel, "rule": RULES[rule], "codec": CODECS[codec], "weight": weight, "gradient": gradient}
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
-        source.write_text(KERNEL.format(rule=RULES[rule], codec=CODECS[codec], weight=weight, gradient=gradient))
+        source.write_text(KERNEL.format(**names))
         flags = ["-std=c++17", "-O3", "--fmad=false", f"-arch=sm_{arch}", "-I", str(ROOT / "csrc"), "-Xptxas=-v"]
         made = subprocess.run(
             ["nvcc", *flags, "-cubin", "-o", str(cubin), str(source)], check=True, capture_output=True, text=True
         )
         listing = subprocess.run([nvdisasm, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
-    report = made.stderr.split("step_aligned_tasks", 1)[1]
+    return listing, made.stderr.split(f"step_{kernel}_tasks", 1)[1]
+
+
+def registers_of(report: str) -> tuple[int, int]:
+    """Registers, and bytes spilled."""
+    return int(re.findall(r"Used (\d+) registers", report)[0]), int(re.findall(r"(\d+) bytes spill stores", report)[0])
+
+
+def count(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> Counts:
+    """Counts the loop of one combination's kernel of aligned blocks."""
+    listing, report = compiled("aligned", arch, rule, codec, weights, nvdisasm)
     symbol = re.findall(r"\n\.text\.(\S*step_aligned_tasks\S*):", listing)[0]
     loop = largest_loop(*instructions(listing, symbol))
     kinds = Counter(opcode(instruction) for instruction in loop)
@@ -129,19 +153,105 @@ def count(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> Coun
     def per_element(*names: str) -> float:
         return sum(kinds[name] for name in names) / ELEMENTS
 
+    moves = (per_element(name) for name in ("LDS", "LDGSTS", "STG", "SHFL"))
     return Counts(
-        arch,
-        rule,
-        codec,
-        weights,
-        len(loop) / ELEMENTS,
-        per_element("LDS"),
-        per_element("LDGSTS"),
-        per_element("STG"),
-        per_element("SHFL"),
-        per_element("LDL", "STL"),
-        int(re.findall(r"Used (\d+) registers", report)[0]),
-        int(re.findall(r"(\d+) bytes spill stores", report)[0]),
+        arch, rule, codec, weights, len(loop) / ELEMENTS, *moves, per_element("LDL", "STL"), *registers_of(report)
+    )
+
+
+@dataclass
+class Staged:
+    """The loops of a kernel that stages rows; instructions are of a lane.
+
+    Attributes:
+        chunk: instructions of a chunk, without its turns.
+        long: of a turn of long blocks.
+        short: of a turn of short blocks, with all windows.
+        windows: per pass over a short block, the instructions that it saves where it has no window of 8, of 4, 2 and 1
+            together, of 4, of 2, of 1.
+        local: loads and stores of spilled registers in the loops of turns, per element of a long block.
+        streams: bytes per element of the tensors that are read, and of those that are written.
+    """
+
+    chunk: int
+    long: int
+    short: int
+    windows: list[list[int]]
+    local: float
+    registers: int
+    spilled: int
+    streams: list[int]
+
+    def short_turn(self, elements: int) -> int:
+        """Instructions of a turn of short blocks of so many elements."""
+        full, saved = (elements - 1) // 4, 0
+        for eight, rest, *each in self.windows:
+            saved += 0 if full & 8 else eight
+            saved += sum(n for n, bit in zip(each, (4, 2, 1), strict=True) if not full & bit) if full & 7 else rest
+        return self.short - saved
+
+    def per_element(self, columns: int) -> float:
+        rows, long, short = chunk_of(columns)
+        turns = -(-rows * long // 4) * self.long
+        if short:
+            turns += -(-rows // 8) * self.short_turn(short)
+        return 32 * (self.chunk + turns) / (rows * columns)
+
+    def sectors(self, columns: int) -> float:
+        elements = chunk_of(columns)[0] * columns
+        touched = whole = 0.0
+        for size in self.streams:
+            starts = range(0, 32, size)
+            touched += sum(-(-(at + elements * size) // 32) for at in starts) / len(starts)
+            whole += elements * size / 32
+        return touched / whole
+
+
+def chunk_of(columns: int) -> tuple[int, int, int]:
+    """RowShape in csrc/step/cuda_chunk.h: rows of a chunk, long blocks of a row, elements of its short one or 0."""
+    blocks, rest = -(-columns // 128), columns % 128
+    short = rest if rest < 64 else 0
+    long = blocks - (short > 0)
+    rows = min(1056 // columns, 32 // blocks)
+    unit = 8 if long == 0 else {1: 4, 2: 2, 3: 4, 0: 1}[long % 4]
+    return rows - rows % unit if rows > unit else rows, long, short
+
+
+def count_staged(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> Staged:
+    """Counts the loops of one combination's kernel of staged rows."""
+    listing, report = compiled("staged", arch, rule, codec, weights, nvdisasm)
+    symbol = re.findall(r"\n\.text\.(\S*step_staged_tasks\S*):", listing)[0]
+    found, labels = instructions(listing, symbol)
+
+    def number(begin: int, end: int, *names: str) -> int:
+        return sum(opcode(instruction) in names for instruction in found[begin:end])
+
+    ends = loops(found, labels)
+    stepping = [(b, e) for b, e in ends if number(b, e, "LDS") >= 48 and number(b, e, "STS") > 16]
+    innermost = [a for a in stepping if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in stepping)]
+    turns = sorted(innermost, key=lambda turn: number(*turn, "LDS"))[-2:]  # others are cold code behind the kernel
+    short, long = sorted(turns, key=lambda turn: number(*turn, "BRA"), reverse=True)
+    around = min(short[0], long[0]), max(short[1], long[1])
+    chunk = min((e - b, b, e) for b, e in ends if b < around[0] and e > around[1] and number(b, e, "LDGSTS"))
+    skips = []
+    for i in range(*short):
+        target = re.search(r"BRA.*(\.L_\w+)", found[i])
+        if found[i].startswith("@") and target and i < labels[target[1]] <= short[1]:
+            skips.append((labels[target[1]] - i - 1, number(i, labels[target[1]], "LDS", "STS")))
+    windows = []
+    for i in range(len(skips) - 1):
+        slot = skips[i][1] // 8  # what a slot moves in this pass
+        if slot and [moved for _, moved in skips[i : i + 2]] == [8 * slot, 7 * slot]:
+            within = {moved // slot: n for n, moved in skips[i + 2 : i + 5]}  # few instructions need no branch
+            windows.append([skips[i][0], skips[i + 1][0], *(within.get(width, 0) for width in (4, 2, 1))])
+    if len(windows) != 3:
+        raise ValueError(f"sm_{arch} {rule} {codec} {weights}: got {len(windows)} passes over short blocks, expected 3")
+    lengths = [e - b for b, e in (long, short)]
+    local = number(*long, "LDL", "STL") + number(*short, "LDL", "STL")
+    size, low = {"fp32": (4, 0), "bf16+8": (2, 1), "bf16+16": (2, 2)}.get(weights, (2, 0))
+    kept = [size, *([low] if low else []), *([1, 1] if rule == "adam" else [1])]
+    return Staged(
+        chunk[0] - sum(lengths), *lengths, windows, local / ELEMENTS, *registers_of(report), [size, *kept, *kept]
     )
 
 
@@ -151,6 +261,9 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument(
+        "--columns", type=int, nargs="+", default=[], help="lengths of staged rows to count, up to 1056"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the counts there")
     args = parser.parse_args()
@@ -160,8 +273,9 @@ def main() -> None:
     cases = list(product(args.arch, args.rules, args.codecs, args.weights))
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(lambda case: count(*case, nvdisasm), cases))
+        staged = list(pool.map(lambda case: count_staged(*case, nvdisasm), cases if args.columns else []))
     columns = ("sm", "rule", "codec", "weights", "per element", "LDS", "LDGSTS", "STG", "SHFL", "local", "registers")
-    print(" ".join(f"{name:>15}" for name in (*columns, "bytes spilled", "goal")))
+    print_row(*columns, "bytes spilled", "goal")
     missed = False
     for c in found:
         goal = GOALS.get((c.rule, c.codec, c.weights)) if c.arch == 90 else None
@@ -170,10 +284,24 @@ def main() -> None:
         said = "" if goal is None else f"{goal:.0f}, {'met' if met else 'MISSED'}"
         moves = (c.shared_loads, c.copies, c.stores, c.shuffles, c.local)
         figures = (f"{c.instructions:.1f}", *(f"{x:.2f}" for x in moves), c.registers, c.spilled, said)
-        print(" ".join(f"{x!s:>15}" for x in (c.arch, c.rule, c.codec, c.weights, *figures)))
+        print_row(c.arch, c.rule, c.codec, c.weights, *figures)
+    if staged:
+        print_row(
+            *columns[:4], "columns", "per element", "/ aligned", "/ sectors", "local", *columns[-1:], "bytes spilled"
+        )
+    for c, s in zip(found, staged, strict=False):
+        for row in args.columns:
+            ratios = (f"{x:.2f}" for x in (s.per_element(row) / c.instructions, s.sectors(row), s.local))
+            print_row(
+                c.arch, c.rule, c.codec, c.weights, row, f"{s.per_element(row):.1f}", *ratios, s.registers, s.spilled
+            )
     if args.json:
         args.json.write_text(json.dumps([asdict(c) for c in found], indent=2))
     sys.exit(1 if missed else 0)
+
+
+def print_row(*cells: object) -> None:
+    print(" ".join(f"{cell!s:>15}" for cell in cells))
 
 
 if __name__ == "__main__":

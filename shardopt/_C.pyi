@@ -59,7 +59,7 @@ cuda_launched_gradients: int
 def cuda_device_count() -> int: ...
 def cuda_tasks(
     entries: npt.NDArray[Any], groups: npt.NDArray[Any], aligned: bool = True
-) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, int, int]]]: ...
+) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, bool, int, int]]]: ...
 def copy_cuda(
     device: int,
     to: npt.NDArray[np.uint64],
@@ -82,7 +82,7 @@ def step_cuda(
     entry_count: int,
     step_count: int,
     phase: Phase,
-    batches: list[tuple[int, int, int, int, int]],
+    batches: list[tuple[int, int, int, bool, int, int]],
     stream: int,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...

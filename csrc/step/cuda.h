@@ -1,5 +1,6 @@
-// The step on a CUDA device: one launch counts the steps and prepares the scalars of all entries; then one per rule,
-// codec and weight format steps the blocks that are whole and aligned, and one per rule all the others.
+// The step on a CUDA device: one launch counts the steps and prepares the scalars of all entries; then two per rule,
+// codec and weight format step the blocks that are whole and aligned, and those of rows of any length at any address;
+// one per rule steps all the others.
 #pragma once
 
 #include <vector>
@@ -34,7 +35,8 @@ struct CudaCall {
   Phase phase;
 };
 
-// Blocks of this size, if whole and aligned and in a usual format, have kernels of their own (step/cuda_aligned.h).
+// Blocks of this size in a usual format have kernels of their own: whole and aligned ones (step/cuda_aligned.h), and
+// those of rows of any length (step/cuda_staged.h).
 constexpr int kAlignedBlock = 128;
 constexpr int kMaxTaskBlocks = 8192 / kAlignedBlock;  // of a task of these
 
@@ -52,10 +54,11 @@ constexpr AlignedFormat kAlignedFormats[] = {
 };
 constexpr int kAlignedFormatCount = sizeof kAlignedFormats / sizeof *kAlignedFormats;
 
-// Tasks [begin, end), all of one rule. With a format, in kAlignedFormats, all are of whole, aligned blocks of it and of
-// one codec; without one, -1, they are of anything.
+// Tasks [begin, end), all of one rule. With a format, in kAlignedFormats, all are of blocks of it and of one codec:
+// whole and aligned ones, or any others, which are staged. Without one, -1, they are of anything.
 struct CudaBatch {
   int rule, codec, format;
+  bool aligned;
   int64_t begin, end;
 };
 
@@ -64,7 +67,7 @@ struct CudaTasks {
   std::vector<CudaTask> tasks;
   std::vector<CudaBatch> batches;
 };
-// aligned: whether whole, aligned blocks go to the kernels of their own.
+// aligned: whether blocks that have kernels of their own go to these.
 CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups, bool aligned);
 
 // As many addresses as go with a kernel's launch: in 4 KiB beside the call itself.

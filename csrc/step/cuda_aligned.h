@@ -7,33 +7,32 @@
 
 #include <cuda_pipeline.h>
 
-#include "step/cuda_quick.h"
-#include "step/cuda_stepper.h"
-#include "step/cuda_words.h"
+#include "step/cuda_block.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kEach = 16;                           // elements of a lane in a turn
 constexpr int kBlockLanes = kAlignedBlock / kEach;  // lanes of a block
 constexpr int kTurnBlocks = kWarp / kBlockLanes;    // blocks of a turn
 constexpr int kTurn = kTurnBlocks * kAlignedBlock;  // elements of a turn
-constexpr int kAlignedWarps = 4;                    // of a thread block
-constexpr size_t kSharedBytes = 48 * 1024;
 
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-class AlignedStepper {
-  static constexpr int kMoments = Rule::Kept::kCount;
-  static constexpr int kUnsigned = Rule::Kept::kUnsigned;
-  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;
-  static constexpr bool kHasUnsigned = kUnsigned >= 0;
-  static constexpr bool kRelative = Codec::kRelative && kHasUnsigned;
-  using Unsigned = typename Codec::Unsigned;
-  using Signed = typename Codec::Signed;
-  using High = typename WeightTypes<kWeight>::High;
-  static constexpr bool kHasLow = !std::is_void_v<typename WeightTypes<kWeight>::Low>;
-  using Low = std::conditional_t<kHasLow, typename WeightTypes<kWeight>::Low, int8_t>;
-  static constexpr int kLowBits = 8 * sizeof(Low);
-  using Gradient = std::conditional_t<kGradient == DType::kFloat32, float, uint16_t>;
+class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
+  using Arithmetic = BlockArithmetic<Rule, Codec, kWeight, kGradient>;
+  using Arithmetic::kHasLow;
+  using Arithmetic::kHasUnsigned;
+  using Arithmetic::kLowBits;
+  using Arithmetic::kMoments;
+  using Arithmetic::kSigned;
+  using Arithmetic::kUnsigned;
+  using Arithmetic::quick_reciprocal;
+  using Arithmetic::table_;
+  using Arithmetic::values_;
+  using typename Arithmetic::Found;
+  using typename Arithmetic::Gradient;
+  using typename Arithmetic::High;
+  using typename Arithmetic::Low;
+  using typename Arithmetic::Signed;
+  using typename Arithmetic::Unsigned;
   // Elements that a lane has side by side: as many as 16 bytes hold of the widest type.
   static constexpr int kPart = sizeof(High) == 4 || sizeof(Gradient) == 4 ? 4 : 8;
   static constexpr int kParts = kEach / kPart;
@@ -63,18 +62,7 @@ class AlignedStepper {
   };
 
  public:
-  // Look-up tables in shared memory: the values of signed codes, and the codec's table where its coders need it.
-  struct Table {
-    static constexpr int kFloats = Codec::kCoderTable;
-    float values[256];
-    float codec[kFloats ? kFloats : 1];
-
-    SHARDOPT_DEVICE void fill(const float* from) {
-      for (int i = static_cast<int>(threadIdx.x); i < 256; i += static_cast<int>(blockDim.x))
-        values[i] = Signed::value(Signed::entries(from), i);
-      for (int i = static_cast<int>(threadIdx.x); i < kFloats; i += static_cast<int>(blockDim.x)) codec[i] = from[i];
-    }
-  };
+  using typename Arithmetic::Table;
 
   // As many turns as static shared memory has room for, at most three.
   static constexpr int kStages = kAlignedWarps * 3 * sizeof(Stage) + sizeof(Table) <= kSharedBytes ? 3 : 2;
@@ -83,12 +71,7 @@ class AlignedStepper {
 
   SHARDOPT_DEVICE AlignedStepper(const TensorEntry& entry, const Prepared<Rule>& prepared, const Table& table,
                                  int64_t first_block, Ring& ring)
-      : rule_(prepared.rule),
-        gradient_scale_(prepared.gradient_scale),
-        root_limit_(bits(rule_root_limit(rule_))),
-        values_(table.values),
-        table_(table.codec),
-        lane_(static_cast<int>(threadIdx.x) % kWarp) {
+      : Arithmetic(prepared, table), lane_(static_cast<int>(threadIdx.x) % kWarp) {
     const int64_t block = first_block + lane_ / kBlockLanes;
     const int64_t element = block * kAlignedBlock + lane_ % kBlockLanes * kPart;
     for (int i = 0; i < kStages; ++i) inputs_[i] = ring[i].of(lane_);
@@ -187,10 +170,9 @@ class AlignedStepper {
   SHARDOPT_DEVICE bool update(const Inputs& inputs, float (&weight)[kEach], float (&root)[kEach],
                               float (&moment)[kEach]) {
     const Signed signed_coder(inputs.signed_scales.x, table_);
-    const Unsigned unsigned_coder = make_unsigned(inputs);
-    uint32_t zeros = 0, low = ~0u, high = 0;
-    int32_t flips = 0;  // below 0 if low bits turn the sign of a weight
-    float largest_gradient = 0.0f, largest_weight = 0.0f;
+    const Unsigned unsigned_coder = this->unsigned_decoder(inputs.unsigned_scales.x);
+    Found found;
+    uint32_t zeros = 0;
 #pragma unroll
     for (int h = 0; h < kParts; ++h) {
       const Packed<High, kPart> weights(inputs.high[h]);
@@ -201,41 +183,21 @@ class AlignedStepper {
 #pragma unroll
       for (int j = 0; j < kPart; ++j) {
         const int i = h * kPart + j;
-        Quick param = weights.number(j), r = 0.0f, m[kMoments + 1];
+        Quick param = weights.number(j);
         if constexpr (kHasLow) {
-          const Packed<Low, kPart> low_bits(inputs.low[h]);
-          const int32_t nearest = bits(param);
-          const int32_t joined = nearest + (kLowBits == 8 ? signed_byte_of(low_bits.words[j / 4], j % 4)
-                                                          : signed_half_of(low_bits.words[j / 2], j % 2));
-          param = float_from_bits(joined);
-          flips |= joined ^ nearest;
+          const Packed<Low, kPart> low(inputs.low[h]);
+          param = this->join(
+              found, param,
+              kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4) : signed_half_of(low.words[j / 2], j % 2));
         }
-        const Quick gradient = gradients.number(j) * gradient_scale_;
-        if constexpr (kHasUnsigned) {
-          r = unsigned_coder.decode_above_zero(unsigned_codes.code(j));
-          m[kUnsigned] = Codec::kRoot ? r * r : r;
-        } else {
-          largest_gradient = larger(largest_gradient, fabsf(gradient.x));
-        }
-        m[kSigned] = shared_entry(values_, signed_codes.words[j / 4], j % 4) * signed_coder.scale;
-        if (kRelative) m[kSigned] = m[kSigned] * r;
-        rule_.update(param, gradient, m, r);
-        weight[i] = param.x;
-        if constexpr (kHasLow) largest_weight = larger(largest_weight, fabsf(param.x));
-        moment[i] = m[kSigned].x;
-        if constexpr (kHasUnsigned) {
-          const auto b = static_cast<uint32_t>(bits(r));
-          low = min(low, b);
-          high = max(high, b);
-          root[i] = Codec::kRoot ? r.x : m[kUnsigned].x;
-        }
+        this->update_element(found, param, gradients.number(j), unsigned_codes.code(j), unsigned_coder,
+                             values_.entry(signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i], root[i],
+                             moment[i]);
       }
     }
-    const bool usual_weights = !kHasLow || (flips >= 0 && largest_weight <= float_from_bits(kLargestWord<kLowBits>));
-    if constexpr (!kHasUnsigned) return usual_weights && largest_gradient < float_from_bits(kLargeGradientBits);
-    extremes_ = {static_cast<int32_t>(high), static_cast<int32_t>(low)};
-    return usual_weights && zeros == 0 && low >= static_cast<uint32_t>(bits(kLeastQuickRoot)) &&
-           high < static_cast<uint32_t>(root_limit_);
+    found.has_zero_code = zeros != 0;
+    if constexpr (kHasUnsigned) found_ = found;
+    return this->is_usual(found);
   }
 
   // Stores it all, if all lanes can.
@@ -248,41 +210,19 @@ class AlignedStepper {
     round(weight, high, low);
     float largest = 0.0f;
     if constexpr (kHasUnsigned) {
-      Extremes e;
-      if constexpr (Codec::kRoot) {
-        e = extremes_;
-      } else {
-        e = {0, 0};
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) e.high = max_int(e.high, bits(root[i]));
-      }
-#pragma unroll
-      for (int lane_bit = 1; lane_bit < kBlockLanes; lane_bit *= 2) {
-        e.high = max_int(e.high, exchange(e.high, lane_bit));
-        if (Unsigned::kMeasuresSmallest) e.low = min_int(e.low, exchange(e.low, lane_bit));
-      }
-      e.low = kInfinityBits - e.low;
+      const Extremes e = Arithmetic::template agreed<kBlockLanes>(found_);
       usual = usual && Unsigned::is_even(e);
       Unsigned::measure(e, unsigned_scales);
       const Unsigned coder(unsigned_scales, table_, quick_reciprocal(Unsigned::inverted(unsigned_scales)));
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        if constexpr (kRelative) {
-          Quick unit;
-          codes[i] = static_cast<uint32_t>(coder.encode_above_zero(Quick(root[i]), unit));
-          moment[i] = moment[i] * reciprocal(unit).x;
-        } else {
-          codes[i] = static_cast<uint32_t>(coder.encode_above_zero(Quick(root[i])));
-        }
+        codes[i] = this->encode_unsigned(coder, root[i], moment[i]);
       }
       pack_bytes(unsigned_codes, codes, 0);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) largest = larger(largest, fabsf(moment[i]));
-#pragma unroll
-    for (int lane_bit = 1; lane_bit < kBlockLanes; lane_bit *= 2) {
-      largest = larger(largest, float_from_bits(exchange(bits(largest), lane_bit)));
-    }
+    largest = Arithmetic::template agreed<kBlockLanes>(largest);
     usual = usual && largest < kLargestQuickMoment;  // and so no NaN
     if (!__all_sync(0xffffffffu, usual)) return false;
     Signed::measure({bits(largest), 0}, signed_scales);
@@ -345,26 +285,6 @@ class AlignedStepper {
     }
   }
 
-  SHARDOPT_DEVICE Unsigned make_unsigned(const Inputs& inputs) const {
-    const float none[2] = {1.0f, 1.0f};
-    return Unsigned(kHasUnsigned ? inputs.unsigned_scales.x : none, table_, 0.0f);  // it decodes only
-  }
-
-  SHARDOPT_DEVICE static float quick_reciprocal(float x) { return reciprocal(Quick(x)).x; }
-
-  SHARDOPT_DEVICE static float rule_root_limit(const Rule& rule) {
-    if constexpr (kHasUnsigned) {
-      return rule.root_limit();
-    } else {
-      return 0.0f;
-    }
-  }
-
-  const Rule rule_;
-  const float gradient_scale_;
-  const int32_t root_limit_;
-  const float *const values_, *const table_;
-
   const int lane_;
   Inputs* inputs_[kStages];  // the lane's ones of this turn and those after it
   High* high_;
@@ -374,7 +294,7 @@ class AlignedStepper {
   float* unsigned_scales_ = nullptr;
   float* signed_scales_;
   Noise noise_;
-  Extremes extremes_;
+  Found found_;
 };
 
 SHARDOPT_END_NAMESPACE

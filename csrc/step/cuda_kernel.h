@@ -1,11 +1,13 @@
-// The kernels of a CUDA step: prepare computes the scalars of all entries, step_tasks steps the tasks of a rule, and
-// step_aligned_tasks those of a rule, a codec and a weight format whose blocks are whole and aligned.
+// The kernels of a CUDA step: prepare computes the scalars of all entries, step_tasks steps the tasks of a rule,
+// step_aligned_tasks those of a rule, a codec and a weight format whose blocks are whole and aligned, and
+// step_staged_tasks those whose rows have any length.
 #pragma once
 
 #include <type_traits>
 #include <utility>
 
 #include "step/cuda_aligned.h"
+#include "step/cuda_staged.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
@@ -153,28 +155,65 @@ __global__ void __launch_bounds__(kThreads, kAlignedResident) step_aligned_tasks
   count_skipped(call, step_aligned<Rule, Codec, Stepper>(call, call.tasks[i], table, rings[threadIdx.x / kWarp]));
 }
 
+// A warp per task of blocks of rows of any length, all of one rule, codec and format.
+template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
+__global__ void __launch_bounds__(kThreads, kAlignedResident) step_staged_tasks(CudaCall call, CudaBatch batch) {
+  using Stepper = StagedStepper<Rule, Codec, kWeight, kGradient>;
+  __shared__ typename Stepper::Table table;
+  __shared__ typename Stepper::Stage stages[kThreads / kWarp];
+  if (is_off(call) || call.phase != Phase::kStep) return;
+  table.fill(call.tables[batch.codec]);
+  __syncthreads();
+  const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
+  if (i >= batch.end) return;
+  const CudaTask task = call.tasks[i];
+  const TensorEntry& entry = call.entries[task.entry];
+  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
+  Stepper stepper(entry, prepared, table, stages[threadIdx.x / kWarp]);
+  uint32_t left = 0;  // chunks that were not taken
+  ChunkWalk walk(entry, task);
+#pragma unroll 1
+  for (int i = 0; walk.blocks_left > 0; ++i) {
+    if (!stepper.step(walk.next())) left |= 1u << i;
+  }
+  if (left == 0) return;
+  int skipped = 0;
+  ChunkWalk again(entry, task);
+#pragma unroll 1
+  for (int i = 0; again.blocks_left > 0; ++i) {
+    const int64_t first = task.first_block + task.blocks - again.blocks_left;
+    const Chunk chunk = again.next();
+    if (!(left >> i & 1)) continue;
+    const CudaTask rest{first, task.entry, chunk.rows * chunk.row_blocks};
+    skipped += step_task<Rule, Codec, true>(rest, entry, prepared, call.tables[entry.codec], Phase::kStep);
+  }
+  count_skipped(call, skipped);
+}
+
 using Kernel = void (*)(CudaCall, CudaBatch);
 using AlignedFormats = std::make_integer_sequence<int, kAlignedFormatCount>;
 
 template <class Rule, class Codec, int kFormat>
-constexpr Kernel aligned_kernel() {
+constexpr Kernel usual_kernel(bool aligned) {
   if constexpr (Rule::Kept::kCount > 0 && Codec::Signed::kScales > 0) {
-    return step_aligned_tasks<Rule, Codec, kAlignedFormats[kFormat].weight, kAlignedFormats[kFormat].gradient>;
+    constexpr AlignedFormat kFound = kAlignedFormats[kFormat];
+    return aligned ? step_aligned_tasks<Rule, Codec, kFound.weight, kFound.gradient>
+                   : step_staged_tasks<Rule, Codec, kFound.weight, kFound.gradient>;
   } else {
     return nullptr;  // make_cuda_tasks gives these no format
   }
 }
 
 template <class Rule, class Codec, int... kFormat>
-Kernel kernel_of_format(int format, std::integer_sequence<int, kFormat...>) {
-  const Kernel kernels[] = {aligned_kernel<Rule, Codec, kFormat>()...};
-  return kernels[format];
+Kernel kernel_of_format(const CudaBatch& batch, std::integer_sequence<int, kFormat...>) {
+  const Kernel kernels[] = {usual_kernel<Rule, Codec, kFormat>(batch.aligned)...};
+  return kernels[batch.format];
 }
 
 template <class Rule, class... Codec>
 Kernel kernel_of_codec(const CudaBatch& batch, List<Codec...>) {
   if (batch.format < 0) return step_tasks<Rule>;
-  const Kernel kernels[] = {kernel_of_format<Rule, Codec>(batch.format, AlignedFormats{})...};
+  const Kernel kernels[] = {kernel_of_format<Rule, Codec>(batch, AlignedFormats{})...};
   return kernels[batch.codec];
 }
 

@@ -82,6 +82,17 @@ SHARDOPT_DEVICE void store_lane(uint64_t address, const Vector<T>& v, const Span
   }
 }
 
+// The nearest bfloat16, in the low half. In assembly, since nvcc moves halves of words about before it stores them.
+SHARDOPT_DEVICE uint32_t nearest_bf16(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(0.0f), "f"(x));
+  return word;
+#else
+  return static_cast<uint32_t>(bf16_from_float(x));
+#endif
+}
+
 SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
   Vector<uint16_t> v;
 #pragma unroll

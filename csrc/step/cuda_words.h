@@ -84,17 +84,28 @@ SHARDOPT_DEVICE uint32_t bytes_of(const uint32_t* words, int k) {
 #endif
 }
 
-// table[byte k of the word] of a table in shared memory.
-SHARDOPT_DEVICE float shared_entry(const float* table, uint32_t word, int k) {
+// A table in shared memory, whose address there is computed once.
+struct SharedTable {
 #if defined(__CUDA_ARCH__)
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(table));
-  float x;
-  asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__dp4a(word, 4u << (8 * k), base)));
-  return x;
+  uint32_t address;
+  SHARDOPT_DEVICE explicit SharedTable(const float* table)
+      : address(static_cast<uint32_t>(opaque(static_cast<int32_t>(__cvta_generic_to_shared(table))))) {}
 #else
-  return table[byte_of(word, k)];
+  const float* values;
+  explicit SharedTable(const float* table) : values(table) {}
 #endif
-}
+
+  // The entry whose index is byte k of the word.
+  SHARDOPT_DEVICE float entry(uint32_t word, int k) const {
+#if defined(__CUDA_ARCH__)
+    float x;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__dp4a(word, 4u << (8 * k), address)));
+    return x;
+#else
+    return values[byte_of(word, k)];
+#endif
+  }
+};
 
 // Half k of a word, a bfloat16.
 SHARDOPT_DEVICE float bf16_of(uint32_t word, int k) {

@@ -14,7 +14,7 @@ from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling, Tables, addresses
 
 _ALIGNMENT = 16  # bytes
-#: Whether whole, aligned blocks are stepped by the kernels of their own: benchmarks compare, bits are the same.
+#: Whether blocks of usual formats are stepped by kernels of their own: benchmarks compare, bits are the same.
 ALIGNED_KERNELS = True
 
 

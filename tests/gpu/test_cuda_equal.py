@@ -12,7 +12,7 @@ from kernel_problem import DTYPES, HUGE, gradients, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.devices import make_call
-from step_tables import FORMATS, HYPER, PIECES, Problem
+from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import FP32
 
 pytestmark = needs_cuda
@@ -52,7 +52,29 @@ def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> N
             cpu, cuda = (Problem(rule, codec, weights, piece, block_size, device) for device in (CPU, CUDA))
             wanted, skipped = (problem.run(make_call, steps=4) for problem in (cpu, cuda))
             assert_same(cuda.snapshot(), cpu.snapshot())
+            cuda.assert_nothing_written_around()
             assert skipped == wanted > 0, (name, block_size)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize("rule", HYPER)
+def test_rows_of_any_length(rule: str, codec: str, weights: str) -> None:
+    """No byte is written around the tensors."""
+    for name, piece in ROWS.items():
+        cpu, cuda = (Problem(rule, codec, weights, piece, 128, device) for device in (CPU, CUDA))
+        wanted, skipped = (problem.run(make_call, steps=4) for problem in (cpu, cuda))
+        assert_same(cuda.snapshot(), cpu.snapshot())
+        cuda.assert_nothing_written_around()
+        assert skipped == wanted > 0, name
+
+
+def test_many_staged_rows() -> None:
+    """Several tasks per entry, and several entries per launch."""
+    shapes = ((3001, 130), (1999, 257), (9001, 33), (777, 1000), (65, 2377), (1_000_003,))
+    steps = [gradients(t, torch.bfloat16, shapes) for t in (1, 2, 4, 5)]
+    wanted, _ = run(CPU, "adamw", "log8", start(torch.bfloat16, shapes), steps)
+    assert_same(run(CUDA, "adamw", "log8", start(torch.bfloat16, shapes), steps)[0], wanted)
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)

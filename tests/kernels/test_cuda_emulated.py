@@ -19,7 +19,7 @@ from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
-from step_tables import FORMATS, HYPER, PIECES, Problem
+from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import BF16, FP32
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (97, 257), (1, 1032))
@@ -83,18 +83,41 @@ def aligned_gradients(t: int, dtype: torch.dtype) -> Named:
 def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
     dtype, options = ALIGNED_FORMATS[weights]
     steps = [aligned_gradients(t, dtype) for t in (1, 2, 3, 4, 5, 6, 7, 8)]
-    before = emulated.aligned_turns()
+    before = emulated.quick_turns()
     compare(emulated, rule, codec, start(dtype, ALIGNED), steps, **options)
     turns = len(steps) * (9 // 4 + 27 // 4 + 51 // 4)
-    assert turns / 4 < emulated.aligned_turns() - before < turns
+    assert turns / 4 < emulated.quick_turns() - before < turns
 
 
 def test_misaligned_addresses(emulated: ModuleType) -> None:
-    """Gradients that do not begin where vectors may: the other kernels do it."""
-    steps = [{name: at_odd_offset(x) for name, x in aligned_gradients(t, BF16).items()} for t in (1, 2)]
-    before = emulated.aligned_turns()
-    compare(emulated, "adamw", "log8", start(BF16, ALIGNED), steps)
-    assert emulated.aligned_turns() == before
+    """Gradients that do not begin where vectors may are staged; those that move there go to the general kernel."""
+    aligned = [aligned_gradients(t, BF16) for t in (1, 2, 5)]
+    odd = [{name: at_odd_offset(x) for name, x in gradient.items()} for gradient in aligned]
+    for steps, is_taken in ((odd, True), ([aligned[0], *odd[1:]], False)):
+        before = emulated.quick_turns()
+        compare(emulated, "adamw", "log8", start(BF16, ALIGNED), steps)
+        assert (emulated.quick_turns() > before) == is_taken
+
+
+#: All codecs and weights with Adam, one of each with the other rules; tests/gpu has all of them.
+STAGED = [("adam", codec, weights) for codec in EIGHT_BIT for weights in ALIGNED_FORMATS]
+STAGED += [("lion", "log8", "bf16"), ("momentum", "companded8", "bf16+8"), ("lion", "dynamic8", "fp32")]
+
+
+@pytest.mark.parametrize(("rule", "codec", "weights"), STAGED)
+def test_rows_of_any_length(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
+    """No byte is written around the tensors, and usual numbers do not go to the general kernel."""
+    for name, piece in ROWS.items():
+        cpu, cuda = (Problem(rule, codec, weights, piece, 128, torch.device("cpu")) for _ in range(2))
+        wanted = cpu.run(lambda _, tables: CpuCall(tables), steps=4)
+        before = emulated.quick_turns()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            cuda_emulated.use(emulated, monkeypatch)
+            skipped = cuda.run(CudaCall, steps=4)
+        assert_same(cuda.snapshot(), cpu.snapshot())
+        cuda.assert_nothing_written_around()
+        assert skipped == wanted > 0, name
+        assert emulated.quick_turns() > before, name
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256, 512, 4096])
@@ -116,6 +139,7 @@ def test_weight_formats_and_cut_blocks(emulated: ModuleType, codec: str, weights
                 cuda_emulated.use(emulated, monkeypatch)
                 skipped = cuda.run(CudaCall, steps=4)
             assert_same(cuda.snapshot(), cpu.snapshot())
+            cuda.assert_nothing_written_around()
             assert skipped == wanted > 0, name
 
 

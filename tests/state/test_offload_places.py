@@ -17,6 +17,7 @@ import shardopt
 from ranks.offload import offload_from_cpu
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.internals import Internals
 from shardopt.state import host_memory
 from shardopt.state.options import bytes_of
 from shardopt.state.residency import StateResidency
@@ -180,14 +181,14 @@ def test_work_grows_with_the_number_of_parameters_only(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(shardopt.AdamW8bit, "state_spec")
+    count(Internals, "state_of")
     count(StateResidency, "_decide")
     groups = [{"params": [p], "offload": "state" if i % 2 else None} for i, p in enumerate(params)]
     for param in params[::3]:
         param.requires_grad_(False)
     optimizer = shardopt.AdamW8bit(groups)
     trained = [param for param in params if param.requires_grad]
-    assert calls["state_spec"] <= len(params)
+    assert calls["state_of"] <= len(params)
     step(optimizer, *trained)
     assert set(offloads(optimizer, *params)) == {"state", None}
     assert calls["_decide"] == 1

@@ -33,6 +33,8 @@ HYPER = {
 }
 #: As many elements as the kernels take at a time where there are no blocks.
 PLAIN_BLOCK = 1024
+#: Elements after a tensor that a step must not write to.
+GUARD = 64
 
 
 class Piece(NamedTuple):
@@ -43,7 +45,7 @@ class Piece(NamedTuple):
         cols: of the rectangle.
         first_col: the rectangle's first column in the parameter; not a multiple of the block size: a cut block.
         row_numel: columns of the parameter.
-        offset: elements before the first one in memory, for odd alignments.
+        offset: elements before the first one in memory, for odd alignments; of each next tensor that many more.
     """
 
     rows: int
@@ -60,6 +62,7 @@ class Problem:
         self, rule: str, codec: str, weights: str, piece: Piece, block_size: int, device: torch.device, seed: int = 0
     ) -> None:
         self._codec, self._piece = CODECS[codec], piece
+        self._around: list[tuple[Tensor, Tensor, int, int]] = []
         blockwise = self._codec.blockwise
         rows, cols = (piece.rows, piece.cols) if blockwise else (1, piece.rows * piece.cols)
         size = block_size if blockwise else PLAIN_BLOCK
@@ -78,7 +81,7 @@ class Problem:
             codes = torch.full((rows, cols), zero, dtype=self._codec.code_dtype)
             self.tensors[f"codes {k}"] = self._place(codes, device)
             width = self._codec.scales(signed=kind == "signed") if blockwise else 0
-            self.tensors[f"scales {k}"] = torch.zeros((rows, blocks, max(width, 1)), device=device)
+            self.tensors[f"scales {k}"] = self._place(torch.zeros((rows, blocks, max(width, 1))), device)
             self.tensors[f"extremes {k}"] = torch.zeros((rows, blocks, 2), dtype=torch.int32, device=device)
         self._gradient_dtype = dtype
         self.gradient = self._place(torch.zeros((rows, cols), dtype=dtype), device)
@@ -121,9 +124,20 @@ class Problem:
             self._phases.append(_C.Phase.finish)
 
     def _place(self, value: Tensor, device: torch.device) -> Tensor:
-        """A copy at the piece's offset in its memory."""
-        buffer = torch.zeros(value.numel() + self._piece.offset + 1, dtype=value.dtype, device=device)
-        return buffer[self._piece.offset : self._piece.offset + value.numel()].view(value.shape).copy_(value)
+        """A copy at an offset in memory whose other bytes are random."""
+        begin = self._piece.offset * (1 + len(self._around))
+        end = begin + value.numel()
+        size = (end + GUARD) * value.element_size()
+        generator = torch.Generator().manual_seed(len(self._around))
+        buffer = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).to(device).view(value.dtype)
+        self._around.append((buffer, buffer.clone(), begin, end))
+        return buffer[begin:end].view(value.shape).copy_(value)
+
+    def assert_nothing_written_around(self) -> None:
+        """The bytes before and after each tensor are as they were."""
+        for buffer, before, begin, end in self._around:
+            for now, then in ((buffer[:begin], before[:begin]), (buffer[end:], before[end:])):
+                assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
 
     def run(self, make_call: Callable[[torch.device, Tables], Call], steps: int) -> int:
         """Takes steps, with NaN and Inf among the third one's gradients; returns how many elements were skipped."""
@@ -155,4 +169,18 @@ PIECES = {
     "second half": Piece(3, 300, first_col=256, row_numel=700),
     "fragment": Piece(7, 45, first_col=168, row_numel=300),
     "aligned fragment": Piece(6, 64, first_col=64, row_numel=256),
+}
+#: Rows of any length, at any address: several chunks of whole rows, parts of rows, less than one; pieces of rows.
+ROWS = {
+    "130": Piece(19, 130),
+    "257": Piece(9, 257, offset=5),
+    "33": Piece(75, 33, offset=1),
+    "1000": Piece(3, 1000, offset=3),
+    "parts of rows": Piece(3, 2377, offset=7),
+    "less than a word": Piece(1, 3, offset=1),
+    "one column": Piece(70, 1, offset=3),
+    "64 and 65": Piece(11, 65, offset=9),
+    "two short windows": Piece(21, 20, offset=2),
+    "unaligned": Piece(9, 384, offset=3),
+    "last columns": Piece(5, 444, first_col=256, row_numel=700, offset=1),
 }

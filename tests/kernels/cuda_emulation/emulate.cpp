@@ -49,6 +49,6 @@ void bind_cuda(pybind11::module_& m);
 PYBIND11_MODULE(cuda_emulated, m) {
   shardopt::bind_cuda(m);
   m.def(
-      "aligned_turns", [] { return emulation::agreements; },
-      "How many turns were taken by the kernels of aligned blocks.");
+      "quick_turns", [] { return emulation::agreements; },
+      "How many turns were taken by the kernels of usual blocks, aligned or staged.");
 }

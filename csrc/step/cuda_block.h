@@ -1,0 +1,166 @@
+// The arithmetic of blocks of kAlignedBlock elements in a usual format, element by element, and the agreement of the
+// lanes of a block: shared by the steppers, which differ in how elements come and go.
+//
+// Numbers are Quick ones. Zeros, numbers out of the ordinary and updates that would be lost are noticed and left to
+// WarpStepper.
+#pragma once
+
+#include "step/cuda_quick.h"
+#include "step/cuda_stepper.h"
+#include "step/cuda_words.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kEach = 16;         // elements of a lane in a turn
+constexpr int kAlignedWarps = 4;  // of a thread block
+constexpr size_t kSharedBytes = 48 * 1024;
+
+template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
+class BlockArithmetic {
+ public:
+  static constexpr int kMoments = Rule::Kept::kCount;
+  static constexpr int kUnsigned = Rule::Kept::kUnsigned;
+  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;
+  static constexpr bool kHasUnsigned = kUnsigned >= 0;
+  static constexpr bool kRelative = Codec::kRelative && kHasUnsigned;
+  using Unsigned = typename Codec::Unsigned;
+  using Signed = typename Codec::Signed;
+  using High = typename WeightTypes<kWeight>::High;
+  static constexpr bool kHasLow = !std::is_void_v<typename WeightTypes<kWeight>::Low>;
+  using Low = std::conditional_t<kHasLow, typename WeightTypes<kWeight>::Low, int8_t>;
+  static constexpr int kLowBits = 8 * sizeof(Low);
+  using Gradient = std::conditional_t<kGradient == DType::kFloat32, float, uint16_t>;
+
+  // Look-up tables in shared memory: the values of signed codes, and the codec's table where its coders need it.
+  struct Table {
+    static constexpr int kFloats = Codec::kCoderTable;
+    float values[256];
+    float codec[kFloats ? kFloats : 1];
+
+    SHARDOPT_DEVICE void fill(const float* from) {
+      for (int i = static_cast<int>(threadIdx.x); i < 256; i += static_cast<int>(blockDim.x))
+        values[i] = Signed::value(Signed::entries(from), i);
+      for (int i = static_cast<int>(threadIdx.x); i < kFloats; i += static_cast<int>(blockDim.x)) codec[i] = from[i];
+    }
+  };
+
+ protected:
+  SHARDOPT_DEVICE BlockArithmetic(const Prepared<Rule>& prepared, const Table& table)
+      : rule_(prepared.rule),
+        gradient_scale_(prepared.gradient_scale),
+        root_limit_(bits(root_limit(rule_))),
+        values_(table.values),
+        table_(table.codec) {}
+
+  // What a lane's elements have shown of themselves.
+  struct Found {
+    bool has_zero_code = false;  // an unsigned one, where its coder cannot do with them
+    uint32_t low = ~0u, high = 0;
+    int32_t largest_unsigned = 0;  // where roots are not what is coded
+    int32_t flips = 0;             // below 0 if low bits turn the sign of a weight
+    float largest_gradient = 0.0f, largest_weight = 0.0f;
+  };
+
+  // The coder that decodes a block's unsigned moment. `scales`: of the block.
+  SHARDOPT_DEVICE Unsigned unsigned_decoder(const float* scales) const {
+    const float none[2] = {1.0f, 1.0f};
+    return Unsigned(kHasUnsigned ? scales : none, table_, 0.0f);
+  }
+
+  // A weight with its low bits, which stand where they belong in a word.
+  SHARDOPT_DEVICE static Quick join(Found& found, Quick high, int32_t low) {
+    const int32_t nearest = bits(high), joined = nearest + low;
+    found.flips |= joined ^ nearest;
+    return float_from_bits(joined);
+  }
+
+  // Updates one element: `param` becomes the new weight, `moment` the new signed moment, `root` the unsigned one's root
+  // where the codec wants that. signed_value: of the code, with the block's scale.
+  SHARDOPT_DEVICE void update_element(Found& found, Quick param, Quick gradient, int32_t unsigned_code,
+                                      const Unsigned& unsigned_coder, Quick signed_value, float& weight, float& root,
+                                      float& moment) const {
+    Quick r = 0.0f, m[kMoments + 1];
+    const Quick scaled = gradient * gradient_scale_;
+    if constexpr (kHasUnsigned) {
+      r = unsigned_coder.decode_above_zero(unsigned_code);
+      m[kUnsigned] = Codec::kRoot ? r * r : r;
+    } else {
+      found.largest_gradient = larger(found.largest_gradient, fabsf(scaled.x));
+    }
+    m[kSigned] = kRelative ? signed_value * r : signed_value;
+    rule_.update(param, scaled, m, r);
+    weight = param.x;
+    if constexpr (kHasLow) found.largest_weight = larger(found.largest_weight, fabsf(param.x));
+    moment = m[kSigned].x;
+    if constexpr (kHasUnsigned) {
+      const auto b = static_cast<uint32_t>(bits(r));
+      found.low = min(found.low, b);
+      found.high = max(found.high, b);
+      root = Codec::kRoot ? r.x : m[kUnsigned].x;
+      if constexpr (!Codec::kRoot) found.largest_unsigned = max_int(found.largest_unsigned, bits(root));
+    }
+  }
+
+  // Whether a lane's elements can be encoded.
+  SHARDOPT_DEVICE bool is_usual(const Found& found) const {
+    const bool usual_weights =
+        !kHasLow || (found.flips >= 0 && found.largest_weight <= float_from_bits(kLargestWord<kLowBits>));
+    if constexpr (!kHasUnsigned) return usual_weights && found.largest_gradient < float_from_bits(kLargeGradientBits);
+    return usual_weights && !found.has_zero_code && found.low >= static_cast<uint32_t>(bits(kLeastQuickRoot)) &&
+           found.high < static_cast<uint32_t>(root_limit_);
+  }
+
+  // The extremes of a block's unsigned moment, in all of its kLanes lanes.
+  template <int kLanes>
+  SHARDOPT_DEVICE static Extremes agreed(const Found& found) {
+    Extremes e = {static_cast<int32_t>(found.high), static_cast<int32_t>(found.low)};
+    if (!Codec::kRoot) e = {found.largest_unsigned, 0};
+#pragma unroll
+    for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
+      e.high = max_int(e.high, exchange(e.high, lane_bit));
+      if (Unsigned::kMeasuresSmallest) e.low = min_int(e.low, exchange(e.low, lane_bit));
+    }
+    e.low = kInfinityBits - e.low;
+    return e;
+  }
+
+  // The largest of these of a block.
+  template <int kLanes>
+  SHARDOPT_DEVICE static float agreed(float largest) {
+#pragma unroll
+    for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
+      largest = larger(largest, float_from_bits(exchange(bits(largest), lane_bit)));
+    }
+    return largest;
+  }
+
+  // The code of an unsigned moment; a relative signed moment is turned into units of what that decodes to.
+  SHARDOPT_DEVICE static uint32_t encode_unsigned(const Unsigned& coder, float root, float& moment) {
+    if constexpr (kRelative) {
+      Quick unit;
+      const auto code = static_cast<uint32_t>(coder.encode_above_zero(Quick(root), unit));
+      moment = moment * reciprocal(unit).x;
+      return code;
+    } else {
+      return static_cast<uint32_t>(coder.encode_above_zero(Quick(root)));
+    }
+  }
+
+  SHARDOPT_DEVICE static float quick_reciprocal(float x) { return reciprocal(Quick(x)).x; }
+
+  SHARDOPT_DEVICE static float root_limit(const Rule& rule) {
+    if constexpr (kHasUnsigned) {
+      return rule.root_limit();
+    } else {
+      return 0.0f;
+    }
+  }
+
+  const Rule rule_;
+  const float gradient_scale_;
+  const int32_t root_limit_;
+  const SharedTable values_;
+  const float* const table_;
+};
+
+SHARDOPT_END_NAMESPACE

@@ -1,0 +1,105 @@
+// How entries of blocks of kAlignedBlock elements, of rows of any length, are cut into chunks that StagedStepper takes
+// at a time: whole rows if some fit, else some blocks of a row.
+#pragma once
+
+#include "core/call.h"
+#include "core/target.h"
+#include "step/cuda.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kChunkElements = 1056;  // of a chunk at most: 8 rows of 132, 32 rows of 33
+constexpr int kChunkBlocks = 32;
+constexpr int kTaskChunks = 8;  // of a task, but twice as many where rows end within it
+constexpr int kLongBlock = 64;  // elements from which a block is stepped by kLongLanes lanes
+constexpr int kLongLanes = 8;   // of a long block
+constexpr int kShortLanes = 4;  // of any other
+constexpr int kLongTurn = 4;    // long blocks that a warp steps at a time
+constexpr int kShortTurn = 8;   // others
+constexpr int kPartBlocks = 8;  // blocks of a chunk that is part of a row
+
+struct RowShape {
+  int blocks;  // of a row
+  int rows;    // of a chunk; 0 if a chunk is part of a row
+  int long_blocks = 0;
+
+  SHARDOPT_HD explicit RowShape(const TensorEntry& entry)
+      : blocks(static_cast<int>((entry.cols + kAlignedBlock - 1) / kAlignedBlock)), rows(0) {
+    if (entry.cols > kChunkElements) return;
+    const int cols = static_cast<int>(entry.cols);
+    const bool one_after_the_other = entry.row_stride == entry.cols && entry.scales_row_stride == blocks;
+    rows = kChunkElements / cols < kChunkBlocks / blocks ? kChunkElements / cols : kChunkBlocks / blocks;
+    if (!one_after_the_other) rows = 1;
+    // As many as fill turns: an even number of rows with two long blocks, say.
+    long_blocks = blocks - (cols % kAlignedBlock != 0 && cols % kAlignedBlock < kLongBlock);
+    int unit = long_blocks == 0 ? kShortTurn : kLongTurn;
+    if (long_blocks > 0 && long_blocks % 2 == 0) unit = long_blocks % 4 == 0 ? 1 : 2;
+    if (rows > unit) rows -= rows % unit;
+  }
+
+  SHARDOPT_HD int chunk_blocks() const { return rows > 0 ? rows * blocks : kPartBlocks; }
+};
+
+// Consecutive blocks: whole rows, or blocks of a row.
+struct Chunk {
+  int64_t element, scale;  // the first ones' places in tensors and scales
+  int rows;
+  int row_blocks;  // of each row
+  int row_elements;
+  uint32_t inverse;  // 2^16 over the long blocks of a row, rounded up; 0 for a single row
+  uint32_t noise;    // the first element's index in the flattened global parameter, modulo 2^32
+};
+
+// The chunks of a task, one after the other.
+class ChunkWalk {
+ public:
+  int blocks_left;
+
+  SHARDOPT_HD ChunkWalk(const TensorEntry& entry, const CudaTask& task)
+      : blocks_left(task.blocks),
+        entry_(entry),
+        shape_(entry),
+        row_(task.first_block / shape_.blocks),
+        block_(static_cast<int>(task.first_block - row_ * shape_.blocks)),
+        rows_left_(task.blocks / shape_.blocks),
+        inverse_(shape_.long_blocks > 0 ? 65536 / static_cast<uint32_t>(shape_.long_blocks) + 1 : 0) {}
+
+  SHARDOPT_HD Chunk next() {
+    Chunk chunk;
+    chunk.element = row_ * entry_.row_stride + block_ * int64_t{kAlignedBlock};
+    chunk.scale = row_ * entry_.scales_row_stride + block_;
+    chunk.noise = static_cast<uint32_t>(entry_.first_element) +
+                  static_cast<uint32_t>(row_) * static_cast<uint32_t>(entry_.global_row_numel) +
+                  static_cast<uint32_t>(block_) * kAlignedBlock;
+    chunk.rows = 1;
+    chunk.row_blocks = shape_.blocks;
+    chunk.row_elements = static_cast<int>(entry_.cols);
+    chunk.inverse = 0;
+    if (shape_.rows > 0) {
+      chunk.inverse = inverse_;
+      chunk.rows = shape_.rows < rows_left_ ? shape_.rows : rows_left_;
+      rows_left_ -= chunk.rows;
+      row_ += chunk.rows;
+    } else {
+      const int in_row = shape_.blocks - block_, most = in_row < kPartBlocks ? in_row : kPartBlocks;
+      const bool is_last = most == in_row && most <= blocks_left;
+      chunk.row_blocks = most < blocks_left ? most : blocks_left;
+      chunk.row_elements =
+          is_last ? static_cast<int>(entry_.cols - block_ * int64_t{kAlignedBlock}) : chunk.row_blocks * kAlignedBlock;
+      block_ = is_last ? 0 : block_ + chunk.row_blocks;
+      row_ += is_last;
+    }
+    blocks_left -= chunk.rows * chunk.row_blocks;
+    return chunk;
+  }
+
+ private:
+  const TensorEntry& entry_;
+  const RowShape shape_;
+  int64_t row_;
+  int block_;  // in the row
+  int rows_left_;
+  uint32_t inverse_;
+};
+
+SHARDOPT_END_NAMESPACE
