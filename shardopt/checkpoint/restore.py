@@ -295,11 +295,12 @@ class Restoration:
         assert self._owner is not None
         assert group is not None
         sharded = self._owner.sharded
-        spec, place = sharded._internals.state_of(param, self._options[group]), sharded._internals.residency.of(param)
+        internals = sharded._internals
+        spec, where = internals.state_of(param, self._options[group]), internals.residency.of(param)
         # A slice of a flat buffer may have been saved without state.
         states = [target.state or each.spec.new(_CPU) for target, each in zip(targets, spec.slices, strict=True)]
         return spec, spec.join(
-            [{k: x.to(place.steps if k == "step" else place.state) for k, x in state.items()} for state in states]
+            [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in states]
         )
 
     def _check_states(self) -> None:

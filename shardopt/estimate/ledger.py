@@ -185,11 +185,11 @@ def _add_state(report: MemoryReport, held: Held, setup: Setup) -> None:
         stays = Counter(shard for shard in held.shards if budget.takes(states[shard].total))
     for shard, state in states.items():
         for offload, count in ((None, stays[shard]), (group["offload"], counts[shard] - stays[shard])):
-            place = Residency.of(offload, setup.stepped_on)
-            on_host = place.state.type == "cpu"
+            where = Residency.of(offload, setup.stepped_on)
+            on_host = where.state.type == "cpu"
             state.add_to(report.host if on_host else report.device, count, aligned=offload == "state")
             steps = 0 if held.is_flat else count * state.step
-            (report.host if place.steps.type == "cpu" else report.device).state += steps
+            (report.host if where.steps.type == "cpu" else report.device).state += steps
     if held.is_flat:
         use = report.host if setup.stepped_on == _CPU else report.device
         use.state += len(held.buffers) * max(state.step for state in states.values())

@@ -23,7 +23,7 @@ class CudaCall:
 
     Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. Gradients, whose
     addresses change from step to step, go with the launch, or are uploaded by themselves where they are many. What is
-    captured into a CUDA graph is uploaded again in every replay, to a place of its own, so that steps in between do
+    captured into a CUDA graph is uploaded again in every replay, to an offset of its own, so that steps in between do
     not matter: the call must live as long as the graph.
     """
 
@@ -60,19 +60,19 @@ class CudaCall:
             self._gradients = np.ascontiguousarray(self._tables.entries["gradient"])
             entries = _without_gradients(self._tables.entries)
         if capturing:
-            self._head = self._place.captured
+            self._head = self._offsets.captured
             self._upload_in_graph(groups)
             return
         if self._spare is None:
-            self._spare = _pinned(self._place.head_bytes)
+            self._spare = _pinned(self._offsets.head_bytes)
         self._head = 0
         if entries != self._entries or self._groups is None:
-            self._upload(0, _pinned(self._place.head_bytes), *self._head_tables(groups))
+            self._upload(0, _pinned(self._offsets.head_bytes), *self._head_tables(groups))
         else:
             if packed != self._groups:
                 self._upload(0, _pinned(len(packed)), groups)
-            if entries_changed and self._place.uploads_gradients:
-                self._upload(self._place.gradients, _pinned(self._gradients.nbytes), self._gradients)
+            if entries_changed and self._offsets.uploads_gradients:
+                self._upload(self._offsets.gradients, _pinned(self._gradients.nbytes), self._gradients)
         self._groups, self._entries = packed, entries
 
     def run(self, phase: _C.Phase) -> None:
@@ -85,8 +85,8 @@ class CudaCall:
                 tensor.record_stream(stream)
         _C.step_cuda(
             groups=head,
-            entries=head + self._place.entries,
-            gradients=head + self._place.gradients if self._place.uploads_gradients else _address(self._gradients),
+            entries=head + self._offsets.entries,
+            gradients=head + self._offsets.gradients if self._offsets.uploads_gradients else _address(self._gradients),
             grad_scale=0 if scale is None else scale.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
             phase=phase,
@@ -111,18 +111,18 @@ class CudaCall:
             "tasks": tasks,
             "prepared": np.zeros(len(entries) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
         }
-        self._place = _Place.of(groups, entries, len(self._tables.steps))
-        begin = end = self._place.captured + self._place.head_bytes
-        places = {}
+        self._offsets = _Offsets.of(groups, entries, len(self._tables.steps))
+        begin = end = self._offsets.captured + self._offsets.head_bytes
+        offsets = {}
         for name, table in fixed.items():
-            places[name] = end
+            offsets[name] = end
             end += _aligned(table.nbytes)
         self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
         self._stream = torch.cuda.current_stream(self._device)
         self._start = self._memory.data_ptr()
         self._upload(begin, _pinned(end - begin), *fixed.values())
         self._fixed: dict[str, Any] = {
-            **{name: self._start + place for name, place in places.items()},
+            **{name: self._start + offset for name, offset in offsets.items()},
             "device": self._memory.device.index or 0,
             "nonfinite": self._skipped.data_ptr(),
             "entry_count": len(entries),
@@ -134,19 +134,19 @@ class CudaCall:
         self._groups = self._entries = None
 
     def _head_tables(self, groups: npt.NDArray[np.void]) -> list[npt.NDArray[Any]]:
-        """The tables that change, in the order of their places."""
-        gradients = [self._gradients] if self._place.uploads_gradients else []
+        """The tables that change, in the order of their offsets."""
+        gradients = [self._gradients] if self._offsets.uploads_gradients else []
         return [groups, self._tables.entries, *gradients]
 
-    def _upload(self, place: int, staging: Tensor, *tables: npt.NDArray[np.generic]) -> None:
-        """Copies tables to a place in the device's memory, one after the other."""
+    def _upload(self, offset: int, staging: Tensor, *tables: npt.NDArray[np.generic]) -> None:
+        """Copies tables to an offset in the device's memory, one after the other."""
         _fill(staging, tables)
-        self._memory[place : place + len(staging)].copy_(staging, non_blocking=True)
+        self._memory[offset : offset + len(staging)].copy_(staging, non_blocking=True)
 
     def _upload_in_graph(self, groups: npt.NDArray[np.void]) -> None:
         """Captures the upload of the tables that change, from memory that keeps them for all replays."""
         tables = self._head_tables(groups)
-        wanted = _fill(torch.empty(self._place.head_bytes, dtype=torch.uint8), tables)
+        wanted = _fill(torch.empty(self._offsets.head_bytes, dtype=torch.uint8), tables)
         staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
         if staging is None:
             _demand(self._spare is not None)
@@ -178,7 +178,7 @@ def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
     return staging
 
 
-class _Place(NamedTuple):
+class _Offsets(NamedTuple):
     """Where the tables that change begin, in bytes: groups, entries and gradients, and once more for captured ones."""
 
     entries: int
@@ -188,7 +188,7 @@ class _Place(NamedTuple):
     uploads_gradients: bool  # rather than launch the kernels with them
 
     @classmethod
-    def of(cls, groups: npt.NDArray[np.void], entries: npt.NDArray[np.void], steps: int) -> _Place:
+    def of(cls, groups: npt.NDArray[np.void], entries: npt.NDArray[np.void], steps: int) -> _Offsets:
         first = _aligned(groups.nbytes)
         second = first + _aligned(entries.nbytes)
         uploads = max(len(entries), steps) > _C.cuda_launched_gradients

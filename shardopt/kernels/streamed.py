@@ -31,7 +31,7 @@ EXTENT = np.dtype(
 
 _ALIGNMENT = 64  # bytes: copies are aligned as their originals are
 
-#: What aligning a piece's operands may cost, in bytes.
+#: What aligning a unit's operands may cost, in bytes.
 UNIT_OVERHEAD = 2 * _ALIGNMENT * (3 + 2 * _C.max_moments)
 
 _GRADIENT_BYTES = np.zeros(len(DTYPES), np.int64)  # per element, by the kernels' number of the dtype
@@ -58,10 +58,10 @@ STEP_MOVES = Moves(("param", "gradient"), ("param",), together=False)
 
 
 class Copies(NamedTuple):
-    """What belongs together in memory: addresses where it lives, places in a slot, and bytes."""
+    """What belongs together in memory: addresses where it lives, offsets in a slot, and bytes."""
 
     home: Addresses
-    place: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
 
 
@@ -135,12 +135,12 @@ class StreamedTables(NamedTuple):
     Attributes:
         tables: with addresses where the operands live.
         extents: rows of ``EXTENT``, one per entry.
-        pieces: per entry, ascending: entries of the same piece move together.
+        units: per entry, ascending: entries of the same unit move together.
     """
 
     tables: Tables
     extents: npt.NDArray[np.void]
-    pieces: npt.NDArray[np.int64]
+    units: npt.NDArray[np.int64]
 
 
 class StreamedCall:
@@ -150,7 +150,7 @@ class StreamedCall:
         streamed: the tables.
         moves: what moves.
         transfers: how.
-        chunk_bytes: how much is moved at a time, at most; a slot has room for it. Pieces have to be smaller than that
+        chunk_bytes: how much is moved at a time, at most; a slot has room for it. Units have to be smaller than that
             by :data:`UNIT_OVERHEAD`; of blocks of 4096 elements it has to hold one.
         make: makes the calls of the kernels.
     """
@@ -245,7 +245,7 @@ class _Chunk:
     @property
     def nbytes(self) -> int:
         """What it takes of a slot."""
-        ends = self._there.place + self._there.nbytes
+        ends = self._there.offset + self._there.nbytes
         return int(ends.max()) if len(ends) else 0
 
     def find_copies(self, entries: npt.NDArray[np.void]) -> None:
@@ -253,7 +253,7 @@ class _Chunk:
         self._home = entries[self._rows]
         only_there = [field for field in self._moves.there if field not in self._moves.back]
         self._back = _copies(self._home, self._extents, self._moves.back, 0, self._moves.together)
-        end = int(self._back.place[-1] + self._back.nbytes[-1]) if len(self._back.place) else 0
+        end = int(self._back.offset[-1] + self._back.nbytes[-1]) if len(self._back.offset) else 0
         more = _copies(self._home, self._extents, only_there, end, self._moves.together)
         self._there = Copies(*(np.concatenate(both) for both in zip(self._back, more, strict=True)))
 
@@ -263,13 +263,13 @@ class _Chunk:
         rebased = self._home.copy()
         copies = self._there
         order = np.argsort(copies.home)
-        starts, places = copies.home[order], copies.place[order]
+        starts, offsets = copies.home[order], copies.offset[order]
         for field in self._moves.there:
             addresses, extents = rebased[field], self._extents[field]
             moved = (extents > 0) & (addresses > 0)
             at = np.searchsorted(starts, addresses[moved], side="right") - 1
             inside = addresses[moved] - starts[at]
-            addresses[moved] = np.uint64(slot.address) + places[at].astype(np.uint64) + inside
+            addresses[moved] = np.uint64(slot.address) + offsets[at].astype(np.uint64) + inside
         if not np.array_equal(rebased, self._tables.entries):
             self._tables.entries[...] = rebased
             self._changed = True
@@ -289,8 +289,8 @@ class _Chunk:
 
 
 def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> list[npt.NDArray[np.int64]]:
-    """The entries of each chunk: whole pieces, those with cut blocks apart from the others."""
-    extents, pieces = streamed.extents, streamed.pieces
+    """The entries of each chunk: whole units, those with cut blocks apart from the others."""
+    extents, units = streamed.extents, streamed.units
     sizes = sum(_per_entry(extents[field], field) for field in moves.there)
     cut = streamed.tables.entries["cut"] != 0
     found: list[npt.NDArray[np.int64]] = []
@@ -298,10 +298,10 @@ def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> lis
         rows = np.flatnonzero(of_kind)
         if not len(rows):
             continue
-        begins = np.flatnonzero(np.diff(pieces[rows], prepend=-1))
-        per_piece = np.add.reduceat(np.asarray(sizes)[rows], begins) + UNIT_OVERHEAD
+        begins = np.flatnonzero(np.diff(units[rows], prepend=-1))
+        per_unit = np.add.reduceat(np.asarray(sizes)[rows], begins) + UNIT_OVERHEAD
         chunk, chunks, filled = 0, [], 0
-        for size in per_piece.tolist():
+        for size in per_unit.tolist():
             if filled and filled + size > chunk_bytes:
                 chunk, filled = chunk + 1, 0
             chunks.append(chunk)
@@ -325,10 +325,10 @@ def _copies(
     entries: npt.NDArray[np.void],
     extents: npt.NDArray[np.void],
     fields: Sequence[str],
-    first_place: int,
+    first_offset: int,
     together: bool,
 ) -> Copies:
-    """The memory that some fields of entries refer to, each byte once, and its places, from ``first_place`` on."""
+    """The memory that some fields of entries refer to, each byte once, and its offsets, from ``first_offset`` on."""
     starts_of, lengths_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for field in fields:
         lengths = extents[field]
@@ -350,6 +350,6 @@ def _copies(
     nbytes = (ends[np.append(begins[1:] - 1, len(ends) - 1)] - home).astype(np.int64)
     lead = (home % np.uint64(_ALIGNMENT)).astype(np.int64)
     room = -(-(lead + nbytes) // _ALIGNMENT) * _ALIGNMENT
-    base = -(-first_place // _ALIGNMENT) * _ALIGNMENT
-    place = base + np.concatenate(([0], np.cumsum(room)[:-1])) + lead
-    return Copies(home, place, nbytes)
+    base = -(-first_offset // _ALIGNMENT) * _ALIGNMENT
+    offset = base + np.concatenate(([0], np.cumsum(room)[:-1])) + lead
+    return Copies(home, offset, nbytes)

@@ -27,15 +27,15 @@ class HostTransfers(Transfers):
         pass
 
     def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
-        for home, place, nbytes in zip(*(column.tolist() for column in copies), strict=True):
-            ctypes.memmove(slot.address + place, home, nbytes)
+        for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(slot.address + offset, home, nbytes)
 
     def arrived(self, slot: Slot) -> None:
         pass
 
     def give_back(self, slot: Slot, copies: Copies) -> object:
-        for home, place, nbytes in zip(*(column.tolist() for column in copies), strict=True):
-            ctypes.memmove(home, slot.address + place, nbytes)
+        for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(home, slot.address + offset, nbytes)
         return None
 
     def end(self) -> None:

@@ -91,7 +91,7 @@ class CudaTransfers(Transfers):
 
 
 def _places(slot: Slot, copies: Copies) -> Addresses:
-    return copies.place.astype(np.uint64) + np.uint64(slot.address)
+    return copies.offset.astype(np.uint64) + np.uint64(slot.address)
 
 
 def _refuse_capture() -> None:

@@ -3,9 +3,9 @@
 from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.shard import (
-    Band,
     Exchange,
     LocalBlocks,
+    Rectangle,
     Shard,
     UnknownShardError,
     assign,
@@ -18,12 +18,12 @@ from shardopt.layout.shard import (
 )
 
 __all__ = [
-    "Band",
     "BlockGrid",
     "Exchange",
     "FlatBuffer",
     "FlatShard",
     "LocalBlocks",
+    "Rectangle",
     "Segment",
     "Shard",
     "UnknownShardError",

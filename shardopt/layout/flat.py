@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.shard import ASSIGNED, Band, Exchange, Shard
+from shardopt.layout.shard import ASSIGNED, Exchange, Rectangle, Shard
 
 
 class _AssignedShard(Shard):
@@ -76,19 +76,19 @@ class FlatShard(_AssignedShard):
     def holders(self) -> Exchange | None:
         return self.exchange
 
-    def bands(self, grid: BlockGrid) -> list[Band]:
+    def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row = grid.row_numel, grid.blocks_per_row
         first_block = self.blocks(grid)[0]
-        bands: list[Band] = []
+        rectangles: list[Rectangle] = []
         at = self.start
         while at < self.end:
             row, col = divmod(at, width)
             whole_rows = (self.end - at) // width if col == 0 else 0
             rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
             block = row * per_row + col // grid.block_size
-            bands.append(Band(at - self.start, rows, col, cols, cols, block - first_block, per_row))
+            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, block - first_block, per_row))
             at += rows * cols
-        return bands
+        return rectangles
 
     def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         first, end = self.blocks(grid)
@@ -135,20 +135,20 @@ class Segment(NamedTuple):
 
     Attributes:
         name: the parameter's fully qualified name.
-        place: the parameter's place among those of the model.
+        number: the parameter's number among those of the model.
         shard: the range of its elements.
         offset: where in the buffer the range begins.
     """
 
     name: str
-    place: int
+    number: int
     shard: FlatShard
     offset: int
 
     @classmethod
-    def within(cls, name: str, place: int, shard: FlatShard, first: int, begin: int) -> Segment:
+    def within(cls, name: str, number: int, shard: FlatShard, first: int, begin: int) -> Segment:
         """The segment of a parameter that begins at ``first`` of the whole in which the buffer begins at ``begin``."""
-        return cls(name, place, shard, first + shard.start - begin if shard.numel else 0)
+        return cls(name, number, shard, first + shard.start - begin if shard.numel else 0)
 
     def of(self, buffer: Tensor) -> Tensor:
         """The segment's elements in a tensor laid out like the buffer: a view."""
@@ -161,7 +161,7 @@ class FlatBuffer(_AssignedShard):
     Args:
         numel: the buffer's length on this rank.
         segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
-        known_params: how many parameters the segments' places are among, where the model may have more; None where it
+        known_params: how many parameters the segments' numbers are among, where the model may have more; None where it
             has not.
     """
 

@@ -42,7 +42,7 @@ class LocalBlocks(NamedTuple):
     exchange: Exchange | None
 
 
-class Band(NamedTuple):
+class Rectangle(NamedTuple):
     """Elements of a shard that form a matrix: the same columns of some successive rows.
 
     Attributes:
@@ -53,8 +53,8 @@ class Band(NamedTuple):
         row_stride: elements from row to row in the local tensor.
         block: index, in the local scales, of the block that holds the first element.
         blocks_stride: blocks from row to row in the local scales.
-        cut: whether each row is a part of one block, of which other ranks hold the rest. Without :meth:`divided` a band
-            may hold whole blocks and cut ones.
+        cut: whether each row is a part of one block, of which other ranks hold the rest. A rectangle that is not
+            :meth:`divided` may hold whole blocks and cut ones.
     """
 
     element: int
@@ -66,7 +66,7 @@ class Band(NamedTuple):
     blocks_stride: int
     cut: bool = False
 
-    def split(self, limit: int, block_size: int) -> Iterator[Band]:
+    def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
         """Its parts, in order: rows, or whole blocks of one row.
 
         Args:
@@ -91,10 +91,10 @@ class Band(NamedTuple):
                 stop = min(col // block_size * block_size + width, end)
                 blocks = col // block_size - self.first_col // block_size
                 element, cols = first + col - self.first_col, stop - col
-                yield Band(element, 1, col, cols, cols, block + blocks, self.blocks_stride)
+                yield Rectangle(element, 1, col, cols, cols, block + blocks, self.blocks_stride)
                 col = stop
 
-    def divided(self, grid: BlockGrid) -> Iterator[Band]:
+    def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
         """Its columns of whole blocks, and each cut block by itself."""
         size, end, col = grid.block_size, self.first_col + self.cols, self.first_col
         while col < end:
@@ -162,11 +162,11 @@ class Shard:
         """Whether the part's elements follow one another in the flattened parameter."""
         return self.cols == self.row_numel
 
-    def bands(self, grid: BlockGrid) -> list[Band]:
+    def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         """The part as matrices, for its blocks."""
         covered = self.local_blocks(grid)
         block = self.first_col // grid.block_size - covered.first
-        return [Band(0, self.rows, self.first_col, self.cols, self.cols, block, covered.per_row)]
+        return [Rectangle(0, self.rows, self.first_col, self.cols, self.cols, block, covered.per_row)]
 
     def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         """The shape of the local scales of codecs with one scale per block."""

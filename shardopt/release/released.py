@@ -26,19 +26,19 @@ class _Parameter:
     Attributes:
         name: how errors name it.
         group: the index of its param group.
-        position: its place in the group.
-        place: its place among all.
+        position: its index in the group.
+        index: its index among all.
         stepper: steps it.
         stepped: whether it was, since the optimizer's last ``step()``.
         pending: its last step, if that is taken in another thread and nobody has waited for it.
         read_early: whether a forward pass ended without having waited.
     """
 
-    def __init__(self, name: str, group: int, position: int, place: int, stepper: Stepper) -> None:
+    def __init__(self, name: str, group: int, position: int, index: int, stepper: Stepper) -> None:
         self.name = name
         self.group = group
         self.position = position
-        self.place = place
+        self.index = index
         self.stepper = stepper
         self.stepped = False
         self.pending: DeferredStep | None = None
@@ -49,7 +49,7 @@ class ReleasedParameters:
     """The parameters of an optimizer that are stepped by themselves.
 
     The order among them does not matter: each has its own step count, and the noise of stochastic rounding depends on
-    its place among all.
+    its index among all.
 
     Args:
         optimizer: has them.
@@ -116,7 +116,7 @@ class ReleasedParameters:
         step = self._prepare(param, parameter, group)
         if optimizer._internals.residency.of(param).offload == "step":
             # The next forward pass needs the first parameters first; otherwise gradients are to go as they come.
-            order = parameter.place if self.overlaps_forward else next(self._arrivals)
+            order = parameter.index if self.overlaps_forward else next(self._arrivals)
             keeps = (param.detach(), list(optimizer.state[param].values()))  # their memory, should they be replaced
             parameter.pending = self._deferred.submit(param.device, order, step, keeps)
             increment_version(param)  # now, too: the backward pass goes on, and may still need the old value

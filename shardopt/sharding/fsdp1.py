@@ -4,7 +4,7 @@ The metadata is that of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.
 it is compared with what FSDP itself says of this rank's shard.
 
 The constructor of ``FullyShardedDataParallel`` is hooked: parameters remember the outermost module that was wrapped,
-which says their names and places. Nothing is read before one of shardopt's optimizers needs a parameter's shard.
+which says their names and numbers. Nothing is read before one of shardopt's optimizers needs a parameter's shard.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]], kno
     size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
     begin = handle.rank * size if handle.uses_sharded_strategy else 0
     parts = zip(known, _offsets(flat), shards, strict=True)
-    segments = [Segment.within(name, place, shard, first, begin) for (place, name), first, shard in parts]
+    segments = [Segment.within(name, number, shard, first, begin) for (number, name), first, shard in parts]
     assign(flat, FlatBuffer(size, segments, known_params))
 
 

@@ -151,11 +151,11 @@ class StateResidency:
 
     def put(self, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Moves a parameter's state to where it lives, in place."""
-        place = self.of(param)
+        where = self.of(param)
         step = state.get("step")
-        if isinstance(step, Tensor) and step.device != place.steps:  # ZeroRedundancyOptimizer leaves those on the CPU
-            state["step"] = step.to(place.steps)
-        if place.offload == "step":
+        if isinstance(step, Tensor) and step.device != where.steps:  # ZeroRedundancyOptimizer leaves those on the CPU
+            state["step"] = step.to(where.steps)
+        if where.offload == "step":
             for key, value in state.items():
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
                     state[key] = spec.like(key, spec.shard.local(value).cpu())
@@ -281,8 +281,8 @@ class StateResidency:
         homes = make_homes(list(moved.values()), pin=pins and on_cuda) if moved else []
         home_of = dict(zip(moved, homes, strict=True))
         for param, offload, _, in_budget in choices:
-            place = Residency.of(offload, param.device)
-            decisions[param] = _Decision(param.device, place, in_budget, home_of.get(param, {}))
+            where = Residency.of(offload, param.device)
+            decisions[param] = _Decision(param.device, where, in_budget, home_of.get(param, {}))
         self._decisions, self._pins, self._taken = decisions, pins, budget.taken
         self._foreseen, self._taken_then = 0, budget.taken
 

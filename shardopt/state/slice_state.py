@@ -15,7 +15,7 @@ from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments,
 from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import Band, BlockGrid, Shard, is_quantized
+from shardopt.layout import BlockGrid, Rectangle, Shard, is_quantized
 from shardopt.state.loaded_entries import checked_step, unsound
 
 StateDict = dict[str, Any]
@@ -132,21 +132,21 @@ class SliceState:
             torch.zeros(self._scales_shape(m), dtype=torch.float32, device=x.device)
             for m, x in zip(self.moments, local, strict=True)
         ]
-        for band in self.shard.bands(self.grid):
-            numel, lead = band.rows * band.cols, band.first_col % size
+        for rectangle in self.shard.rectangles(self.grid):
+            numel, lead = rectangle.rows * rectangle.cols, rectangle.first_col % size
             if numel == 0:
                 continue
-            elements = _elements(band)
-            blocks = [to_blocks(_padded(x.reshape(-1)[elements].view(band.rows, -1), lead), size) for x in local]
-            if cut_blocks and band.rows == 1:
-                first = self.grid.block_of(self.shard.first_element + band.element)
+            elements = _elements(rectangle)
+            blocks = [to_blocks(_padded(x.reshape(-1)[elements].view(rectangle.rows, -1), lead), size) for x in local]
+            if cut_blocks and rectangle.rows == 1:
+                first = self.grid.block_of(self.shard.first_element + rectangle.element)
                 for number in range(blocks[0].shape[1]):
                     for x, whole in zip(blocks, cut_blocks.get(first + number, ()), strict=False):
                         x[0, number] = whole
-            covered = slice(band.block, band.block + band.rows * blocks[0].shape[1])
+            covered = slice(rectangle.block, rectangle.block + rectangle.rows * blocks[0].shape[1])
             for k, coded in enumerate(encode_moments(self.codec, self.moments, blocks)):
                 assert coded.scales is not None
-                codes[k][elements] = from_blocks(coded.codes, lead + band.cols)[:, lead:].reshape(-1)
+                codes[k][elements] = from_blocks(coded.codes, lead + rectangle.cols)[:, lead:].reshape(-1)
                 flat = scales[k].view(-1, coded.scales.shape[-1])
                 flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
         return self._entries([Coded(c.view(shape), s) for c, s in zip(codes, scales, strict=True)])
@@ -173,10 +173,10 @@ class SliceState:
         if not self.codec.blockwise:
             return decode_moments(self.codec, self.moments, local).values
         moments = [torch.zeros(codes.numel(), dtype=torch.float32, device=codes.device) for codes, _ in local]
-        for band, coded in self._blocks_of(local):
-            lead = band.first_col % self.grid.block_size
+        for rectangle, coded in self._blocks_of(local):
+            lead = rectangle.first_col % self.grid.block_size
             for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
-                x[_elements(band)] = from_blocks(values, lead + band.cols)[:, lead:].reshape(-1)
+                x[_elements(rectangle)] = from_blocks(values, lead + rectangle.cols)[:, lead:].reshape(-1)
         return [x.view(self.shard.local_shape) for x in moments]
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
@@ -243,29 +243,29 @@ class SliceState:
                 state[self.scales_name(moment)] = scales
         return state
 
-    def _blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Band, list[Coded]]]:
-        """Codes and scales in blocks ``(rows, blocks, block_size)``, band by band."""
+    def _blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Rectangle, list[Coded]]]:
+        """Codes and scales in blocks ``(rows, blocks, block_size)``, rectangle by rectangle."""
         size = self.grid.block_size
-        for band in self.shard.bands(self.grid):
-            if band.rows * band.cols == 0:
+        for rectangle in self.shard.rectangles(self.grid):
+            if rectangle.rows * rectangle.cols == 0:
                 continue
             coded = []
             for moment, (codes, scales) in zip(self.moments, local, strict=True):
                 assert scales is not None
                 zero = self.codec.zero_code(signed=moment.signed)
-                rows = codes.reshape(-1)[_elements(band)].view(band.rows, -1)
-                blocks = to_blocks(_padded(rows, band.first_col % size, zero), size, fill=zero)
-                stride, count = band.blocks_stride if band.rows > 1 else blocks.shape[1], blocks.shape[1]
+                rows = codes.reshape(-1)[_elements(rectangle)].view(rectangle.rows, -1)
+                blocks = to_blocks(_padded(rows, rectangle.first_col % size, zero), size, fill=zero)
+                stride, count = rectangle.blocks_stride if rectangle.rows > 1 else blocks.shape[1], blocks.shape[1]
                 width = self.codec.scales(signed=moment.signed)
-                rows = scales.reshape(-1, width)[band.block :][: (band.rows - 1) * stride + count]
-                per_block = rows.as_strided((band.rows, count, width), (stride * width, width, 1))
+                rows = scales.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
+                per_block = rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
                 coded.append(Coded(blocks, per_block))
-            yield band, coded
+            yield rectangle, coded
 
 
-def _elements(band: Band) -> slice:
-    """The elements of a band in the flattened slice."""
-    return slice(band.element, band.element + band.rows * band.cols)
+def _elements(rectangle: Rectangle) -> slice:
+    """The elements of a rectangle in the flattened slice."""
+    return slice(rectangle.element, rectangle.element + rectangle.rows * rectangle.cols)
 
 
 def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:

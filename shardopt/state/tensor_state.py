@@ -31,13 +31,13 @@ class Slice(NamedTuple):
         spec: describes their state.
         offset: index of the first in the local tensor.
         name: the parameter's fully qualified name; None where the tensor itself is the parameter or its shard.
-        place: the parameter's index among the model's; None likewise.
+        number: the parameter's index among the model's; None likewise.
     """
 
     spec: SliceState
     offset: int = 0
     name: str | None = None
-    place: int | None = None
+    number: int | None = None
 
     def of(self, local: Tensor) -> Tensor:
         """The slice's elements in a tensor laid out like the local one: a view."""
@@ -58,14 +58,14 @@ class Part(NamedTuple):
         first: index of the first element in the local tensor.
         param: the elements.
         state: the state's entries: this rank's plain tensors, views of the optimizer's.
-        place: the parameter's index among the model's, where the tensor is a flat buffer.
+        number: the parameter's index among the model's, where the tensor is a flat buffer.
     """
 
     spec: SliceState
     first: int
     param: Tensor
     state: StateDict
-    place: int | None = None
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TensorState:
         """
         if isinstance(shard, FlatBuffer):
             slices = [
-                Slice(SliceState.of(segment.shard, dtype, group, moments), segment.offset, segment.name, segment.place)
+                Slice(SliceState.of(segment.shard, dtype, group, moments), segment.offset, segment.name, segment.number)
                 for segment in shard.segments
             ]
         else:
@@ -163,7 +163,7 @@ class TensorState:
     def parts(self, local_param: Tensor, state: Mapping[str, Any]) -> Iterator[Part]:
         """The slices with their elements and state."""
         for each, own in zip(self.slices, self.split(state), strict=True):
-            yield Part(each.spec, each.offset, each.of(local_param), own, each.place)
+            yield Part(each.spec, each.offset, each.of(local_param), own, each.number)
 
     def split_moments(self, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Each slice's part of float moments that are sharded as the tensor is: plain tensors, views."""

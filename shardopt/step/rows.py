@@ -15,7 +15,7 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.streamed import EXTENT
 from shardopt.kernels.weights import noise_key
-from shardopt.layout import Band, FlatShard
+from shardopt.layout import FlatShard, Rectangle
 from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.residency import Residency
 from shardopt.state.rule import Rule
@@ -100,7 +100,7 @@ def rows_of(
     spec: TensorState,
     param: Tensor,
     state: StateDict,
-    place: Residency,
+    residency: Residency,
     flat_cuts: FlatCuts,
     noise: tuple[int, int],
     indices: tuple[int, int],
@@ -112,7 +112,7 @@ def rows_of(
         spec: the description of its state.
         param: this rank's part of it.
         state: its state.
-        place: where its state lives.
+        residency: where its state lives.
         flat_cuts: the blocks that flat shards on its device cut.
         noise: ``stochastic_rounding_seed``, and the parameter's index among all of the model's.
         indices: the parameter's index in the step, and that of its param group.
@@ -129,14 +129,14 @@ def rows_of(
                 f"{name}: got state without {key}, expected {', '.join(sorted(spec.state_names))}; set the options "
                 "when the optimizer is made, or load a state that has it"
             )
-    _check(name, "step", state["step"], torch.float32, 1, place.steps)
+    _check(name, "step", state["step"], torch.float32, 1, residency.steps)
     rows: list[Row] = []
     cut = None
     for part in spec.parts(param, state):
         cut = _cut_parameter(part)
-        noise_of_part = noise_key(noise[0], noise[1] if part.place is None else part.place)
+        noise_of_part = noise_key(noise[0], noise[1] if part.number is None else part.number)
         first_unit = rows[-1]["unit"] + 1 if rows else 0
-        rows += _rows_of_part(name, part, cut, flat_cuts, place, noise_of_part, indices, first_unit)
+        rows += _rows_of_part(name, part, cut, flat_cuts, residency, noise_of_part, indices, first_unit)
     return rows, cut
 
 
@@ -145,47 +145,47 @@ def _rows_of_part(
     part: Part,
     cut: CutParameter | None,
     flat_cuts: FlatCuts,
-    place: Residency,
+    residency: Residency,
     noise: int,
     indices: tuple[int, int],
     first_unit: int,
 ) -> Iterator[Row]:
     spec, param, grid = part.spec, part.param, part.spec.grid
-    codes, scales = _checked_moments(name, part, place)
+    codes, scales = _checked_moments(name, part, residency)
     low_bits, low_bytes = spec.local_low_bits(part.state), spec.weights.low_bits // 8
     if low_bits is not None:
-        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * low_bytes, place.state)
+        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * low_bytes, residency.state)
     widths = [spec.codec.scales(signed=moment.signed) for moment in spec.moments]
     size = grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
     divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
-    for unit, whole in enumerate(_units(part, place), first_unit):
-        for band in whole.divided(grid) if divides else [whole]:
-            if band.rows * band.cols == 0:
+    for unit, whole in enumerate(_units(part, residency), first_unit):
+        for rectangle in whole.divided(grid) if divides else [whole]:
+            if rectangle.rows * rectangle.cols == 0:
                 continue
-            in_parameter = _index_in_parameter(part, band)
+            in_parameter = _index_in_parameter(part, rectangle)
             extremes = _addresses([], 0)
-            if band.cut and cut is not None:
-                extremes = _addresses(cut.extremes, band.block, [2] * len(cut.extremes))
-            elif band.cut:
+            if rectangle.cut and cut is not None:
+                extremes = _addresses(cut.extremes, rectangle.block, [2] * len(cut.extremes))
+            elif rectangle.cut:
                 extremes = flat_cuts.addresses(spec, grid.block_of(in_parameter)) or extremes
-            numel = (band.rows - 1) * band.row_stride + band.cols
-            lead = band.first_col % size
-            blocks = (band.rows - 1) * band.blocks_stride + -(-(lead + band.cols) // size)
+            numel = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols
+            lead = rectangle.first_col % size
+            blocks = (rectangle.rows - 1) * rectangle.blocks_stride + -(-(lead + rectangle.cols) // size)
             yield {
                 "entry": {
-                    "param": _address(param, band.element),
+                    "param": _address(param, rectangle.element),
                     "gradient": 0,
                     "step": part.state["step"].data_ptr(),
                     "low_bits": 0
                     if low_bits is None
-                    else _address(low_bits, band.element * spec.weights.low_bits // 8),
-                    "codes": _addresses(codes, band.element),
-                    "scales": _addresses(scales, band.block, widths),
+                    else _address(low_bits, rectangle.element * spec.weights.low_bits // 8),
+                    "codes": _addresses(codes, rectangle.element),
+                    "scales": _addresses(scales, rectangle.block, widths),
                     "extremes": extremes,
-                    "rows": band.rows,
-                    "cols": band.cols,
-                    "row_stride": band.row_stride,
-                    "scales_row_stride": band.blocks_stride,
+                    "rows": rectangle.rows,
+                    "cols": rectangle.cols,
+                    "row_stride": rectangle.row_stride,
+                    "scales_row_stride": rectangle.blocks_stride,
                     "first_element": in_parameter,
                     "global_row_numel": spec.shard.row_numel,
                     "noise_key": noise,
@@ -204,21 +204,21 @@ def _rows_of_part(
                     "scales": _padded([4 * blocks * width if spec.codec.blockwise else 0 for width in widths]),
                 },
                 "tensor": indices[0],
-                "element": part.first + band.element,
+                "element": part.first + rectangle.element,
                 "unit": unit,
             }
 
 
-def _checked_moments(name: str, part: Part, place: Residency) -> tuple[list[Tensor], list[Tensor | None]]:
+def _checked_moments(name: str, part: Part, residency: Residency) -> tuple[list[Tensor], list[Tensor | None]]:
     """This rank's codes and scales, per moment."""
     spec = part.spec
     codes, scales = [], []
     for moment in spec.moments:
         coded = spec.local_coded(part.state, moment)
-        _check(name, spec.codes_name(moment), coded.codes, spec.codec.code_dtype, part.param.numel(), place.state)
+        _check(name, spec.codes_name(moment), coded.codes, spec.codec.code_dtype, part.param.numel(), residency.state)
         if coded.scales is not None:
             numel = math.prod(spec.shard.scales_shape(spec.grid)) * spec.codec.scales(signed=moment.signed)
-            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, place.state)
+            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state)
         codes.append(coded.codes)
         scales.append(coded.scales)
     return codes, scales
@@ -238,28 +238,28 @@ def _cut_parameter(part: Part) -> CutParameter | None:
     return CutParameter(spec, covered, [s for s in scales if s is not None], extremes)
 
 
-def _units(part: Part, place: Residency) -> list[Band]:
+def _units(part: Part, residency: Residency) -> list[Rectangle]:
     """The slice as matrices, each small enough to be copied in one go where it is offloaded."""
     spec, shard = part.spec, part.spec.shard
     if spec.codec.blockwise:
-        bands, size = shard.bands(spec.grid), spec.grid.block_size
+        rectangles, size = shard.rectangles(spec.grid), spec.grid.block_size
     else:
         rows, cols, size = shard.rows, shard.cols, _PLAIN_BLOCK
         if shard.is_range or not spec.weights.stochastic:  # one long row: columns matter for nothing but noise
             rows, cols = 1, part.param.numel()
-        bands = [Band(0, rows, 0, cols, cols, 0, -(-cols // size))]
-    if place.offload is None:
-        return bands
-    limit = place.unit_numel(spec, part.param)
-    return [unit for band in bands for unit in band.split(limit, size)]
+        rectangles = [Rectangle(0, rows, 0, cols, cols, 0, -(-cols // size))]
+    if residency.offload is None:
+        return rectangles
+    limit = residency.unit_numel(spec, part.param)
+    return [unit for rectangle in rectangles for unit in rectangle.split(limit, size)]
 
 
-def _index_in_parameter(part: Part, band: Band) -> int:
-    """The index in the flattened global parameter of a band's first element, where the kernels need it."""
+def _index_in_parameter(part: Part, rectangle: Rectangle) -> int:
+    """The index in the flattened global parameter of a rectangle's first element, where the kernels need it."""
     shard = part.spec.shard
     first = shard.first_element if part.spec.weights.stochastic or isinstance(shard, FlatShard) else 0
-    row = 0 if shard.is_range else band.element // shard.cols
-    return first + band.element + row * (shard.row_numel - shard.cols)
+    row = 0 if shard.is_range else rectangle.element // shard.cols
+    return first + rectangle.element + row * (shard.row_numel - shard.cols)
 
 
 def _check(name: str, key: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:

@@ -74,7 +74,7 @@ class Stepper:
                 tables.demand_finite()
         else:
             tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
-        tables.prepare(param_groups, scaling)
+        tables.update(param_groups, scaling)
         self._checked = checked
         return partial(self._run, tables)
 

@@ -101,9 +101,9 @@ class StepTables:
             local = spec.shard.local(param)
             if not has_gradient:
                 check_tensors(name, local, local)
-            place = self._residency.of(param)
+            where = self._residency.of(param)
             if not state[param]:
-                state[param].update(spec.new(place.state))
+                state[param].update(spec.new(where.state))
             own = state[param]
             for key in spec.state_names & own.keys():
                 check_storage(name, f"state {key}", own[key] if key == "step" else spec.shard.local(own[key]))
@@ -149,7 +149,7 @@ class StepTables:
         if any(group.nonfinite == "raise" for group in self.groups):
             demand_finite(self._inputs, self._gradients, self.groups)
 
-    def prepare(self, param_groups: ParamGroups, scaling: LossScaling) -> None:
+    def update(self, param_groups: ParamGroups, scaling: LossScaling) -> None:
         """Fills in what is new in this step: gradients, options, loss scale."""
         kinds = self._watched.gradient_kinds()
         if kinds != self._kinds:
@@ -161,7 +161,7 @@ class StepTables:
         for device, batches in self._batches.items():
             for batch in batches:
                 groups = self._groups_on(device, batch.kernels)
-                batch.prepare(self._watched, groups, scaling, self._skipped, self._residency)
+                batch.update(self._watched, groups, scaling, self._skipped, self._residency)
                 if isinstance(batch.call, StridedCall):
                     self._hand_over(batch.call, int(batch.tensors[0]), param_groups)
             # Largest copies first: where there is no memory for them, nothing was changed.
@@ -293,7 +293,7 @@ class _Batch:
         self.call: Call | None = None
         self._device, self._offload, self._rows, self._is_strided = device, offload, rows, is_strided
 
-    def prepare(
+    def update(
         self,
         watched: _C.Inputs,
         groups: npt.NDArray[np.void],

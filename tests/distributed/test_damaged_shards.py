@@ -91,7 +91,7 @@ def _short_of_memory(way: str, of_torch: bool, function: str) -> str:
     before = everything(optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == dist.get_world_size() - 1:
-            patch.setattr(f"shardopt.optim.{function}", _raise_out_of_memory)
+            patch.setattr(f"shardopt.state.{function}", _raise_out_of_memory)
         with pytest.raises((ValueError, torch.OutOfMemoryError)) as caught:
             optimizer.load_state_dict(state_dict)
     assert_same(everything(optimizer), before)

@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def _described(param: Tensor) -> Any:
     shard = shard_of(param)
     if isinstance(shard, FlatBuffer):
-        return shard.local_shape, [(s.name, s.place, s.offset, _flat(s.shard)) for s in shard.segments]
+        return shard.local_shape, [(s.name, s.number, s.offset, _flat(s.shard)) for s in shard.segments]
     return _flat(shard) if isinstance(shard, FlatShard) else (shard.global_shape, shard.local_shape)
 
 
@@ -97,7 +97,7 @@ def _wrapped_further() -> None:
     whole = _wrap(model)
     segments = shard_of(unit._flat_param).segments
     assert [segment.name for segment in segments] == [f"units.3.weight{index}" for index in range(3)]
-    assert [segment.place for segment in segments] == [4, 5, 6]
+    assert [segment.number for segment in segments] == [4, 5, 6]
     assert whole.module is model
 
 

@@ -85,21 +85,21 @@ def test_bands_hold_each_element_once_in_its_block(drawn: tuple[Shape, int, list
     for shard in shards_of(shape, ends):
         mine = numbers[shard.start : shard.end]
         found: list[tuple[int, int, int]] = []  # element here, in the parameter, its block here
-        for band in shard.bands(grid):
-            assert (shard.start + band.element) // grid.row_numel * grid.row_numel + band.first_col == (
-                shard.start + band.element
+        for rectangle in shard.rectangles(grid):
+            assert (shard.start + rectangle.element) // grid.row_numel * grid.row_numel + rectangle.first_col == (
+                shard.start + rectangle.element
             )
-            for row in range(band.rows):
-                for col in range(band.cols):
-                    at = row * band.cols + col
-                    block = (band.first_col + col) // block_size - band.first_col // block_size
-                    here = band.block + row * band.blocks_stride + block
-                    found.append((band.element + at, (shard.start + band.element) + at, here))
+            for row in range(rectangle.rows):
+                for col in range(rectangle.cols):
+                    at = row * rectangle.cols + col
+                    block = (rectangle.first_col + col) // block_size - rectangle.first_col // block_size
+                    here = rectangle.block + row * rectangle.blocks_stride + block
+                    found.append((rectangle.element + at, (shard.start + rectangle.element) + at, here))
         first = mine[0] if mine else 0
         assert found == [(i, shard.start + i, number - first) for i, number in enumerate(mine)]
         assert shard.blocks(grid) == ((first, mine[-1] + 1) if mine else (0, 0))
         assert shard.scales_shape(grid) == (len(set(mine)),)
-        assert len(shard.bands(grid)) <= 3
+        assert len(shard.rectangles(grid)) <= 3
 
 
 @settings(deadline=None)
@@ -109,10 +109,10 @@ def test_pieces_are_cut_where_others_hold_the_rest(drawn: tuple[Shape, int, list
     grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
     whole = {number: numbers.count(number) for number in set(numbers)}
     for shard in shards_of(shape, ends):
-        for band in shard.bands(grid):
-            for piece in band.divided(grid):
+        for rectangle in shard.rectangles(grid):
+            for piece in rectangle.divided(grid):
                 begin = shard.start + piece.element
-                for row in range(band.rows):
+                for row in range(rectangle.rows):
                     inside = numbers[begin + row * grid.row_numel :][: piece.cols]
                     complete = [inside.count(number) == whole[number] for number in set(inside)]
                     assert not any(complete) if piece.cut else all(complete)
@@ -155,12 +155,12 @@ def test_empty_shards_hold_no_blocks() -> None:
     grid = BlockGrid((3, 40), 16)
     for shard in (FlatShard((3, 40), 0, 0), FlatShard((3, 40), 120, 120), FlatShard((3, 40), 7, 5)):
         assert shard.local_shape == (0,)
-        assert shard.bands(grid) == []
+        assert shard.rectangles(grid) == []
         assert shard.blocks(grid) == (0, 0)
         assert shard.scales_shape(grid) == (0,)
         assert list(range(shard.first_written_block(grid), shard.blocks(grid)[1])) == []
     nothing = FlatShard((0, 40), 0, 0)
-    assert nothing.bands(BlockGrid((0, 40), 16)) == nothing.cut_blocks(BlockGrid((0, 40), 16)) == []
+    assert nothing.rectangles(BlockGrid((0, 40), 16)) == nothing.cut_blocks(BlockGrid((0, 40), 16)) == []
 
 
 def make(params: Any, rule: str, codec: str, block_size: int, **options: Any) -> ShardedOptimizer:
@@ -321,7 +321,7 @@ def test_buffer_parts_are_the_parameters_elements(options: dict[str, Any], dtype
     state = spec.new(torch.device("cpu"))
     param = torch.zeros(spec.shard.local_shape, dtype=dtype)
     for (shape, start, end), part in zip(SEGMENTS, spec.parts(param, state), strict=True):
-        part.param.fill_(part.place + 1)
+        part.param.fill_(part.number + 1)
         assert part.spec.shard.global_shape == shape
         assert part.param.numel() == end - start
         assert end == start or part.param.data_ptr() == param[part.first :].data_ptr()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.layout import (
-    Band,
     BlockGrid,
+    Rectangle,
     assign,
     assign_later,
     assigned,
@@ -69,8 +69,8 @@ def column_ranges(draw: st.DrawFn) -> tuple[BlockGrid, int, int]:
     return grid, first, draw(st.integers(0, row_numel - first))
 
 
-def band_of(grid: BlockGrid, first_col: int, cols: int) -> Band:
-    return Band(0, 2, first_col, cols, cols, first_col // grid.block_size, grid.blocks_per_row)
+def rectangle_of(grid: BlockGrid, first_col: int, cols: int) -> Rectangle:
+    return Rectangle(0, 2, first_col, cols, cols, first_col // grid.block_size, grid.blocks_per_row)
 
 
 @settings(deadline=None)
@@ -78,7 +78,7 @@ def band_of(grid: BlockGrid, first_col: int, cols: int) -> Band:
 def test_divided_bands_tile_the_columns(drawn: tuple[BlockGrid, int, int]) -> None:
     grid, first_col, cols = drawn
     at = 0
-    for part in band_of(grid, first_col, cols).divided(grid):
+    for part in rectangle_of(grid, first_col, cols).divided(grid):
         assert part.first_col - first_col == part.element == at
         assert part.cols > 0
         at += part.cols
@@ -89,7 +89,7 @@ def test_divided_bands_tile_the_columns(drawn: tuple[BlockGrid, int, int]) -> No
 @given(column_ranges())
 def test_divided_bands_are_whole_blocks_or_one_cut_block(drawn: tuple[BlockGrid, int, int]) -> None:
     grid, first_col, cols = drawn
-    parts = list(band_of(grid, first_col, cols).divided(grid))
+    parts = list(rectangle_of(grid, first_col, cols).divided(grid))
     for part in parts:
         begin, end = part.first_col, part.first_col + part.cols
         assert part.block == begin // grid.block_size

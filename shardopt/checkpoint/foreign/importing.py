@@ -124,12 +124,12 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
     peer = _recognize([state for source in sources for state in source.states])
     imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
-    place = 0
+    number = 0
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _hyper(optimizer, own, source.group, peer)
         imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
-        ids = list(range(place, place + len(own["params"])))
-        place += len(ids)
+        ids = list(range(number, number + len(own["params"])))
+        number += len(ids)
         imports.groups.append({**taken, "params": ids})
         expected = optimizer.rule(own).moments
         for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):

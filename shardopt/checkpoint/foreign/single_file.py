@@ -256,7 +256,7 @@ def _plan(
             entries_of.setdefault(name, set()).add(key)
     wanted: dict[int, _Wanted] = {}
     groups: list[dict[str, Any]] = []
-    places = itertools.count()
+    numbers = itertools.count()
     saved = options_by_name(header.param_groups)
     for index, group in enumerate(optimizer.param_groups):
         with _naming(path):
@@ -266,16 +266,16 @@ def _plan(
             left_out += STATE_FORMAT  # as torch.optim's state, it belongs to no format of ours
         else:
             _check_format(path, group, options)
-        ids = list(itertools.islice(places, len(group["params"])))
+        ids = list(itertools.islice(numbers, len(group["params"])))
         new = merged_from(path, optimizer, group, options, index)
         groups.append({k: v for k, v in new.items() if k not in left_out} | {"params": ids})
-        for place, param in zip(ids, group["params"], strict=True):
+        for number, param in zip(ids, group["params"], strict=True):
             name = names[id(param)]
             if name in entries_of:
                 spec = tensor_state_of(param, group, optimizer.rule(group).moments)
                 entries = _saved_entries(spec.slices[0].spec, dequantized=header.dequantized)
                 _check(path, file, name, entries_of[name], {state_key(name, key): x for key, x in entries.items()})
-                wanted[place] = _Wanted(param, spec, entries)
+                wanted[number] = _Wanted(param, spec, entries)
     return wanted, groups
 
 

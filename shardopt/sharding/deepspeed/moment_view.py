@@ -75,8 +75,8 @@ class SavedBuffer:
                 "universal checkpoint would lose them; use shardopt.checkpoint.save(path, engine)"
             )
         segments = [
-            Segment(name, place, FlatShard(shape, start, end), offset)
-            for place, (name, shape, start, end, offset) in enumerate(self.segments)
+            Segment(name, number, FlatShard(shape, start, end), offset)
+            for number, (name, shape, start, end, offset) in enumerate(self.segments)
         ]
         moments = tuple(Moment(name, signed=signed) for name, signed in self.moments)
         buffer = FlatBuffer(self.numel, segments)

@@ -32,7 +32,7 @@ def assign_partitions(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     named = enumerate(parameter_names(engine.module).items())
-    names = {id(param): (place, name) for place, (name, param) in named}
+    names = {id(param): (number, name) for number, (name, param) in named}
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer":
         for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
@@ -71,8 +71,8 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
     for param, first in zip(params, offsets, strict=True):
         ends = equal_ends(first, param.numel(), size, world_size)
         shard = _shard(tuple(param.shape), ends, rank, group)
-        place, name = names[id(param)]
-        segments.append(Segment.within(name, place, shard, first, rank * size))
+        number, name = names[id(param)]
+        segments.append(Segment.within(name, number, shard, first, rank * size))
     return FlatBuffer(size, segments)
 
 
@@ -83,8 +83,8 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
     sizes = [int(param.partition_numel()) for param in params]
     for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
         ends = equal_ends(0, int(param.ds_numel), size, world_size)
-        place, name = names[id(param)]
-        segments.append(Segment(name, place, _shard(tuple(param.ds_shape), ends, rank, group), offset))
+        number, name = names[id(param)]
+        segments.append(Segment(name, number, _shard(tuple(param.ds_shape), ends, rank, group), offset))
     return FlatBuffer(sum(sizes), segments)
 
 

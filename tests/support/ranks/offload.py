@@ -58,10 +58,10 @@ class LateTransfers(HostTransfers):
                 self._empty(address)
         room = self._slots[0].memory.nbytes
         ctypes.memset(slot.address, 0xFF, room)
-        ends = copies.place + copies.nbytes
+        ends = copies.offset + copies.nbytes
         assert int(ends.max()) <= room, "a chunk is larger than a slot"
-        order = copies.place.argsort()
-        assert (ends[order][:-1] <= copies.place[order][1:]).all(), "places overlap"
+        order = copies.offset.argsort()
+        assert (ends[order][:-1] <= copies.offset[order][1:]).all(), "offsets overlap"
         self._filling[slot.address] = copies
         self.most_in_flight = max(self.most_in_flight, len(self._filling) + len(self._emptying))
 
