@@ -14,39 +14,24 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
         "not python -m pytest, and start python in another folder)"
     ) from None
 
+from shardopt import optim as _optim
 from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
-from shardopt.optim import (
-    SGD,
-    Adam,
-    Adam8bit,
-    AdamW,
-    AdamW8bit,
-    Lion,
-    Lion8bit,
-    SGD8bit,
-)
+from shardopt.optim import *  # noqa: F403  all optimizers
 from shardopt.release.gradient_release import GradientRelease, release_gradients
 from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "SGD",
-    "Adam",
-    "Adam8bit",
-    "AdamW",
-    "AdamW8bit",
     "GradientRelease",
-    "Lion",
-    "Lion8bit",
     "MemoryReport",
-    "SGD8bit",
     "cast_model",
     "check_numerics",
     "is_norm",
     "memory_report",
     "release_gradients",
 ]
+__all__ += _optim.__all__
 
 
 def __getattr__(name: str) -> object:

@@ -140,7 +140,7 @@ def _says(section: Mapping[str, Any], name: str) -> bool:
 
 
 def _optimizer(kind: Any, path: str) -> str:
-    named = {f"{kind.__name__.removesuffix('8bit')}8bit": name for name, kind in optimizers.OPTIMIZERS.items()}
+    named: dict[str, str] = {f"{known.__name__}8bit": name for name, known in optimizers.OPTIMIZERS.items()}
     for known, name in named.items():
         if known.lower() == str(kind).lower():
             return name

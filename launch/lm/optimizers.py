@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,7 @@ Groups = list[dict[str, Any]]
 Make = Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
 
 # The update rules, by the values of the option optimizer.
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "adamw": shardopt.AdamW,
-    "adam": shardopt.Adam,
-    "sgd": shardopt.SGD,
-    "lion": shardopt.Lion,
-}
+OPTIMIZERS: Mapping[str, type[Optimizer]] = shardopt.optim.OPTIMIZERS
 
 # Options that lay out the state; a checkpoint loads only into a run that agrees on them.
 STATE_OPTIONS = ("optimizer", *STATE_FORMAT)

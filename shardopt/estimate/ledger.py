@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt import optim
 from shardopt.estimate.backends import BACKENDS, Backend, Held
 from shardopt.estimate.model import Model
 from shardopt.estimate.zero import ZERO_OFFLOADS, add_partitions, check
 from shardopt.kernels.streamed import SLOTS
-from shardopt.optim import SGD, AdamW, Lion, ShardedOptimizer
+from shardopt.optim import SGD, ShardedOptimizer
 from shardopt.release import deferred
 from shardopt.report import MemoryReport, MemoryUse
 from shardopt.report.memory import kind_of
@@ -28,11 +29,8 @@ from shardopt.state.options import bytes_of
 from shardopt.state.residency import Budget, Residency
 from shardopt.state.slice_state import SliceState
 
-OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
-    "adamw": AdamW,
-    "lion": Lion,
-    "sgd": partial(SGD, momentum=0.9),
-}
+#: Optimizers by name, each with the moments that training uses.
+OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {**optim.OPTIMIZERS, "sgd": partial(SGD, momentum=0.9)}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

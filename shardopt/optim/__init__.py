@@ -16,3 +16,10 @@ __all__ = [
     "SGD8bit",
     "ShardedOptimizer",
 ]
+
+#: Every optimizer with float32 state unless ``codec`` says otherwise, by its name in configs: "adamw", ...
+OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {
+    name.lower(): kind
+    for name, kind in list(globals().items())
+    if name in __all__ and kind is not ShardedOptimizer and not name.endswith("8bit")
+}

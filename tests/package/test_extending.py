@@ -1,0 +1,247 @@
+"""A rule, a codec and a kind of shard are added in the number of files that docs/extending.md says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import shardopt
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.layout import BlockGrid, LocalBlocks, Rectangle, Shard, assign
+
+ROOT = Path(__file__).parents[2]
+
+RULE_HEADER = """#pragma once
+
+#include "core/numeric.h"
+#include "core/rule.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+// Steps against the average gradient.
+struct Toy {
+  static constexpr const char* kName = "toy";
+  using Kept = Moments<MomentKind::kSigned>;
+  static constexpr const char* kHyper[] = {"lr", "beta"};
+
+  float lr, one_minus_beta;
+
+  SHARDOPT_HD static Toy make(const double* hyper, double) {
+    Toy rule;
+    rule.lr = static_cast<float>(hyper[0]);
+    rule.one_minus_beta = static_cast<float>(1.0 - hyper[1]);
+    return rule;
+  }
+
+  template <class F>
+  SHARDOPT_HD void update(F& param, F gradient, F* moment, F&) const {
+    moment[0] = fma(one_minus_beta, gradient - moment[0], moment[0]);
+    param = fma(-lr, moment[0], param);
+  }
+};
+
+SHARDOPT_END_NAMESPACE
+"""
+
+RULE_CLASS = '''"""A toy."""
+
+from shardopt.codec import Moment
+from shardopt.optim.base import ShardedOptimizer
+from shardopt.state.rule import Rule
+
+
+class Toy(ShardedOptimizer):
+    def __init__(self, params, lr=0.1, beta=0.5, **options):
+        super().__init__(params, {"lr": lr, "beta": beta}, options)
+
+    def rule(self, group):
+        return Rule("toy", (Moment("average", signed=True),))
+
+    def hyper(self, group):
+        return {"lr": float(group["lr"]), "beta": group["beta"]}
+
+
+class Toy8bit(Toy):
+    pass
+'''
+
+CODEC_HEADER = """#pragma once
+
+#include "codecs/companded8.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+struct ToyCodec : Companded8 {
+  static constexpr const char* kName = "toy8";
+};
+
+SHARDOPT_END_NAMESPACE
+"""
+
+CODEC_CLASS = '''"""A toy."""
+
+from shardopt.codec.companded8 import Companded8
+
+
+class ToyCodec(Companded8):
+    name = "toy8"
+'''
+
+#: The new files, and what is written over in lists: (file, old text, new text).
+NEW_FILES = {
+    "csrc/rules/toy.h": RULE_HEADER,
+    "shardopt/optim/toy.py": RULE_CLASS,
+    "csrc/codecs/toy.h": CODEC_HEADER,
+    "shardopt/codec/toy.py": CODEC_CLASS,
+}
+IN_LISTS = (
+    ("csrc/step/instances.h", '#include "rules/sgd.h"\n', '#include "rules/sgd.h"\n#include "rules/toy.h"\n'),
+    ("csrc/step/instances.h", "Momentum, Sgd>", "Momentum, Sgd, Toy>"),
+    ("csrc/step/instances.h", '#include "codecs/plain.h"\n', '#include "codecs/plain.h"\n#include "codecs/toy.h"\n'),
+    ("csrc/step/instances.h", "Companded8, Dynamic8>", "Companded8, Dynamic8, ToyCodec>"),
+    (
+        "shardopt/optim/__init__.py",
+        '    "ShardedOptimizer",\n',
+        '    "ShardedOptimizer",\n    "Toy",\n    "Toy8bit",\n',
+    ),
+    (
+        "shardopt/optim/__init__.py",
+        "import SGD, SGD8bit\n",
+        "import SGD, SGD8bit\nfrom shardopt.optim.toy import Toy, Toy8bit\n",
+    ),
+    ("shardopt/codec/__init__.py", "BFloat16(), Float32())", "BFloat16(), Float32(), ToyCodec())"),
+    (
+        "shardopt/codec/__init__.py",
+        "import BFloat16, Float32\n",
+        "import BFloat16, Float32\nfrom .toy import ToyCodec\n",
+    ),
+)
+
+#: A step by hand, in every block size and dtype; a file; and the names that come with the list.
+USE = """
+import torch, shardopt, shardopt.estimate.ledger
+from shardopt.sharding.deepspeed import hooks
+
+assert hooks.TYPES["toy8bit"] is shardopt.Toy8bit and "toy" in shardopt.estimate.ledger.OPTIMIZERS
+for codec in ("fp32", "log8", "toy8", "companded8"):
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 40 * 130).view(40, 130))
+    optimizer = shardopt.Toy([param], codec=codec, min_quantized_numel=0)
+    expected, average = param.detach().clone(), torch.zeros(40, 130)
+    for step in range(3):
+        param.grad = torch.sin(torch.arange(40 * 130.0) + step).view(40, 130)
+        average += 0.5 * (param.grad - average)
+        expected -= 0.1 * average
+        optimizer.step()
+    assert optimizer.state[param].keys() >= ({"average"} if codec == "fp32" else {"average_codes", "average_scales"})
+    assert (param.detach() - expected).abs().max() < (1e-6 if codec == "fp32" else 0.02), codec
+    if codec == "companded8":
+        assert torch.equal(optimizer.state[param]["average_codes"], codes)
+    codes = optimizer.state[param].get("average_codes")
+    again = shardopt.Toy([param], codec=codec, min_quantized_numel=0)
+    again.load_state_dict(optimizer.state_dict())
+print("used")
+"""
+
+
+def compile_portable(tree: Path) -> None:
+    """Builds the extension with the portable kernels only."""
+    import pybind11
+
+    include = [f"-I{folder}" for folder in (tree / "csrc", pybind11.get_include(), sysconfig.get_paths()["include"])]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-w", "-fvisibility=hidden", "-ffp-contract=off", "-fwrapv", *include]
+    flags += ["-fno-math-errno", "-fno-trapping-math"]
+    compiler = os.environ.get("CXX", "c++")
+    step = tree / "csrc/step/cpu.cpp"
+    only_portable = "#undef __x86_64__\n#undef __aarch64__\nnamespace shardopt {\nnamespace {\n"
+    step.write_text(step.read_text().replace("namespace shardopt {\nnamespace {\n", only_portable, 1))
+    sources = ("bindings", "inputs", "torch_tensor", "step/cpu", "step/thread_pool", "step/cpu_portable")
+
+    def compile_one(name: str) -> str:
+        target = tree / f"{name.replace('/', '_')}.o"
+        source = tree / "csrc" / f"{name}.cpp"
+        subprocess.run([compiler, *flags, "-c", source, "-o", target], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(2) as threads:
+        objects = list(threads.map(compile_one, sources))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    library = tree / "shardopt" / f"_C{suffix}"
+    subprocess.run([compiler, "-shared", *objects, "-o", library, "-lpthread", "-ldl"], check=True)
+
+
+@pytest.mark.slow
+def test_a_rule_and_a_codec(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    for folder in ("csrc", "shardopt"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+    for name, text in NEW_FILES.items():
+        assert not (tree / name).exists()
+        (tree / name).write_text(text)
+    for name, old, new in IN_LISTS:
+        text = (tree / name).read_text()
+        assert text.count(old) == 1, f"{name} has not {old!r} once"
+        (tree / name).write_text(text.replace(old, new))
+    # Two new files and two lists for each, of which one list is common.
+    assert (len(NEW_FILES), len({name for name, *_ in IN_LISTS})) == (2 + 2, 2 + 2 - 1)
+    compile_portable(tree)
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, "-c", USE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout) == (0, "used\n"), done.stderr
+
+
+class EveryOther(Shard):
+    """Every other row of a parameter."""
+
+    def __init__(self, global_shape: tuple[int, ...], first: int) -> None:
+        super().__init__(global_shape, (len(range(first, global_shape[0], 2)), *global_shape[1:]))
+
+    def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
+        return LocalBlocks(0, grid.blocks_per_row, None)
+
+
+@pytest.mark.parametrize("codec", ["log8", "companded8", "dynamic8", "fp32"])
+def test_a_kind_of_shard(codec: str) -> None:
+    """Shards that are steps of their own have the bits of the whole parameter."""
+
+    def make(param: Tensor) -> shardopt.AdamW:
+        return shardopt.AdamW([param], codec=codec, min_quantized_numel=0)
+
+    whole = Parameter(values((7, 130), 0, torch.float32))
+    parts = [Parameter(whole.detach()[first::2].clone()) for first in (0, 1)]
+    for first, part in enumerate(parts):
+        assign(part, EveryOther((7, 130), first))
+    optimizers = [make(param) for param in (whole, *parts)]
+    for step in range(3):
+        whole.grad = values((7, 130), 1 + step, torch.float32)
+        for first, part in enumerate(parts):
+            part.grad = whole.grad[first::2].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for first, (part, optimizer) in enumerate(zip(parts, optimizers[1:], strict=True)):
+        expected = {
+            key: value if key == "step" else value[first::2] for key, value in optimizers[0].state[whole].items()
+        }
+        assert_same({"param": part.detach(), **optimizer.state[part]}, {"param": whole.detach()[first::2], **expected})
+
+
+def test_the_page_names_what_there_is() -> None:
+    """Files that docs/extending.md tells to read or to change exist."""
+    page = (ROOT / "docs/extending.md").read_text()
+    named = {part for part in page.split("`") if "/" in part and "<" not in part and " " not in part}
+    assert len(named) > 8
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    assert Rectangle.__name__ in (ROOT / "docs/glossary.md").read_text()
