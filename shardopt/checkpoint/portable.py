@@ -8,6 +8,7 @@ how shards were cut.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -90,7 +92,7 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     with deferred_interrupts():
         tensors, writer, planner = _to_save(path, model, optimizer, extra)
         with plain_errors(writer.discard), _no_warning_of_one_process():
-            state_dict_saver.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+            state_dict_saver.save(tensors, storage_writer=writer, planner=planner)
 
 
 def async_save(
@@ -114,11 +116,13 @@ def async_save(
         :func:`save`. The future cannot be cancelled.
 
     Raises:
-        RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
+        RuntimeError: this version of PyTorch is older than 2.9. Or there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             shardopt's, or an optimizer was given beside a DeepSpeed engine.
     """
     global _last_saving
+    if "async_stager" not in inspect.signature(state_dict_saver.async_save).parameters:
+        raise RuntimeError(f"async_save: got PyTorch {torch.__version__}, expected 2.9 or newer; call save()")
     with deferred_interrupts():
         tensors, writer, planner = _to_save(path, model, optimizer, extra)
         stager = _free_stager()
@@ -217,7 +221,6 @@ def _load(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | No
             restoration.tensors,
             storage_reader=PortableReader(path, index),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=not dist.is_initialized(),
         )
     restoration.convert()
     restoration.commit()

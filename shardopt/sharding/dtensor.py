@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from shardopt.layout import BlockGrid, LocalBlocks, Shard
@@ -31,6 +30,17 @@ _CACHED_SHARDS = 8192
 def _along(mesh: DeviceMesh, dims: Sequence[int]) -> RanksExchange:
     """The exchange among the ranks that differ in these dimensions of their coordinates only."""
     return RanksExchange(tuple(mesh.get_group(dim) for dim in dims), mesh.device_type)
+
+
+class _MeshAt:
+    """A mesh as seen from another rank: the part of DeviceMesh's interface from which PyTorch 2.6 computes offsets."""
+
+    def __init__(self, mesh: DeviceMesh, coordinate: Sequence[int]) -> None:
+        self.ndim, self.size = mesh.ndim, mesh.size
+        self._coordinate = list(coordinate)
+
+    def get_coordinate(self) -> list[int]:
+        return self._coordinate
 
 
 class DTensorShard(Shard):
@@ -62,9 +72,13 @@ class DTensorShard(Shard):
         self, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Local shape and global offset of the part at a coordinate of the mesh."""
-        return _compute_local_shape_and_global_offset(
-            global_shape, self._mesh.shape, list(coordinate), self._placements
-        )
+        if hasattr(_utils, "_compute_local_shape_and_global_offset"):
+            return _utils._compute_local_shape_and_global_offset(
+                global_shape, self._mesh.shape, list(coordinate), self._placements
+            )
+        at = _MeshAt(self._mesh, coordinate)  # before PyTorch 2.8
+        shape, offset = _utils.compute_local_shape_and_global_offset(global_shape, at, self._placements)  # type: ignore[arg-type]
+        return tuple(shape), tuple(offset)
 
     @cached_property
     def first_element(self) -> int:  # type: ignore[override]

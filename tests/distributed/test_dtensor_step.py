@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from helpers import CODEC_NAMES, RULES, Named
 from pairs import pairwise, slow
-from ranks.layouts import COLUMN, ROW, WHOLE, Layout, layouts, mesh_of, shard, values
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, layouts, mesh_of, shard, values
 from ranks.pool import Pool
 from ranks.snapshot import assert_shards_of, entries
 
@@ -147,7 +147,7 @@ def test_nonfinite_gradient_on_one_rank_raises_on_all(ranks: Pool) -> None:
 def _mesh_of_state() -> None:
     for _ in range(2):
         mesh = init_device_mesh("cpu", (2, 2))
-        param = distribute_tensor(values((33, 130), 0), mesh, (ROW, COLUMN), src_data_rank=None)
+        param = distribute(values((33, 130), 0), mesh, (ROW, COLUMN))
         param.grad = torch.ones_like(param)
         optimizer = RULES["adamw"].make([param])
         optimizer.step()

@@ -20,8 +20,8 @@ from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
+from shardopt.release import forward_overlap
 from shardopt.release.forward_overlap import ForwardOverlap
-from shardopt.sharding import forward_overlap
 
 
 def _fsdp(model: Any, prefetch: int = 0) -> nn.Module:

@@ -12,7 +12,8 @@ from ranks.shaped import Shaped, most_gradient_bytes
 from shardopt.estimate import Model, Setup
 from shardopt.estimate.ledger import DTYPES
 from shardopt.layout import shard_of
-from shardopt.optim import MemoryReport, MemoryUse, ShardedOptimizer
+from shardopt.optim import ShardedOptimizer
+from shardopt.report import MemoryReport, MemoryUse
 
 KINDS = [field.name for field in fields(MemoryUse)]
 RULE_OF = {"adamw": "adamw", "lion": "lion", "sgd": "momentum"}

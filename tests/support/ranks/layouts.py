@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -65,7 +67,13 @@ def values(shape: Shape, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 def shard(whole: Tensor, layout: Layout) -> DTensor:
     """The DTensor of a whole tensor, which all ranks have."""
-    return distribute_tensor(whole, mesh_of(layout.mesh), layout.placements, src_data_rank=None)
+    return distribute(whole, mesh_of(layout.mesh), layout.placements)
+
+
+def distribute(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of a whole tensor, which all ranks have: without communication where PyTorch can (2.7)."""
+    knows = "src_data_rank" in inspect.signature(distribute_tensor).parameters
+    return distribute_tensor(whole, mesh, placements, **({"src_data_rank": None} if knows else {}))
 
 
 def mesh_of(shape: Shape) -> DeviceMesh:

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, sigmoid, silu
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks.flat import bare_shapes, is_flat, remember_bare, set_piece_gradients
-from ranks.layouts import Shape, mesh_of, values
+from ranks.layouts import Shape, distribute, mesh_of, values
 
 TOKENS = 97
 
@@ -119,7 +119,7 @@ def set_gradients(model: nn.Module, seed: int) -> None:
     for index, param in enumerate(model.parameters()):
         whole = values(tuple(param.shape), 100 * seed + index, param.dtype)
         if isinstance(param, DTensor):
-            param.grad = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+            param.grad = distribute(whole, param.device_mesh, param.placements)
         else:
             param.grad = whole
 

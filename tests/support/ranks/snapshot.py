@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from ranks.layouts import distribute
 
 Snapshot = dict[str, Tensor]
 
@@ -47,7 +49,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _part(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return distribute(whole, like.device_mesh, like.placements).to_local()
 
 
 def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
