@@ -116,7 +116,8 @@ def async_save(
         :func:`save`. The future cannot be cancelled.
 
     Raises:
-        RuntimeError: this version of PyTorch is older than 2.9. Or there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
+        RuntimeError: this version of PyTorch is older than 2.9. Or there is not enough host memory for the copy: other
+            ranks raise a CheckpointError that says so.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             shardopt's, or an optimizer was given beside a DeepSpeed engine.
     """
