@@ -209,10 +209,12 @@ def _share_device() -> None:
     device = gloo.create_default_device()
 
     class SharingGloo(gloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
             options = gloo._Options()
             options._devices = [device]
             options._timeout = timeout
+            for name, value in others.items():  # newer versions of PyTorch have more options
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharingGloo  # type: ignore[misc]
