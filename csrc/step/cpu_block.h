@@ -1,0 +1,321 @@
+// The step of one block on the CPU, or of several short ones together: one source over the vectors of core/lanes.h.
+//
+// A block is read, updated and its weights written in one pass; its new moments wait in the first-level cache for the
+// scales, and are encoded from there.
+#pragma once
+
+#include "core/rule.h"
+#include "step/cpu_call.h"
+#include "step/cpu_memory.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+// The rule's scalars. Entries mostly share them with the one before, and to make them takes longer than to step a small
+// entry, so that each thread keeps the last ones.
+template <class Rule>
+Rule rule_of(const double* hyper, float step) {
+  struct Made {
+    double hyper[kMaxHyper];
+    float step;
+    Rule rule;
+  };
+  static thread_local Made last{{}, __builtin_nanf(""), {}};
+  if (last.step != step || __builtin_memcmp(last.hyper, hyper, sizeof last.hyper) != 0) {
+    __builtin_memcpy(last.hyper, hyper, sizeof last.hyper);
+    last.step = step;
+    last.rule = Rule::make(hyper, step);
+  }
+  return last.rule;
+}
+
+// Where a block is: in the tensors, or in copies that are filled up to whole packs.
+template <class Code, int kMoments>
+struct Block {
+  Weights weights;
+  const char* gradient;
+  Code* codes[kMoments + 1];
+  int64_t scale_index;
+  int n;  // elements
+};
+
+// Steps blocks of one entry, several of one length together: the processor works on one while another waits for its
+// maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
+template <class Rule, class Codec, class Format, int kPack, int kMost, int kTogether, bool kExact>
+class BlockStepper {
+  static constexpr int kMoments = Rule::Kept::kCount;
+  static constexpr int kUnsigned = Rule::Kept::kUnsigned;
+  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;  // no rule keeps more than one
+  static constexpr bool kRelative = Codec::kRelative && kUnsigned >= 0;
+  static constexpr int kStep = kPack * kLanes;
+  static_assert(kMost % kStep == 0, "the longest block is a number of packs");
+  static constexpr int kCapacity = kMost / kStep;
+  using Code = typename Codec::Code;
+  using Unsigned = typename Codec::Unsigned;
+  using Signed = typename Codec::Signed;
+  using Block = shardopt::SHARDOPT_TARGET::Block<Code, kMoments>;
+  using F = Floats<kPack>;
+  using I = Ints<kPack>;
+  static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
+  static constexpr bool kBlockwise = Signed::kScales > 0;
+
+  // What is known of a block between the passes.
+  struct Kept {
+    LaneExtremes extremes[kMoments + 1];
+    F x[kMoments + 1][kCapacity];  // signed moments, the unsigned one or its root
+  };
+
+ public:
+  BlockStepper(const CpuCall& call, const TensorEntry& entry)
+      : entry_(entry),
+        phase_(call.phase),
+        stores_(!entry.cut || call.phase == Phase::kFinish),
+        propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
+        rule_(rule_of<Rule>(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
+        gradient_scale_(call.groups[entry.group].gradient_scale),
+        table_(call.tables[entry.codec]),
+        format_(entry),
+        signed_table_(table_),
+        unsigned_table_(table_) {}
+
+  // Takes a block, of as many elements as those that wait, and steps them once they are kTogether. Returns how many
+  // elements were skipped.
+  SHARDOPT_HD int64_t add(const Block& block) {
+    waiting_[count_++] = block;
+    return count_ == kTogether ? step_waiting() : 0;
+  }
+
+  // Steps the blocks that wait.
+  SHARDOPT_HD int64_t step_waiting() {
+    const int count = count_;
+    count_ = 0;
+    if (count == 0) return 0;
+    return kExact || waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
+  }
+
+ private:
+  // The elements of a block, filled up with zeros to whole packs.
+  struct alignas(64) Copy {
+    char weights[4 * kMost], low_bits[2 * kMost], gradient[4 * kMost];
+    Code codes[kMoments + 1][kMost];
+  };
+
+  // Out of line: the copies are large.
+  __attribute__((noinline)) int64_t step_in_copies(int count) {
+    Copy copies[kTogether];
+    Block blocks[kTogether];
+    const auto n = static_cast<uint64_t>(waiting_[0].n), padded = (n + kStep - 1) / kStep * kStep;
+    const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
+    const auto fill = [&](char* to, const char* from, uint64_t bytes) {
+      __builtin_memset(to + bytes * (padded - kStep), 0, bytes * kStep);
+      copy_bytes(to, from, bytes * n);
+    };
+    for (int b = 0; b < count; ++b) {
+      const Block& from = waiting_[b];
+      Copy& copy = copies[b];
+      Block& block = blocks[b];
+      block = from;
+      block.n = static_cast<int>(padded);
+      fill(block.weights.words = copy.weights, from.weights.words, weight_bytes);
+      if (low_bytes) fill(block.weights.low_bits = copy.low_bits, from.weights.low_bits, low_bytes);
+      fill(copy.gradient, from.gradient, bytes_of(format_.gradient()));
+      block.gradient = copy.gradient;
+      for (int k = 0; k < kMoments; ++k) {
+        const Code zero = k == kUnsigned ? Code{} : static_cast<Code>(Signed::kZero);
+        for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = zero;
+        copy_bytes(copy.codes[k], from.codes[k], sizeof(Code) * n);
+        block.codes[k] = copy.codes[k];
+      }
+    }
+    const int64_t nonfinite = step(blocks, count);
+    if (!stores_) return nonfinite;
+    for (int b = 0; b < count; ++b) {
+      const Block& to = waiting_[b];
+      copy_bytes(to.weights.words, copies[b].weights, weight_bytes * n);
+      if (low_bytes) copy_bytes(to.weights.low_bits, copies[b].low_bits, low_bytes * n);
+      for (int k = 0; k < kMoments; ++k) copy_bytes(to.codes[k], copies[b].codes[k], sizeof(Code) * n);
+    }
+    return nonfinite;
+  }
+
+  // Out of line: within a larger function the compiler makes less of it.
+  __attribute__((noinline)) int64_t step(const Block* blocks, int count) {
+    const int n = kExact ? kMost : blocks[0].n;
+    Kept kept[kTogether];
+    int64_t nonfinite = 0;
+#pragma GCC unroll 1
+    for (int b = 0; b < count; ++b) {
+      const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
+      if (has_large_gradient(block, n)) {
+        nonfinite += update<true>(block, n, kept[b]);
+      } else {
+        update<false>(block, n, kept[b]);
+      }
+    }
+    if constexpr (kBlockwise) encode(blocks, count, n, kept);
+    return nonfinite;
+  }
+
+  template <class Coder>
+  SHARDOPT_HD float* scales(int moment, const Block& block) const {
+    return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * block.scale_index;
+  }
+
+  SHARDOPT_HD bool has_large_gradient(const Block& block, int n) const {
+    return !propagates_ &&
+           any_at_least<kPack>(block.gradient, format_.gradient(), n, gradient_scale_, kLargeGradientBits);
+  }
+
+  SHARDOPT_HD F gradient_at(const Block& block, int i) const {
+    return load_floats<kPack>(block.gradient, format_.gradient(), i) * gradient_scale_;
+  }
+
+  // Reads the block, applies the rule and writes the weights; the new moments are kept and, without blocks, encoded.
+  // kSkips: elements whose update is lost keep weight and moments; returns how many they are.
+  template <bool kSkips>
+  SHARDOPT_HD int64_t update(const Block& block, int n, Kept& kept) const {
+    const Rule rule = rule_;
+    const bool stores = kAlwaysStores || stores_;
+    const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned, block) : kNoScales, table_);
+    const Signed signed_coder(kHasSigned ? scales<Signed>(kSigned, block) : kNoScales, table_);
+    LaneExtremes extremes[kMoments + 1];
+    int64_t skipped = 0;
+    for (int i = 0; i < n; i += kStep) {
+      F moment[kMoments + 1], root{};
+      for (int k = 0; k < kMoments; ++k) {
+        if constexpr (!kBlockwise) {
+          moment[k] = signed_coder.decode(load_lanes<kPack>(block.codes[k] + i));
+        } else if (k == kUnsigned) {
+          moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i);
+        } else {
+          moment[k] = signed_table_.decode(signed_coder, block.codes[k] + i);
+        }
+      }
+      if constexpr (kUnsigned >= 0) {
+        root = moment[kUnsigned];
+        if (kRelative) moment[kSigned] = moment[kSigned] * root;
+        if (Codec::kRoot) moment[kUnsigned] = root * root;
+      }
+      F weight = block.weights.template load<kPack>(format_.weight(), i);
+      const F gradient = gradient_at(block, i);
+      if constexpr (kSkips) {
+        const F old_weight = weight, old_root = root;
+        F old_moment[kMoments + 1];
+        for (int k = 0; k < kMoments; ++k) old_moment[k] = moment[k];
+        rule.update(weight, gradient, moment, root);
+        const auto lost = is_lost<kMoments>(gradient, weight, moment);
+        skipped += count(lost);
+        weight = select(lost, old_weight, weight);
+        root = select(lost, old_root, root);
+        for (int k = 0; k < kMoments; ++k) moment[k] = select(lost, old_moment[k], moment[k]);
+      } else {
+        rule.update(weight, gradient, moment, root);
+      }
+      if (stores) block.weights.store(weight, format_.weight(), i);
+      for (int k = 0; k < kMoments; ++k) {
+        const F x = Codec::kRoot && k == kUnsigned ? root : moment[k];
+        if constexpr (!kBlockwise) {
+          store_lanes(block.codes[k] + i, k == kUnsigned ? unsigned_coder.encode(x) : signed_coder.encode(x));
+        } else {
+          kept.x[k][i / kStep] = x;
+          if (k == kUnsigned) {
+            extremes[k].template add_unsigned<Unsigned::kMeasuresSmallest>(x);
+          } else if (!kRelative) {
+            extremes[k].add_signed(x);
+          }
+        }
+      }
+    }
+    for (int k = 0; k < kMoments; ++k) kept.extremes[k] = extremes[k];
+    return skipped;
+  }
+
+  // The extremes that the block's scales come from: after the exchange those that all owners of a cut block agreed on.
+  SHARDOPT_HD Extremes agreed(const Block& block, const LaneExtremes& found, int moment, Phase measured_in) const {
+    const Extremes own = found.over_lanes();
+    if (kAlwaysStores || !entry_.cut) return own;
+    Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[moment]) + block.scale_index;
+    if (phase_ == measured_in) *shared = own;
+    return *shared;
+  }
+
+  SHARDOPT_HD void encode(const Block* blocks, int count, int n, Kept* kept) const {
+    const bool stores = kAlwaysStores || stores_;
+    float unsigned_scale[kTogether][Unsigned::kScales + 1], signed_scale[kTogether][Signed::kScales + 1];
+#pragma GCC unroll 1
+    for (int b = 0; b < count; ++b) {
+      if constexpr (kUnsigned >= 0) {
+        Unsigned::measure(agreed(blocks[b], kept[b].extremes[kUnsigned], kUnsigned, Phase::kStep), unsigned_scale[b]);
+      }
+      if constexpr (kHasSigned && !kRelative) {
+        Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kStep), signed_scale[b]);
+      }
+    }
+    if constexpr (kUnsigned >= 0) {
+#pragma GCC unroll 1
+      for (int b = 0; b < count; ++b) {
+        const Unsigned coder(unsigned_scale[b], table_);
+        const Block block = blocks[b];
+        LaneExtremes extremes;
+        for (int i = 0; i < n; i += kStep) {
+          const F x = kept[b].x[kUnsigned][i / kStep];
+          if constexpr (kRelative) {
+            F unit, &moment = kept[b].x[kSigned][i / kStep];
+            const I code = coder.encode(x, unit);
+            if (stores) store_lanes(block.codes[kUnsigned] + i, code);
+            moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
+            extremes.add_signed(moment);
+          } else if (stores) {
+            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
+          }
+        }
+        if (kRelative) kept[b].extremes[kSigned] = extremes;
+      }
+#pragma GCC unroll 1
+      for (int b = 0; b < count; ++b) {
+        if (stores) store_scales<Unsigned>(kUnsigned, blocks[b], unsigned_scale[b]);
+      }
+      if (!kAlwaysStores && kRelative && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
+    }
+    if constexpr (kHasSigned) {
+      if constexpr (kRelative) {
+#pragma GCC unroll 1
+        for (int b = 0; b < count; ++b) {
+          Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kRelative), signed_scale[b]);
+        }
+      }
+      if (!stores) return;
+#pragma GCC unroll 1
+      for (int b = 0; b < count; ++b) {
+        const Signed coder(signed_scale[b], table_);
+        const Block block = blocks[b];
+        for (int i = 0; i < n; i += kStep) {
+          store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));
+        }
+        store_scales<Signed>(kSigned, block, signed_scale[b]);
+      }
+    }
+  }
+
+  template <class Coder>
+  SHARDOPT_HD void store_scales(int moment, const Block& block, const float* scale) const {
+    for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment, block)[i] = scale[i];
+  }
+
+  static constexpr bool kAlwaysStores = Format::kNeverCut;
+  // For the coder of a moment that the rule does not keep, or of a codec without blocks.
+  static constexpr float kNoScales[2] = {};
+
+  const TensorEntry& entry_;
+  const Phase phase_;
+  const bool stores_, propagates_;
+  const Rule rule_;
+  const float gradient_scale_;
+  const float* const table_;
+  const Format format_;
+  const FastTable<Signed, kPack> signed_table_;
+  const FastTable<Unsigned, kPack> unsigned_table_;
+  Block waiting_[kTogether];
+  int count_ = 0;
+};
+
+SHARDOPT_END_NAMESPACE
