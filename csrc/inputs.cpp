@@ -34,6 +34,7 @@ Attribute::Attribute(PyTypeObject* type, py::object name) : type_(type), name_(s
   if (Py_TYPE(descriptor) == &PyMemberDescr_Type) slot_ = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
   if (Py_TYPE(descriptor) == &PyGetSetDescr_Type)
     computed_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor)->d_getset;
+  if (computed_ != nullptr && computed_->get == nullptr) computed_ = nullptr;  // write-only
 }
 
 py::object Attribute::of(PyObject* object) const {
@@ -105,10 +106,12 @@ void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed
   PyObject *name, *value;
   for (Py_ssize_t at = 0; PyDict_Next(state, &at, &name, &value);) {
     Entry entry{py::reinterpret_borrow<py::object>(name), needed.contains(py::handle(name)), {}};
-    TensorView view;
-    if (entry.needed && !view_tensor(local_of(input, value).ptr(), view))
-      throw std::invalid_argument("got state that is not a dense tensor");
-    entry.known = Known(view);
+    if (entry.needed) {
+      const py::object part = local_of(input, value);
+      TensorView view;
+      if (!view_tensor(part.ptr(), view)) throw std::invalid_argument("got state that is not a dense tensor");
+      entry.known = Known(view);
+    }
     entries_.push_back(std::move(entry));
   }
   input.entry_count = entries_.size() - input.first_entry;
@@ -192,7 +195,7 @@ bool Inputs::has_shape_of(const Input& input, PyObject* tensor, const TensorView
 // This rank's part of a gradient that is sharded as its parameter is, as far as the layouts tell; else no object.
 py::object Inputs::part_of(const Input& input, const py::object& gradient) const {
   if (input.shard.is_none() || (input.layout && !input.local)) return gradient;
-  if (!input.local || Py_TYPE(gradient.ptr()) != input.type) return {};
+  if (!input.local || !input.layout || Py_TYPE(gradient.ptr()) != input.type) return {};
   const py::object layout = input.layout.of(gradient.ptr());
   if (!layout.is(input.known_layout) && !layout.is(input.known_gradient_layout)) return {};
   py::object local = input.local.of(gradient.ptr());
@@ -238,7 +241,7 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
     const py::object part =
         parts.is_none() ? input.shard.attr("local_gradient")(gradient) : py::object(parts[py::int_(i)]);
     if (!accept(input, part.ptr())) return py::none();
-    if (input.local && Py_TYPE(gradient.ptr()) == input.type && input.local.of(gradient.ptr()).is(part))
+    if (input.local && input.layout && Py_TYPE(gradient.ptr()) == input.type && input.local.of(gradient.ptr()).is(part))
       input.known_gradient_layout = input.layout.of(gradient.ptr());
     gradients[i] = part;
   }

@@ -72,10 +72,10 @@ Libtorch load(const py::module_& torch) {
   found.float32 = constant(library, "aoti_torch_dtype_float32");
   found.bfloat16 = constant(library, "aoti_torch_dtype_bfloat16");
   found.float16 = constant(library, "aoti_torch_dtype_float16");
-  const py::object parameter = torch.attr("nn").attr("Parameter")(torch.attr("empty")(1));
+  const py::object parameter = torch.attr("nn").attr("Parameter")(torch.attr("empty")(1, py::arg("device") = "cpu"));
   found.tensor_type = reinterpret_cast<PyTypeObject*>(py::object(torch.attr("Tensor")).release().ptr());
   found.implementation = implementation_offset(parameter);
-  if (implementation_offset(torch.attr("empty")(1)) != found.implementation)
+  if (implementation_offset(torch.attr("empty")(1, py::arg("device") = "cpu")) != found.implementation)
     throw std::runtime_error("tensors and parameters that differ");
   void* data = nullptr;
   if (found.data_ptr(found.handle(parameter.ptr()), &data) != 0 ||

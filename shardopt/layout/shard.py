@@ -125,10 +125,11 @@ class Shard:
     plain = True
 
     #: Name of the attribute that refers to an object which decides the shard: cached steps look the shard up again only
-    #: when a parameter has another such object. None: they look it up in each step.
+    #: when a parameter has another such object. None: they look it up in each step, unless the shard is plain.
     layout_attribute: str | None = None
 
-    #: Name of the attribute in which tensors keep their local tensor, if they are not local tensors themselves.
+    #: Name of the attribute in which tensors keep their local tensor. With `layout_attribute` alone, tensors are local
+    #: tensors themselves, and cached steps call neither `local` nor `local_gradient`.
     local_attribute: str | None = None
 
     #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.

@@ -23,6 +23,7 @@ class Input(NamedTuple):
     Attributes:
         name: its name in errors.
         group: index of its param group.
+        position: its index in the param group.
         device: the device of its memory.
         spec: the description of its state; None for a parameter without gradient that cannot be stepped.
         noise: its index among all of the model's parameters, on which stochastic rounding depends.
@@ -30,6 +31,7 @@ class Input(NamedTuple):
 
     name: str
     group: int
+    position: int
     device: torch.device
     spec: TensorState | None
     noise: int
@@ -77,7 +79,8 @@ def describe(
             known_as = name or listed_name(group, index, position)
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"
-            inputs.append(Input(known_as, index, param.device, spec, numbers.get(param, first + len(inputs))))
+            number = numbers.get(param, first + len(inputs))
+            inputs.append(Input(known_as, index, position, param.device, spec, number))
     _check_noise(inputs)
     return inputs
 
@@ -89,7 +92,7 @@ def _check_noise(inputs: Sequence[Input]) -> None:
         UnknownShardError: the step has parameters of a model that was never seen as a whole.
     """
     params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
-    for name, _, _, spec, _ in inputs:
+    for name, *_, spec, _ in inputs:
         if spec is not None and isinstance(spec.shard, FlatBuffer) and spec.weights.stochastic:
             known = spec.shard.known_params
             if known is not None and known < params:

@@ -19,7 +19,7 @@ from shardopt.kernels.dispatch import Call, LossScaling, Tables, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import StreamedCall, StreamedTables
 from shardopt.kernels.strided import StridedCall
-from shardopt.layout import shard_of
+from shardopt.layout import Shard, shard_of
 from shardopt.state import residency as residencies
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
@@ -76,7 +76,7 @@ class StepTables:
             rows += self._rows_of(index, param, state, param_groups[inputs[index].group])
         self._table = table_of(rows, ROW)
         skipped.retire()
-        shards = [None if p.spec is None or p.shard.plain else p.shard for p in inputs]
+        shards = [None if p.spec is None or _is_fixed(p.shard) else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
         self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of)
         self._new_groups = True
@@ -111,10 +111,10 @@ class StepTables:
             flat_cuts = self._flat_cuts.get(param.device) or FlatCuts([], param.device)
             noise, indices = (group["stochastic_rounding_seed"], parameter.noise), (index, parameter.group)
             rows, cut = rows_of(name, spec, local, own, self._residency.of(param), flat_cuts, noise, indices)
-        except RuntimeError:
-            if has_gradient:
+        except RuntimeError as error:
+            if has_gradient or isinstance(error, torch.OutOfMemoryError):
                 raise
-            return []  # it is told when the parameter is stepped
+            return []  # the error is raised when the parameter is stepped
         self._members[index] = _Member(own["step"].data_ptr(), self._residency.of(param).offload, cut)
         return rows
 
@@ -163,7 +163,7 @@ class StepTables:
                 groups = self._groups_on(device, batch.kernels)
                 batch.update(self._watched, groups, scaling, self._skipped, self._residency)
                 if isinstance(batch.call, StridedCall):
-                    self._hand_over(batch.call, int(batch.tensors[0]), param_groups)
+                    batch.call.operands = self._operands(batch.strided, param_groups)
             # Largest copies first: where there is no memory for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
 
@@ -224,7 +224,7 @@ class StepTables:
                     offload,
                     self._table[np.isin(self._table["tensor"], tensors)],
                     [self._members[index].step for index in tensors],
-                    is_strided=only is not None,
+                    only,
                 )
                 for (offload, only), tensors in batches.items()
             ]
@@ -233,12 +233,12 @@ class StepTables:
             cuts = [cut for index in with_gradient if (cut := self._members[index].cut) is not None]
             self._exchanges[device] = CutBlocks(cuts, self._flat_cuts.get(device) or FlatCuts([], device))
 
-    def _hand_over(self, call: StridedCall, index: int, param_groups: ParamGroups) -> None:
-        """Gives a call this rank's parts of the parameter and its gradient, which it copies."""
-        params = [param for group in param_groups for param in group["params"]]
-        gradient = self._gradients[index]
+    def _operands(self, index: int | None, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
+        """This rank's parts of a parameter and its gradient."""
+        assert index is not None
+        parameter, gradient = self._inputs[index], self._gradients[index]
         assert gradient is not None
-        call.operands = self._inputs[index].shard.local(params[index]), gradient
+        return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient
 
     def _groups_on(self, device: torch.device, kernels: torch.device) -> npt.NDArray[np.void]:
         """The param groups' table for kernels on one device and parameters on another or the same."""
@@ -281,17 +281,18 @@ class _Batch:
         offload: the operands that are copied for the step.
         rows: of :data:`ROW`.
         steps: addresses of the step counts, one per parameter.
-        is_strided: whether the rows are of one parameter that is not contiguous, or whose gradient is not.
+        strided: the index of the one parameter that the rows are of, if it or its gradient is not contiguous.
     """
 
     def __init__(
-        self, device: torch.device, offload: Offload, rows: npt.NDArray[np.void], steps: list[int], *, is_strided: bool
+        self, device: torch.device, offload: Offload, rows: npt.NDArray[np.void], steps: list[int], strided: int | None
     ) -> None:
         self.tables = Tables(rows["entry"].copy(), np.array(steps, dtype=np.uint64), _CODEC_TABLES)
         self.tensors, self._elements = rows["tensor"].copy(), rows["element"].copy()
         self.kernels = _CPU if offload == "step" else device
         self.call: Call | None = None
-        self._device, self._offload, self._rows, self._is_strided = device, offload, rows, is_strided
+        self.strided = strided
+        self._device, self._offload, self._rows = device, offload, rows
 
     def update(
         self,
@@ -325,7 +326,12 @@ class _Batch:
             transfers = residency.transfers(self._device, self._offload)
             moves = residencies.MOVES[self._offload]
             call = StreamedCall(streamed, moves, transfers, residencies.CHUNK_BYTES, partial(make_call, self.kernels))
-        return StridedCall(self.tables, self._elements, call) if self._is_strided else call
+        return call if self.strided is None else StridedCall(self.tables, self._elements, call)
+
+
+def _is_fixed(shard: Shard) -> bool:
+    """Whether a parameter is a local tensor whose shard cannot change."""
+    return shard.plain and shard.layout_attribute is None
 
 
 def _flat_cuts(inputs: Sequence[Input]) -> dict[torch.device, FlatCuts]:

@@ -23,7 +23,8 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt import _C
 from shardopt.kernels.dispatch import use_cpu_target
-from shardopt.optim import ShardedOptimizer
+from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign
+from shardopt.optim import AdamW, ShardedOptimizer
 from shardopt.step import stepper
 from step_problem import assert_noticed, kept, make, params_of, put, put_data, set_option, step
 
@@ -284,3 +285,55 @@ def test_tables_keep_no_memory() -> None:
     gone.append(weakref.ref(param))
     del param
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+@pytest.mark.parametrize("layout", [None, "_layout"])
+@pytest.mark.parametrize("local", [None, "_local"])
+def test_shards_that_name_attributes(local: str | None, layout: str | None) -> None:
+    """Shards may keep local tensor and layout in attributes, in one of them, or in none."""
+
+    class Kept(Shard):
+        plain = False
+        local_attribute, layout_attribute = local, layout
+
+    params = [Parameter(values((40, 130), 0, torch.float32)) for _ in range(2)]
+    shard = Kept((40, 130), (40, 130))
+    params[0]._layout, params[0]._local = object(), params[0].detach()  # type: ignore[attr-defined]
+    assign(params[0], shard)
+    optimizers = [AdamW([param], min_quantized_numel=0) for param in params]
+    for t in range(4):
+        for param in params:
+            param.grad = values((40, 130), 1 + t, torch.float32)
+            param.grad._layout, param.grad._local = object(), param.grad  # type: ignore[attr-defined]
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(
+        {"param": params[0].detach(), **optimizers[0].state[params[0]]},
+        {"param": params[1].detach(), **optimizers[1].state[params[1]]},
+    )
+
+
+def test_another_flat_shard_is_noticed() -> None:
+    param = Parameter(torch.ones(64))
+    assign(param, FlatShard((4, 64), 0, 64))
+    optimizer = AdamW([param], min_quantized_numel=0, block_size=32)
+    optimizer.zero_grad()
+    for _ in range(2):
+        param.grad = torch.ones(64)
+        optimizer.step()
+    made = optimizer._internals.stepper._tables
+    assign(param, FlatShard((4, 64), 64, 128))
+    param.grad = torch.ones(64)
+    optimizer.step()
+    assert optimizer._internals.stepper._tables is not made
+
+
+def test_padding_with_a_strided_gradient_counts_steps() -> None:
+    """A flat buffer that has nothing of any parameter on this rank, only padding."""
+    param = Parameter(torch.ones(8))
+    assign(param, FlatBuffer(8, [Segment("weight", 0, FlatShard((4, 64), 256, 256), 0)]))
+    optimizer = AdamW([param])
+    for _ in range(2):
+        param.grad = torch.ones(16)[::2]
+        optimizer.step()
+    assert optimizer.state[param]["step"] == 2
