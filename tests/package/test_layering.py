@@ -1,6 +1,7 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch, shardopt.__main__ -> shardopt -> integrations, checkpoint, estimate -> optim -> layout -> codec -> kernels -> _C
+launch -> shardopt -> sharding, release, report, checkpoint, estimate -> optim -> step -> state -> layout -> codec ->
+kernels -> _C
 """
 
 from __future__ import annotations
