@@ -21,8 +21,9 @@ template <class T>
 using Table = py::array_t<T, py::array::c_style>;
 
 template <generic::MomentKind... kinds>
-py::tuple moment_names(generic::Moments<kinds...>) {
-  return py::make_tuple((kinds == generic::MomentKind::kSigned ? "signed" : "unsigned")...);
+py::tuple moment_kinds(generic::Moments<kinds...>) {
+  const char* const names[] = {"signed", "unsigned", "magnitude", "own_units", "wide"};
+  return py::make_tuple(names[static_cast<int>(kinds)]...);
 }
 
 template <class Rule>
@@ -37,7 +38,7 @@ py::dict describe_rules(generic::List<Rule...>) {
   py::dict rules;
   int index = 0;
   ((rules[Rule::kName] = py::dict(py::arg("index") = index++, py::arg("hyper") = hyper_names<Rule>(),
-                                  py::arg("moments") = moment_names(typename Rule::Kept{}))),
+                                  py::arg("moments") = moment_kinds(typename Rule::Kept{}))),
    ...);
   return rules;
 }

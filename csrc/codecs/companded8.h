@@ -13,9 +13,7 @@ struct Companded8 {
   static constexpr bool kRelative = false;
 
   // The root, linear in units of the block's maximum; above zero the code is at least 1.
-  struct Unsigned : ScaledByMaximum<true> {
-    static constexpr bool kMeasuresSmallest = false;
-
+  struct Unsigned : ScaledByMaximum<kLeastRootScale> {
     float inverse255, unit;
 
     SHARDOPT_HD Unsigned(const float* scales, const float* table)

@@ -5,8 +5,8 @@
 
 namespace shardopt {
 
-constexpr int kMaxMoments = 2;
-constexpr int kMaxHyper = 8;
+constexpr int kMaxMoments = 4;
+constexpr int kMaxHyper = 12;
 constexpr int kMaxBlock = 4096;
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };

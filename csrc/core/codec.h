@@ -43,23 +43,22 @@ SHARDOPT_HD IntOf<F> signed_code_of(F x, F y) {
   return bits(fma(x, y, spread<F>(kWhole)));
 }
 
-// The least scale of a block that is not all zeros, so that 254 times its reciprocal is finite and its smallest code is
-// not zero.
-constexpr float kLeastScale = 7.52316385e-37f;  // 2^-120
-// The same for roots, whose squares must not be zero: the smallest code above zero is 1/255.
-constexpr float kLeastRootScale = 1.35525272e-20f;  // 2^-66
+// Exponents of the least scale of a block that is not all zeros. Of 2^-120, 254 times the reciprocal is finite and the
+// smallest code is not zero; roots must not have a square of zero either, and the smallest code above zero is 1/255.
+constexpr int kLeastScale = -120, kLeastRootScale = -66;
 
-// The base of a coder in units of the block's largest magnitude.
-template <bool kIsRoot = false>
+// The base of a coder in units of the block's largest magnitude, but at least 2^kLeast.
+template <int kLeast = kLeastScale>
 struct ScaledByMaximum {
   static constexpr int kScales = 1;
   static constexpr int kZero = 0;
+  static constexpr bool kMeasuresSmallest = false;
 
   float scale;
 
   SHARDOPT_HD static void measure(const Extremes& extremes, float* scales) {
-    const int32_t least = bits(kIsRoot ? kLeastRootScale : kLeastScale);
-    scales[0] = float_from_bits(extremes.high == 0 ? 0 : max_int(extremes.high, least));
+    constexpr int32_t kLeastBits = (127 + kLeast) << 23;
+    scales[0] = float_from_bits(extremes.high == 0 ? 0 : max_int(extremes.high, kLeastBits));
   }
 
   // Of a block of zeros, any number.

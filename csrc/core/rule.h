@@ -2,10 +2,10 @@
 //
 // A rule is a struct of the step's float32 scalars with
 //   kName, kHyper      its name and the names of its hyper-parameters, in the order of `make`
-//   Kept               the moments it keeps, in the order of `moment`: at most one unsigned
+//   Kept               the kinds of the moments it keeps, in the order of `moment`
 //   make(hyper, step)  the scalars, computed once per step in double from operations that round alike everywhere
-//   update(...)        the mathematics of one element. `root` receives the square root of the unsigned moment, if any
-//   root_limit()       of a rule with an unsigned moment: see Adam
+//   update(...)        the mathematics of one element. roots[j] receives the square root of the j-th kUnsigned moment
+//   root_limit()       of a rule in UsualRules with an unsigned moment: see Adam
 // and knows nothing of codecs, devices or shards.
 #pragma once
 
@@ -13,7 +13,16 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-enum class MomentKind { kSigned, kUnsigned };
+// How a moment may be coded.
+enum class MomentKind {
+  kSigned,     // an average of gradients: a relative codec codes it in units of the first unsigned moment's coded root
+  kUnsigned,   // a mean or sum of squares: coded by its root where the codec says so
+  kMagnitude,  // >= 0 and in units of gradients: coded as it is; relative codecs take it for a root
+  kOwnUnits,   // signed, in units of its own
+  kWide,       // a slow signed average, which 8 bits cannot hold: 16 bits
+};
+
+constexpr bool is_unsigned(MomentKind kind) { return kind == MomentKind::kUnsigned || kind == MomentKind::kMagnitude; }
 
 // base^exponent for whole exponents >= 0, by squaring: the same bits on every device, which libm's pow does not
 // promise.
@@ -60,20 +69,36 @@ SHARDOPT_HD F decayed(F param, float decay) {
   return add_scaled(-decay, param, param);
 }
 
+// The larger one; b where either is NaN.
+template <class F>
+SHARDOPT_HD F max_float(F a, F b) {
+  return select(a > b, a, b);
+}
+template <class F>
+SHARDOPT_HD F min_float(F a, F b) {
+  return select(a < b, a, b);
+}
+
 // The kinds of a rule's moments, in the order of `moment`.
 template <MomentKind... kinds>
 struct Moments {
   static constexpr int kCount = sizeof...(kinds);
+  static constexpr MomentKind kKinds[kCount + 1] = {kinds..., MomentKind::kSigned};
 
-  // The unsigned (second) moment that the signed ones stand beside, or -1.
+  // The first unsigned moment, that signed ones stand beside, or -1.
   static constexpr int kUnsigned = [] {
-    const MomentKind all[] = {kinds..., MomentKind::kSigned};
-    int found = -1;
     for (int k = 0; k < kCount; ++k) {
-      if (all[k] == MomentKind::kUnsigned) found = k;
+      if (is_unsigned(kKinds[k])) return k;
     }
-    return found;
+    return -1;
   }();
+
+  // Which of the kUnsigned moments the k-th one is.
+  static constexpr int root_of(int k) {
+    int index = 0;
+    for (int i = 0; i < k; ++i) index += kKinds[i] == MomentKind::kUnsigned;
+    return index;
+  }
 };
 
 SHARDOPT_END_NAMESPACE

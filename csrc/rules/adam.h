@@ -39,15 +39,16 @@ struct Adam {
   }
 
   template <class F>
-  SHARDOPT_HD void update(F& param, F gradient, F* moment, F& root) const {
+  SHARDOPT_HD void update(F& param, F gradient, F* moment, F* roots) const {
     const F g = add_scaled(coupled_decay, param, gradient);
     const F m = fma(one_minus_beta1, g - moment[0], moment[0]);
     const F v = fma(one_minus_beta2, fma(g, g, -moment[1]), moment[1]);  // >= 0: so is 1 - beta2, and at most 1
-    root = square_root(v);
+    const F root = square_root(v);
     const F denominator = fma(root, inverse_root_correction2, eps);
     param = fma(-step_size, m * reciprocal(denominator), decayed(param, decoupled_decay));
     moment[0] = m;
     moment[1] = v;
+    roots[0] = root;
   }
 };
 

@@ -23,7 +23,7 @@ struct Lion {
   }
 
   template <class F>
-  SHARDOPT_HD void update(F& param, F gradient, F* moment, F&) const {
+  SHARDOPT_HD void update(F& param, F gradient, F* moment, F*) const {
     const F difference = gradient - moment[0];
     const F direction = fma(one_minus_beta1, difference, moment[0]);
     const F down = select(direction < 0.0f, spread<F>(-lr), 0.0f * direction);

@@ -18,7 +18,7 @@ struct Sgd {
   }
 
   template <class F>
-  SHARDOPT_HD void update(F& param, F gradient, F*, F&) const {
+  SHARDOPT_HD void update(F& param, F gradient, F*, F*) const {
     param = fma(-lr, add_scaled(coupled_decay, param, gradient), param);
   }
 };
@@ -43,7 +43,7 @@ struct Momentum {
   }
 
   template <class F>
-  SHARDOPT_HD void update(F& param, F gradient, F* moment, F&) const {
+  SHARDOPT_HD void update(F& param, F gradient, F* moment, F*) const {
     const F g = add_scaled(coupled_decay, param, gradient);
     const F buffer = fma(momentum, moment[0], gradient_weight * g);
     const F direction = nesterov ? fma(momentum, buffer, g) : buffer;

@@ -4,29 +4,10 @@
 // scales, and are encoded from there.
 #pragma once
 
-#include "core/rule.h"
 #include "step/cpu_call.h"
-#include "step/cpu_memory.h"
+#include "step/cpu_passes.h"
 
 SHARDOPT_BEGIN_NAMESPACE
-
-// The rule's scalars. Entries mostly share them with the one before, and to make them takes longer than to step a small
-// entry, so that each thread keeps the last ones.
-template <class Rule>
-Rule rule_of(const double* hyper, float step) {
-  struct Made {
-    double hyper[kMaxHyper];
-    float step;
-    Rule rule;
-  };
-  static thread_local Made last{{}, __builtin_nanf(""), {}};
-  if (last.step != step || __builtin_memcmp(last.hyper, hyper, sizeof last.hyper) != 0) {
-    __builtin_memcpy(last.hyper, hyper, sizeof last.hyper);
-    last.step = step;
-    last.rule = Rule::make(hyper, step);
-  }
-  return last.rule;
-}
 
 // Where a block is: in the tensors, or in copies that are filled up to whole packs.
 template <class Code, int kMoments>
@@ -67,8 +48,6 @@ class BlockStepper {
  public:
   BlockStepper(const CpuCall& call, const TensorEntry& entry)
       : entry_(entry),
-        phase_(call.phase),
-        stores_(!entry.cut || call.phase == Phase::kFinish),
         propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
         rule_(rule_of<Rule>(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
         gradient_scale_(call.groups[entry.group].gradient_scale),
@@ -127,7 +106,6 @@ class BlockStepper {
       }
     }
     const int64_t nonfinite = step(blocks, count);
-    if (!stores_) return nonfinite;
     for (int b = 0; b < count; ++b) {
       const Block& to = waiting_[b];
       copy_bytes(to.weights.words, copies[b].weights, weight_bytes * n);
@@ -174,7 +152,6 @@ class BlockStepper {
   template <bool kSkips>
   SHARDOPT_HD int64_t update(const Block& block, int n, Kept& kept) const {
     const Rule rule = rule_;
-    const bool stores = kAlwaysStores || stores_;
     const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned, block) : kNoScales, table_);
     const Signed signed_coder(kHasSigned ? scales<Signed>(kSigned, block) : kNoScales, table_);
     LaneExtremes extremes[kMoments + 1];
@@ -201,16 +178,16 @@ class BlockStepper {
         const F old_weight = weight, old_root = root;
         F old_moment[kMoments + 1];
         for (int k = 0; k < kMoments; ++k) old_moment[k] = moment[k];
-        rule.update(weight, gradient, moment, root);
+        rule.update(weight, gradient, moment, &root);
         const auto lost = is_lost<kMoments>(gradient, weight, moment);
         skipped += count(lost);
         weight = select(lost, old_weight, weight);
         root = select(lost, old_root, root);
         for (int k = 0; k < kMoments; ++k) moment[k] = select(lost, old_moment[k], moment[k]);
       } else {
-        rule.update(weight, gradient, moment, root);
+        rule.update(weight, gradient, moment, &root);
       }
-      if (stores) block.weights.store(weight, format_.weight(), i);
+      block.weights.store(weight, format_.weight(), i);
       for (int k = 0; k < kMoments; ++k) {
         const F x = Codec::kRoot && k == kUnsigned ? root : moment[k];
         if constexpr (!kBlockwise) {
@@ -229,25 +206,15 @@ class BlockStepper {
     return skipped;
   }
 
-  // The extremes that the block's scales come from: after the exchange those that all owners of a cut block agreed on.
-  SHARDOPT_HD Extremes agreed(const Block& block, const LaneExtremes& found, int moment, Phase measured_in) const {
-    const Extremes own = found.over_lanes();
-    if (kAlwaysStores || !entry_.cut) return own;
-    Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[moment]) + block.scale_index;
-    if (phase_ == measured_in) *shared = own;
-    return *shared;
-  }
-
   SHARDOPT_HD void encode(const Block* blocks, int count, int n, Kept* kept) const {
-    const bool stores = kAlwaysStores || stores_;
     float unsigned_scale[kTogether][Unsigned::kScales + 1], signed_scale[kTogether][Signed::kScales + 1];
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
       if constexpr (kUnsigned >= 0) {
-        Unsigned::measure(agreed(blocks[b], kept[b].extremes[kUnsigned], kUnsigned, Phase::kStep), unsigned_scale[b]);
+        Unsigned::measure(kept[b].extremes[kUnsigned].over_lanes(), unsigned_scale[b]);
       }
       if constexpr (kHasSigned && !kRelative) {
-        Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kStep), signed_scale[b]);
+        Signed::measure(kept[b].extremes[kSigned].over_lanes(), signed_scale[b]);
       }
     }
     if constexpr (kUnsigned >= 0) {
@@ -261,10 +228,10 @@ class BlockStepper {
           if constexpr (kRelative) {
             F unit, &moment = kept[b].x[kSigned][i / kStep];
             const I code = coder.encode(x, unit);
-            if (stores) store_lanes(block.codes[kUnsigned] + i, code);
+            store_lanes(block.codes[kUnsigned] + i, code);
             moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
             extremes.add_signed(moment);
-          } else if (stores) {
+          } else {
             store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
           }
         }
@@ -272,18 +239,16 @@ class BlockStepper {
       }
 #pragma GCC unroll 1
       for (int b = 0; b < count; ++b) {
-        if (stores) store_scales<Unsigned>(kUnsigned, blocks[b], unsigned_scale[b]);
+        store_scales<Unsigned>(kUnsigned, blocks[b], unsigned_scale[b]);
       }
-      if (!kAlwaysStores && kRelative && entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
     }
     if constexpr (kHasSigned) {
       if constexpr (kRelative) {
 #pragma GCC unroll 1
         for (int b = 0; b < count; ++b) {
-          Signed::measure(agreed(blocks[b], kept[b].extremes[kSigned], kSigned, Phase::kRelative), signed_scale[b]);
+          Signed::measure(kept[b].extremes[kSigned].over_lanes(), signed_scale[b]);
         }
       }
-      if (!stores) return;
 #pragma GCC unroll 1
       for (int b = 0; b < count; ++b) {
         const Signed coder(signed_scale[b], table_);
@@ -301,13 +266,11 @@ class BlockStepper {
     for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment, block)[i] = scale[i];
   }
 
-  static constexpr bool kAlwaysStores = Format::kNeverCut;
   // For the coder of a moment that the rule does not keep, or of a codec without blocks.
   static constexpr float kNoScales[2] = {};
 
   const TensorEntry& entry_;
-  const Phase phase_;
-  const bool stores_, propagates_;
+  const bool propagates_;
   const Rule rule_;
   const float gradient_scale_;
   const float* const table_;

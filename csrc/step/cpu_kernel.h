@@ -4,6 +4,7 @@
 
 #include "step/cpu_block.h"
 #include "step/cpu_call.h"
+#include "step/cpu_run.h"
 #include "step/instances.h"
 
 SHARDOPT_BEGIN_NAMESPACE
@@ -38,7 +39,7 @@ int64_t step_each(const CpuCall& call, const TensorEntry& entry, int64_t begin, 
   BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, entry);
   int64_t nonfinite = 0;
   each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) { nonfinite += stepper.add(block); });
-  return call.phase == Phase::kStep ? nonfinite : 0;
+  return nonfinite;
 }
 
 // Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements.
@@ -56,7 +57,7 @@ int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_
 
 // The kernel of an entry in these formats, which are known when compiling; nullptr for another entry.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-CpuKernel usual_kernel(const TensorEntry& entry) {
+CpuKernel kernel_of_format(const TensorEntry& entry) {
   const bool is_it =
       entry.weight_format == static_cast<int32_t>(kWeight) && entry.gradient_dtype == static_cast<int32_t>(kGradient);
   if (!is_it) return nullptr;
@@ -67,26 +68,34 @@ CpuKernel usual_kernel(const TensorEntry& entry) {
   }
 }
 
+// Steps blocks in a usual format by a kernel in which rule, codec and format are compiled together, others run by run.
 template <class Rule, class Codec>
-int64_t step_blocks(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
-  if (call.phase != Phase::kStep && !entry.cut) return 0;
+int64_t step_usual(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
   CpuKernel kernel = nullptr;
-  if constexpr (Rule::Kept::kCount > 0 && SHARDOPT_PACK > 1) {
-    // Codecs without blocks fill rows up to packs: shorter rows go by vectors.
-    const bool fits = Codec::Signed::kScales > 0 ? entry.block_size == 128 : entry.cols >= SHARDOPT_PACK * kLanes;
-    if (!entry.cut && fits) {
-      kernel = usual_kernel<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);
-      if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(entry);
-      if (!kernel) kernel = usual_kernel<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(entry);
-    }
+  // Codecs without blocks fill rows up to packs: shorter rows are better stepped as runs.
+  const bool fits = Codec::Signed::kScales > 0 ? entry.block_size == 128 : entry.cols >= SHARDOPT_PACK * kLanes;
+  if (!entry.cut && fits && call.phase == Phase::kStep) {
+    kernel = kernel_of_format<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);
+    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(entry);
+    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(entry);
   }
-  if (!kernel) kernel = step_each<Rule, Codec, AnyFormat, 1>;
-  return kernel(call, entry, begin, end);
+  return (kernel ? kernel : step_runs)(call, entry, begin, end);
+}
+
+template <class Rule, class Codec>
+constexpr CpuKernel kernel_of() {
+  constexpr bool kUsual = SHARDOPT_PACK > 1 && index_of<Rule>(UsualRules{}) < UsualRules::kCount &&
+                          index_of<Codec>(UsualCodecs{}) < UsualCodecs::kCount;
+  if constexpr (kUsual) {
+    return step_usual<Rule, Codec>;
+  } else {
+    return step_runs;
+  }
 }
 
 template <class Codec, class... Rule>
 CpuKernel kernel_of_rule(int rule, List<Rule...>) {
-  constexpr CpuKernel kernels[] = {step_blocks<Rule, Codec>...};
+  constexpr CpuKernel kernels[] = {kernel_of<Rule, Codec>()...};
   return kernels[rule];
 }
 

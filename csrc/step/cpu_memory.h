@@ -148,7 +148,6 @@ struct Weights {
 // The formats of weights and gradients, known when compiling or only when running.
 template <WeightFormat kWeight, DType kGradient>
 struct FixedFormat {
-  static constexpr bool kNeverCut = true;
   SHARDOPT_HD explicit FixedFormat(const TensorEntry&) {}
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
@@ -160,7 +159,6 @@ struct FixedFormat {
 };
 
 struct AnyFormat {
-  static constexpr bool kNeverCut = false;
   WeightFormat weight_format;
   DType gradient_dtype;
   float step;

@@ -88,7 +88,7 @@ class BlockArithmetic {
       found.largest_gradient = larger(found.largest_gradient, fabsf(scaled.x));
     }
     m[kSigned] = kRelative ? signed_value * r : signed_value;
-    rule_.update(param, scaled, m, r);
+    rule_.update(param, scaled, m, &r);
     weight = param.x;
     if constexpr (kHasLow) found.largest_weight = larger(found.largest_weight, fabsf(param.x));
     moment = m[kSigned].x;

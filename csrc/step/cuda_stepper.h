@@ -194,7 +194,7 @@ class WarpStepper {
       float new_param = param_[i], new_root = root[i], new_moment[kMoments + 1];
 #pragma unroll
       for (int k = 0; k < kMoments; ++k) new_moment[k] = moment[k][i];
-      rule_.update(new_param, g, new_moment, new_root);
+      rule_.update(new_param, g, new_moment, &new_root);
       if (kSkips && is_lost<kMoments>(g, new_param, new_moment)) {
         skipped_ += counts;
         new_param = param_[i];

@@ -1,6 +1,7 @@
 // Every rule and every codec that is built. A new one is its header and its name in the list.
 #pragma once
 
+#include "codecs/companded16.h"
 #include "codecs/companded8.h"
 #include "codecs/dynamic8.h"
 #include "codecs/log8.h"
@@ -17,6 +18,31 @@ struct List {
 };
 
 using Rules = List<Adam, Lion, Momentum, Sgd>;
-using Codecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
+using Codecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8, Companded16>;
+
+// Those that have kernels of their own, in which a rule and a codec are compiled together: as fast as they can be, but
+// each pair takes the compiler seconds per instruction set.
+using UsualRules = List<Adam, Lion, Momentum>;
+using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
+
+template <class T>
+struct Type {};
+
+template <class T, class U>
+constexpr bool is_same(Type<T>, Type<U>) {
+  return false;
+}
+template <class T>
+constexpr bool is_same(Type<T>, Type<T>) {
+  return true;
+}
+
+// The place of a type in a list; the list's length if it is not there.
+template <class T, class... Types>
+constexpr int index_of(List<Types...>) {
+  int index = 0, found = sizeof...(Types);
+  ((is_same(Type<T>{}, Type<Types>{}) ? void(found = index) : void(), ++index), ...);
+  return found;
+}
 
 SHARDOPT_END_NAMESPACE

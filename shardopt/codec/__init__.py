@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardopt import _C
 from shardopt.codec.base import Codec, Coded
+from shardopt.codec.companded16 import Companded16
 from shardopt.codec.companded8 import Companded8
 from shardopt.codec.dynamic8 import Dynamic8
 from shardopt.codec.log8 import Log8
@@ -21,7 +22,7 @@ __all__ = [
     "get_codec",
 ]
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), BFloat16(), Float32())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), Companded16(), BFloat16(), Float32())}
 assert set(CODECS) == set(_C.codecs), "the extension was built for other codecs: reinstall shardopt"
 
 

@@ -17,7 +17,7 @@ from shardopt.kernels.numeric import reciprocal, round_fma
 
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
-#: The same for roots, whose squares must not be zero.
+#: The least scale of roots with 8-bit codes: the square of the smallest code above zero is not zero.
 LEAST_ROOT_SCALE = 2.0**-66
 
 
@@ -45,6 +45,8 @@ class Codec(ABC):
     root = True
     #: The code of zero in a signed moment.
     signed_zero = 0
+    #: The least scale of a block of roots that is not all zeros.
+    least_root_scale = LEAST_ROOT_SCALE
 
     @property
     def index(self) -> int:
@@ -77,7 +79,7 @@ class Codec(ABC):
     def measure(self, x: Tensor, *, signed: bool) -> Tensor:
         """The scales of blocks ``x``: float32, ``(..., scales per block)``."""
         largest = x.abs().amax(-1, keepdim=True)
-        least = LEAST_SCALE if signed or not self.root else LEAST_ROOT_SCALE
+        least = LEAST_SCALE if signed or not self.root else self.least_root_scale
         return torch.where(largest > 0, largest.clamp(min=least), largest)
 
     @abstractmethod
@@ -88,6 +90,10 @@ class Codec(ABC):
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The float32 values of ``codes``: what :meth:`encode` was given, to the codec's precision."""
 
+    def largest_codes(self, like: Tensor) -> Tensor:
+        """Codes of a blockwise codec that stand for the largest number of an unsigned moment: all bits set."""
+        return torch.full_like(like, 255 if self.code_dtype == torch.uint8 else -1, dtype=self.code_dtype)
+
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
         """Whether blocks stand for finite numbers, and those of an unsigned moment for none below zero.
 
@@ -96,7 +102,7 @@ class Codec(ABC):
         """
         if signed:
             return are_finite(scales, signed=False)
-        largest = self.decode(torch.full_like(scales, 255, dtype=torch.uint8), scales, signed=False)
+        largest = self.decode(self.largest_codes(scales), scales, signed=False)
         return are_finite(scales, signed=False) and are_finite(largest * largest if self.root else largest, signed=True)
 
 

@@ -3,68 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, Coded
+from shardopt.codec.companded16 import Companded16
+from shardopt.codec.plain import Float32
 from shardopt.kernels.numeric import reciprocal, square_root
+
+_WIDE, _EXACT = Companded16(), Float32()
+_T = TypeVar("_T")
 
 
 class Moment(NamedTuple):
-    """A moment that a rule keeps, under torch's name for it."""
+    """A moment that a rule keeps, under torch's name for it.
+
+    Attributes:
+        name: the name of its state entries.
+        signed: whether it may be below zero.
+        own_units: of a signed one, that it is no average of gradients: never coded in units of an unsigned one's root.
+        wide: of a signed one, that it averages too slowly for 8 bits: coded in 16, or in float32 beside moments without
+            blocks.
+        magnitude: of an unsigned one, that it has the units of gradients, not of their squares.
+    """
 
     name: str
     signed: bool
+    own_units: bool = False
+    wide: bool = False
+    magnitude: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The moment's kind, as ``_C.rules`` names it."""
+        if self.signed:
+            return "wide" if self.wide else "own_units" if self.own_units else "signed"
+        return "magnitude" if self.magnitude else "unsigned"
+
+    def codec(self, codec: Codec) -> Codec:
+        """The codec of the moment in a state of this codec."""
+        if not self.wide:
+            return codec
+        return _WIDE if codec.blockwise else _EXACT
+
+    def has_root(self, codec: Codec) -> bool:
+        """Whether the moment is coded by its root."""
+        return codec.root and not self.signed and not self.magnitude
+
+    def is_relative(self, codec: Codec) -> bool:
+        """Whether the moment is coded in units of the first unsigned one's coded root, if the rule keeps one."""
+        return codec.relative and self.kind == "signed"
 
 
 class Decoded(NamedTuple):
-    """The values of the moments, and of the unsigned one the root as stored (None without one)."""
+    """The values of the moments, and the roots as stored of those that ``has_root``, in the same order."""
 
     values: list[Tensor]
-    root: Tensor | None
+    roots: list[Tensor]
 
 
 def encode_moments(
-    codec: Codec, moments: Sequence[Moment], values: Sequence[Tensor], root: Tensor | None = None
+    codec: Codec, moments: Sequence[Moment], values: Sequence[Tensor], roots: Sequence[Tensor] | None = None
 ) -> list[Coded]:
     """Codes the moments of one parameter.
 
     Args:
-        codec: the codec.
-        moments: the rule's moments, at most one of them unsigned.
+        codec: the codec of the state.
+        moments: the rule's moments.
         values: float32 blocks ``(..., block_size)``, one tensor per moment.
-        root: the square root of the unsigned moment, where the caller has it already.
+        roots: the square roots of the moments that ``has_root``, where the caller has them already.
 
     Returns:
         One :class:`Coded` per moment, scales of shape ``(..., scales per block)``.
     """
     coded: dict[str, Coded] = {}
     unit: Tensor | None = None
-    for moment, x in sorted(zip(moments, values, strict=True), key=lambda pair: pair[0].signed):
-        if not moment.signed:
-            x = x if not codec.root else square_root(x) if root is None else root
-        elif unit is not None:
+    known = iter(roots or ())
+    for moment, x in _unsigned_first(moments, values):
+        own = moment.codec(codec)
+        if moment.has_root(codec):
+            x = square_root(x) if roots is None else next(known)
+        elif unit is not None and moment.is_relative(codec):
             x = torch.where(unit > 0, x * reciprocal(unit), 0.0)
-        scales = codec.measure(x, signed=moment.signed) if codec.blockwise else x
-        codes = codec.encode(x, scales, signed=moment.signed)
-        if codec.relative and not moment.signed:
+        scales = own.measure(x, signed=moment.signed) if own.blockwise else x
+        codes = own.encode(x, scales, signed=moment.signed)
+        if codec.relative and not moment.signed and unit is None:
             unit = codec.decode(codes, scales, signed=False)
-        coded[moment.name] = Coded(codes, scales if codec.blockwise else None)
+        coded[moment.name] = Coded(codes, scales if own.blockwise else None)
     return [coded[moment.name] for moment in moments]
 
 
 def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> Decoded:
     """The inverse of :func:`encode_moments`: float32 blocks."""
     values: dict[str, Tensor] = {}
-    root: Tensor | None = None
-    for moment, (codes, scales) in sorted(zip(moments, coded, strict=True), key=lambda pair: pair[0].signed):
-        x = codec.decode(codes, codes if scales is None else scales, signed=moment.signed)
-        if not moment.signed:
-            root = x if codec.root else square_root(x)
-            x = x * x if codec.root else x
-        elif root is not None and codec.relative:
-            x = x * root
+    roots: list[Tensor] = []
+    unit: Tensor | None = None
+    for moment, (codes, scales) in _unsigned_first(moments, coded):
+        x = moment.codec(codec).decode(codes, codes if scales is None else scales, signed=moment.signed)
+        if codec.relative and not moment.signed and unit is None:
+            unit = x
+        elif unit is not None and moment.is_relative(codec):
+            x = x * unit
+        if moment.has_root(codec):
+            roots.append(x)
+            x = x * x
         values[moment.name] = x
-    return Decoded([values[moment.name] for moment in moments], root)
+    return Decoded([values[moment.name] for moment in moments], roots)
+
+
+def _unsigned_first(moments: Sequence[Moment], values: Sequence[_T]) -> list[tuple[Moment, _T]]:
+    return sorted(zip(moments, values, strict=True), key=lambda pair: pair[0].signed)

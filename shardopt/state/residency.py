@@ -63,8 +63,9 @@ class Residency(NamedTuple):
         if self.offload == "step":
             each = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
-            scales = sum(spec.codec.scales(signed=m.signed) for m in spec.moments) if spec.codec.blockwise else 0
-            each = spec.codec.code_dtype.itemsize * len(spec.moments) + spec.weights.low_bits / 8
+            coders = [(m.codec(spec.codec), m.signed) for m in spec.moments]
+            scales = sum(codec.scales(signed=signed) for codec, signed in coders)
+            each = sum(codec.code_dtype.itemsize for codec, _ in coders) + spec.weights.low_bits / 8
             each += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
         return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(each, 1.0)), 1)
 

@@ -70,7 +70,7 @@ class SliceState:
     @property
     def relative(self) -> bool:
         """Whether a signed moment is coded in units of the unsigned one beside it."""
-        return self.codec.relative and any(not moment.signed for moment in self.moments)
+        return any(not m.signed for m in self.moments) and any(m.is_relative(self.codec) for m in self.moments)
 
     @property
     def exchanges_columns(self) -> bool:
@@ -82,8 +82,9 @@ class SliceState:
         """The entries of the state, by name."""
         formats = {"step": EntryFormat((), torch.float32, 0)}
         for moment in self.moments:
-            zero = self.codec.zero_code(signed=moment.signed)
-            formats[self.codes_name(moment)] = EntryFormat(self.shard.local_shape, self.codec.code_dtype, zero)
+            codec = moment.codec(self.codec)
+            zero = codec.zero_code(signed=moment.signed)
+            formats[self.codes_name(moment)] = EntryFormat(self.shard.local_shape, codec.code_dtype, zero)
             if self.codec.blockwise:
                 formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, 0)
         low_bits = self.weights.low_bits_shape(self.shard.local_shape)
@@ -127,7 +128,10 @@ class SliceState:
         if not self.codec.blockwise:
             return self._entries(encode_moments(self.codec, self.moments, local))
         size, shape = self.grid.block_size, self.shard.local_shape
-        codes = [torch.empty(x.numel(), dtype=self.codec.code_dtype, device=x.device) for x in local]
+        codes = [
+            torch.empty(x.numel(), dtype=m.codec(self.codec).code_dtype, device=x.device)
+            for m, x in zip(self.moments, local, strict=True)
+        ]
         scales = [
             torch.zeros(self._scales_shape(m), dtype=torch.float32, device=x.device)
             for m, x in zip(self.moments, local, strict=True)
@@ -207,31 +211,39 @@ class SliceState:
         blocks = (coded for _, coded in self._blocks_of(local)) if self.codec.blockwise else iter([local])
         for coded in blocks:
             for moment, (codes, scales) in zip(self.moments, coded, strict=True):
-                if not self.codec.is_sound(codes, codes if scales is None else scales, signed=moment.signed):
+                if not moment.codec(self.codec).is_sound(codes, codes if scales is None else scales, signed=moment.signed):
                     coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
                     raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
             if self.relative and not self._products_are_finite(coded):
-                scales_of = " and ".join(self.scales_name(moment) for moment in self.moments)
-                signed = next(moment for moment in self.moments if moment.signed)
-                raise unsound(f"{self.codes_name(signed)} with {scales_of}", name, signed=True)
+                unit, *relative = self._related
+                scales_of = " and ".join(self.scales_name(moment) for moment in (*relative, unit))
+                raise unsound(f"{self.codes_name(relative[0])} with {scales_of}", name, signed=True)
 
     def _products_are_finite(self, coded: Sequence[Coded]) -> bool:
         """Whether moments in units of the root beside them are finite. Decodes only blocks whose scales leave doubt."""
-        largest = torch.ones(())
-        for moment, (_, scales) in zip(self.moments, coded, strict=True):
+        by_moment = dict(zip(self.moments, coded, strict=True))
+        unit, *relative = self._related
+        scales_of_unit = by_moment[unit].scales
+        assert scales_of_unit is not None
+        root = self.codec.decode(self.codec.largest_codes(scales_of_unit[..., :1]), scales_of_unit, signed=False)
+        doubtful = torch.zeros(root.shape[:-1], dtype=torch.bool, device=root.device)
+        for moment in relative:
+            scales = by_moment[moment].scales
             assert scales is not None
-            top = torch.full_like(scales[..., :1], 255, dtype=torch.uint8)
-            largest = largest.to(scales) * (
-                scales[..., :1] if moment.signed else self.codec.decode(top, scales, signed=False)
-            )
-        doubtful = ~largest[..., 0].isfinite()
+            doubtful |= ~(root * scales[..., :1])[..., 0].isfinite()
         if not doubtful.any():
             return True
         blocks = [Coded(codes[doubtful], scales[doubtful]) for codes, scales in coded if scales is not None]
         return all(are_finite(x, signed=True) for x in decode_moments(self.codec, self.moments, blocks).values)
 
+    @property
+    def _related(self) -> list[Moment]:
+        """The moment in units of whose root others are coded, and these."""
+        unit = next(moment for moment in self.moments if not moment.signed)
+        return [unit, *(moment for moment in self.moments if moment.is_relative(self.codec))]
+
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
-        shape = self.grid.scales_shape(self.codec.scales(signed=moment.signed))
+        shape = self.grid.scales_shape(moment.codec(self.codec).scales(signed=moment.signed))
         return (*self.shard.scales_shape(self.grid), *shape[2:])
 
     def _entries(self, coded: Sequence[Coded]) -> StateDict:
@@ -252,11 +264,12 @@ class SliceState:
             coded = []
             for moment, (codes, scales) in zip(self.moments, local, strict=True):
                 assert scales is not None
-                zero = self.codec.zero_code(signed=moment.signed)
+                codec = moment.codec(self.codec)
+                zero = codec.zero_code(signed=moment.signed)
                 rows = codes.reshape(-1)[_elements(rectangle)].view(rectangle.rows, -1)
                 blocks = to_blocks(_padded(rows, rectangle.first_col % size, zero), size, fill=zero)
                 stride, count = rectangle.blocks_stride if rectangle.rows > 1 else blocks.shape[1], blocks.shape[1]
-                width = self.codec.scales(signed=moment.signed)
+                width = codec.scales(signed=moment.signed)
                 rows = scales.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
                 per_block = rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
                 coded.append(Coded(blocks, per_block))

@@ -155,7 +155,7 @@ def _rows_of_part(
     low_bits, low_bytes = spec.local_low_bits(part.state), spec.weights.low_bits // 8
     if low_bits is not None:
         _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * low_bytes, residency.state)
-    widths = [spec.codec.scales(signed=moment.signed) for moment in spec.moments]
+    widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
     size = grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
     divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(part, residency), first_unit):
@@ -215,9 +215,10 @@ def _checked_moments(name: str, part: Part, residency: Residency) -> tuple[list[
     codes, scales = [], []
     for moment in spec.moments:
         coded = spec.local_coded(part.state, moment)
-        _check(name, spec.codes_name(moment), coded.codes, spec.codec.code_dtype, part.param.numel(), residency.state)
+        codec = moment.codec(spec.codec)
+        _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, part.param.numel(), residency.state)
         if coded.scales is not None:
-            numel = math.prod(spec.shard.scales_shape(spec.grid)) * spec.codec.scales(signed=moment.signed)
+            numel = math.prod(spec.shard.scales_shape(spec.grid)) * codec.scales(signed=moment.signed)
             _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state)
         codes.append(coded.codes)
         scales.append(coded.scales)

@@ -122,6 +122,11 @@ def _by_the_formula(kind: Kind, x: np.ndarray, scales: np.ndarray) -> np.ndarray
     if kind == Kind("log8", signed=True):
         y = x * inverse
         return np.rint(exact_product(y, numpy_fma(f(-0.7) * f(127), y, f(1.7) * f(127))))
+    if kind == Kind("companded16", signed=True):
+        y = x * inverse
+        return np.rint(exact_product(f(65534) * y, f(1) / (y + f(1))))
+    if kind.bits == 16:
+        return np.maximum(np.rint(exact_product(x, f(65535) * inverse)), 1)
     if kind.signed:
         return np.rint(exact_product(x * (f(254) * inverse), f(1) / numpy_fma(x, inverse, f(1))))
     return np.maximum(np.rint(exact_product(x, f(255) * inverse)), 1)
@@ -138,7 +143,8 @@ def test_codes_near_every_midpoint_are_those_of_the_formula(kind: Kind) -> None:
         middles = bits(scales[..., 0]) - ((torch.arange(254) + 0.5) * scales[..., 1]).int()
     else:
         scales = tops[:, None, None]
-        half = (torch.arange(127 if kind.signed else 255).double() + 0.5) / (127 if kind.signed else 255)
+        largest = 2 ** (kind.bits - kind.signed) - 1
+        half = (torch.arange(0, largest, 1 if kind.bits == 8 else 101).double() + 0.5) / largest
         if kind == Kind("log8", signed=True):
             half = (1.7 - (1.7**2 - 2.8 * half).sqrt()) / 1.4
         elif kind.signed:

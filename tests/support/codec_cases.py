@@ -1,4 +1,4 @@
-"""The coders of every 8-bit codec, blocks of numbers for them, and dynamic8's codes by other means.
+"""The coders of every blockwise codec, blocks of numbers for them, and dynamic8's codes by other means.
 
 Hypothesis draws what makes a block.
 
@@ -17,8 +17,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers import EIGHT_BIT
+from helpers import BLOCKWISE
 from shardopt.codec import CODECS, Moment
+from shardopt.codec.base import LEAST_SCALE
 from shardopt.codec.dynamic8 import dynamic_map, edges
 from shardopt.kernels.numeric import square_root
 
@@ -38,6 +39,11 @@ class Kind(NamedTuple):
         """Whether what is coded are square roots."""
         return CODECS[self.codec].root and not self.signed
 
+    @property
+    def least_scale(self) -> float:
+        """The least scale of a block that is not all zeros; log8's roots have none."""
+        return CODECS[self.codec].least_root_scale if self.of_roots else LEAST_SCALE
+
     def measure(self, x: Tensor) -> Tensor:
         return CODECS[self.codec].measure(x, signed=self.signed)
 
@@ -49,11 +55,30 @@ class Kind(NamedTuple):
 
     def rank(self, codes: Tensor) -> Tensor:
         """Whole numbers in the order of the values that the codes stand for."""
-        twos_complement = self.signed and self.codec != "dynamic8"
-        return codes.view(torch.int8).int() if twos_complement else codes.int()
+        if self.bits == 16:
+            return codes.int() if self.signed else codes.int() & 0xFFFF
+        return codes.view(torch.int8).int() if self.twos_complement else codes.int()
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 * CODECS[self.codec].code_dtype.itemsize
+
+    @property
+    def twos_complement(self) -> bool:
+        """Whether codes are signed numbers."""
+        return self.signed and self.codec != "dynamic8"
+
+    @property
+    def some_codes(self) -> Tensor:
+        """All codes of 8 bits; of 16 bits the outermost ones, those around zero, and every 211th."""
+        if self.bits == 8:
+            return torch.arange(256, dtype=torch.int32).to(torch.uint8)
+        sampled = torch.cat([torch.arange(-(2**15), 2**15, 211), torch.arange(-9, 10), torch.tensor([2**15 - 1])])
+        return torch.cat([sampled, torch.tensor([1 - 2**15, 2 - 2**15])]).unique().to(torch.int16)
 
 
-KINDS = [Kind(codec, signed) for codec in EIGHT_BIT for signed in (True, False)]
+KINDS = [Kind(codec, signed) for codec in BLOCKWISE for signed in (True, False)]
 SIGNED = [kind for kind in KINDS if kind.signed]
 seeds = st.integers(0, 2**32 - 1)
 #: How many powers of e the magnitudes in a block spread over.

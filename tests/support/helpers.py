@@ -23,7 +23,8 @@ Shape = tuple[int, ...]
 Named = dict[str, Tensor]
 
 CODEC_NAMES = tuple(CODECS)
-EIGHT_BIT = tuple(name for name, codec in CODECS.items() if codec.blockwise)
+BLOCKWISE = tuple(name for name, codec in CODECS.items() if codec.blockwise)
+EIGHT_BIT = tuple(name for name in BLOCKWISE if CODECS[name].code_dtype == torch.uint8)
 
 
 class RuleCase(NamedTuple):

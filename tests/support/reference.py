@@ -20,11 +20,11 @@ Scalars = Mapping[str, float]
 
 
 class Updated(NamedTuple):
-    """What a rule makes of a parameter: float32 tensors of one shape."""
+    """A rule's results: float32 tensors of one shape, with the roots of the moments that are coded by theirs."""
 
     param: Tensor
     moments: list[Tensor]
-    root: Tensor | None
+    roots: list[Tensor]
 
 
 class Stepped(NamedTuple):
@@ -69,7 +69,7 @@ def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: 
     denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
     rate = float32(lr / (1 - power(beta1, step)))
     p = fma(-rate, m * reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
-    return Updated(p, [m, v], root)
+    return Updated(p, [m, v], [root])
 
 
 def lion(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
@@ -78,7 +78,7 @@ def lion(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: 
     difference = g - m
     direction = fma(float32(1 - hyper["beta1"]), difference, m)
     p = decayed(p, hyper["lr"] * hyper["decoupled_decay"]) - torch.sign(direction) * float32(hyper["lr"])
-    return Updated(p, [fma(float32(1 - hyper["beta2"]), difference, m)], None)
+    return Updated(p, [fma(float32(1 - hyper["beta2"]), difference, m)], [])
 
 
 def momentum(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
@@ -89,13 +89,13 @@ def momentum(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, st
     gradient_weight = float32(1.0 if step <= 1 else 1 - hyper["dampening"])
     buffer = fma(mu, buffer, gradient_weight * g)
     direction = fma(mu, buffer, g) if hyper["nesterov"] else buffer
-    return Updated(fma(-lr, direction, p), [buffer], None)
+    return Updated(fma(-lr, direction, p), [buffer], [])
 
 
 def sgd(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """Plain SGD."""
     g = add_scaled(hyper["coupled_decay"], p, g)
-    return Updated(fma(-float32(hyper["lr"]), g, p), [], None)
+    return Updated(fma(-float32(hyper["lr"]), g, p), [], [])
 
 
 #: Below this magnitude no gradient overflows the moments (csrc/core/rule.h).
@@ -169,9 +169,9 @@ def step(
     def as_blocks(state: Any, moment: Any) -> Any:
         if state.scales is None:
             return type(state)(blocks_of(state.codes), None)
-        zero = codec.zero_code(signed=moment.signed)
-        codes = to_blocks(state.codes.reshape(rows, cols), size, fill=zero)
-        scales = state.scales.reshape(*codes.shape[:2], codec.scales(signed=moment.signed))
+        own = moment.codec(codec)
+        codes = to_blocks(state.codes.reshape(rows, cols), size, fill=own.zero_code(signed=moment.signed))
+        scales = state.scales.reshape(*codes.shape[:2], own.scales(signed=moment.signed))
         return type(state)(codes, scales)
 
     weights = WeightFormat(param.dtype) if weights is None else weights
@@ -183,8 +183,8 @@ def step(
     new = RULES[rule](p, g, old.values, hyper, step)
     skip = lost(g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
     kept = [torch.where(skip, o, n) for o, n in zip(old.values, new.moments, strict=True)]
-    root = None if new.root is None else torch.where(skip, old.root, new.root)
-    stored = coding.encode_moments(codec, moments, kept, root)
+    roots = [torch.where(skip, o, n) for o, n in zip(old.roots, new.roots, strict=False)]
+    stored = coding.encode_moments(codec, moments, kept, roots)
 
     def flat(x: Tensor) -> Tensor:
         return from_blocks(x, cols).reshape(param.shape)

@@ -1,0 +1,266 @@
+// The passes of a run of blocks on the CPU. Each is compiled once, for a rule, for a coder or for all of them; they
+// hand floats to each other in the first-level cache.
+#pragma once
+
+#include <cstddef>
+
+#include "core/codec.h"
+#include "core/rule.h"
+#include "step/cpu_memory.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kEach = 16;  // elements that a pass takes at a time; no block is smaller
+constexpr int kEachPack = kEach / kLanes;
+
+// Loads kEach elements, or the first `left` and zeros.
+template <class T>
+SHARDOPT_HD auto load_each(const T* from, int left) {
+  if (left >= kEach) return load_lanes<kEachPack>(from);
+  T copy[kEach] = {};
+  copy_bytes(copy, from, sizeof(T) * (static_cast<unsigned>(left) % kEach));
+  return load_lanes<kEachPack>(copy);
+}
+
+// Stores kEach elements, or the first `left`.
+template <class T, class V>
+SHARDOPT_HD void store_each(T* to, V x, int left) {
+  if (left >= kEach) return store_lanes(to, x);
+  T copy[kEach];
+  store_lanes(copy, x);
+  copy_bytes(to, copy, sizeof(T) * (static_cast<unsigned>(left) % kEach));
+}
+
+// A coder's passes over the blocks of a run, of n elements in all.
+struct CoderPasses {
+  int scales;  // float32 scales per block
+  bool measures_smallest;
+  void (*measure)(const Extremes& extremes, float* scales);
+  void (*decode)(float* to, const void* codes, const float* scales, const float* table, int n, int block_size);
+  // codes: not written where nullptr. unit: of an unsigned coder of a relative codec, receives the decoded values.
+  void (*encode)(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
+                 int block_size);
+};
+
+template <class Coder, class Code>
+void decode_run(float* to, const void* codes, const float* scales, const float* table, int n, int block_size) {
+  const auto from = static_cast<const Code*>(codes);
+  for (int begin = 0; begin < n; begin += block_size, scales += Coder::kScales) {
+    const Coder coder(scales, table);
+    const int end = begin + block_size < n ? begin + block_size : n;
+    for (int i = begin; i < end; i += kEach) store_lanes(to + i, coder.decode(load_each(from + i, end - i)));
+  }
+}
+
+template <class Coder, class Code, bool kHasUnit>
+void encode_run(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
+                int block_size) {
+  const auto to = static_cast<Code*>(codes);
+  for (int begin = 0; begin < n; begin += block_size, scales += Coder::kScales) {
+    const Coder coder(scales, table);
+    const int end = begin + block_size < n ? begin + block_size : n;
+    for (int i = begin; i < end; i += kEach) {
+      const auto x = load_lanes<kEachPack>(from + i);
+      if constexpr (kHasUnit) {
+        Floats<kEachPack> decoded;
+        const auto code = coder.encode(x, decoded);
+        store_lanes(unit + i, decoded);
+        if (to) store_each(to + i, code, end - i);
+      } else {
+        store_each(to + i, coder.encode(x), end - i);
+      }
+    }
+  }
+}
+
+template <class Coder, class Code, bool kHasUnit = false>
+constexpr CoderPasses coder_passes() {
+  return {Coder::kScales, Coder::kMeasuresSmallest, [](const Extremes& e, float* s) { Coder::measure(e, s); },
+          decode_run<Coder, Code>, encode_run<Coder, Code, kHasUnit>};
+}
+
+struct CodecPasses {
+  int index, code_bytes;
+  bool has_blocks, root, relative;
+  CoderPasses of_signed, of_unsigned;
+};
+
+template <class Codec>
+constexpr CodecPasses codec_passes(int index) {
+  using Code = typename Codec::Code;
+  return {index,
+          sizeof(Code),
+          Codec::Signed::kScales > 0,
+          Codec::kRoot,
+          Codec::kRelative,
+          coder_passes<typename Codec::Signed, Code>(),
+          coder_passes<typename Codec::Unsigned, Code, Codec::kRelative>()};
+}
+
+// The operands of a run, as floats.
+struct RunFloats {
+  float* param;
+  float* gradient;
+  float* moments[kMaxMoments];  // of kUnsigned ones the root, where the codec codes that
+};
+
+// Updates n elements, a multiple of kEach. kRoots: the codec codes roots. kSkips: elements whose update is lost stay as
+// they are; returns how many they are.
+template <class Rule, bool kRoots, bool kSkips>
+int64_t update_run(const void* scalars, const RunFloats& run, int n) {
+  using F = Floats<kEachPack>;
+  using Kept = typename Rule::Kept;
+  const Rule rule = *static_cast<const Rule*>(scalars);
+  int64_t skipped = 0;
+  for (int i = 0; i < n; i += kEach) {
+    F weight = load_lanes<kEachPack>(run.param + i), old[Kept::kCount + 1], moment[Kept::kCount + 1],
+      root[Kept::kCount + 1];
+    const F gradient = load_lanes<kEachPack>(run.gradient + i), old_weight = weight;
+#pragma GCC unroll 4
+    for (int k = 0; k < Kept::kCount; ++k) {
+      old[k] = load_lanes<kEachPack>(run.moments[k] + i);
+      const bool is_root = kRoots && Kept::kKinds[k] == MomentKind::kUnsigned;
+      moment[k] = is_root ? old[k] * old[k] : old[k];
+    }
+    rule.update(weight, gradient, moment, root);
+    if constexpr (kSkips) {
+      const auto lost = is_lost<Kept::kCount>(gradient, weight, moment);
+      skipped += count(lost);
+      store_lanes(run.param + i, select(lost, old_weight, weight));
+#pragma GCC unroll 4
+      for (int k = 0; k < Kept::kCount; ++k) {
+        const bool is_root = kRoots && Kept::kKinds[k] == MomentKind::kUnsigned;
+        store_lanes(run.moments[k] + i, select(lost, old[k], is_root ? root[Kept::root_of(k)] : moment[k]));
+      }
+    } else {
+      store_lanes(run.param + i, weight);
+#pragma GCC unroll 4
+      for (int k = 0; k < Kept::kCount; ++k) {
+        const bool is_root = kRoots && Kept::kKinds[k] == MomentKind::kUnsigned;
+        store_lanes(run.moments[k] + i, is_root ? root[Kept::root_of(k)] : moment[k]);
+      }
+    }
+  }
+  return skipped;
+}
+
+constexpr size_t kRuleBytes = 64;
+
+struct RulePasses {
+  int moments, first_unsigned;
+  const MomentKind* kinds;
+  void (*make)(void* rule, const double* hyper, float step);
+  int64_t (*update[2][2])(const void* rule, const RunFloats& run, int n);  // [kRoots][kSkips]
+};
+
+// The rule's scalars. Entries mostly share them with the one before, and to make them takes longer than to step a small
+// entry, so that each thread keeps the last ones.
+template <class Rule>
+Rule rule_of(const double* hyper, float step) {
+  struct Made {
+    double hyper[kMaxHyper];
+    float step;
+    Rule rule;
+  };
+  static thread_local Made last{{}, __builtin_nanf(""), {}};
+  if (last.step != step || __builtin_memcmp(last.hyper, hyper, sizeof last.hyper) != 0) {
+    __builtin_memcpy(last.hyper, hyper, sizeof last.hyper);
+    last.step = step;
+    last.rule = Rule::make(hyper, step);
+  }
+  return last.rule;
+}
+
+template <class Rule>
+constexpr RulePasses rule_passes() {
+  static_assert(sizeof(Rule) <= kRuleBytes && Rule::Kept::kCount <= kMaxMoments, "raise kRuleBytes or kMaxMoments");
+  return {Rule::Kept::kCount,
+          Rule::Kept::kUnsigned,
+          Rule::Kept::kKinds,
+          [](void* rule, const double* hyper, float step) { *static_cast<Rule*>(rule) = rule_of<Rule>(hyper, step); },
+          {{update_run<Rule, false, false>, update_run<Rule, false, true>},
+           {update_run<Rule, true, false>, update_run<Rule, true, true>}}};
+}
+
+// Gradients times `scale`, n of them and zeros up to a multiple of kEach. Returns whether one is large.
+template <class T, class Convert>
+bool load_gradients(float* to, const char* gradient, float scale, int n, Convert convert) {
+  const T* from = reinterpret_cast<const T*>(gradient);
+  Ints<kEachPack> largest{};
+  for (int i = 0; i < n; i += kEach) {
+    const Floats<kEachPack> g = convert(load_each(from + i, n - i)) * scale;
+    largest = max_int(largest, magnitude_bits(g));
+    store_lanes(to + i, g);
+  }
+  return any(largest >= kLargeGradientBits);
+}
+
+inline bool load_gradients(float* to, const char* from, DType dtype, float scale, int n) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return load_gradients<float>(to, from, scale, n, [](auto x) { return x; });
+    case DType::kBFloat16:
+      return load_gradients<uint16_t>(to, from, scale, n, [](auto x) { return float_from_bf16(x); });
+    default:
+      return load_gradients<uint16_t>(to, from, scale, n, [](auto x) { return float_from_fp16(x); });
+  }
+}
+
+// Calls take(weights, i, left) for each kEach elements of a run, where `weights` has room for all of them.
+template <class Take>
+SHARDOPT_HD void each_of(const Weights& weights, WeightFormat format, int n, bool stores, Take take) {
+  const int whole = n / kEach * kEach;
+  for (int i = 0; i < whole; i += kEach) take(weights, i);
+  if (whole == n) return;
+  char words[4 * kEach] = {}, low_bits[2 * kEach] = {};
+  const uint64_t done = static_cast<uint64_t>(whole), left = static_cast<uint64_t>(n - whole);
+  const uint64_t word = bytes_of(format), low = low_bytes_of(format);
+  copy_bytes(words, weights.words + word * done, word * left);
+  if (low) copy_bytes(low_bits, weights.low_bits + low * done, low * left);
+  take(Weights{words - word * done, low_bits - low * done, weights.noise}, whole);
+  if (!stores) return;
+  copy_bytes(weights.words + word * done, words, word * left);
+  if (low) copy_bytes(weights.low_bits + low * done, low_bits, low * left);
+}
+
+inline void load_weights(float* to, const Weights& weights, WeightFormat format, int n) {
+  each_of(weights, format, n, false,
+          [=](const Weights& w, int i) { store_lanes(to + i, w.load<kEachPack>(format, i)); });
+}
+
+inline void store_weights(const Weights& weights, const float* from, WeightFormat format, int n) {
+  each_of(weights, format, n, true,
+          [=](const Weights& w, int i) { w.store(load_lanes<kEachPack>(from + i), format, i); });
+}
+
+// to *= by, n elements, a multiple of kEach.
+inline void multiply(float* to, const float* by, int n) {
+  for (int i = 0; i < n; i += kEach) {
+    store_lanes(to + i, load_lanes<kEachPack>(to + i) * load_lanes<kEachPack>(by + i));
+  }
+}
+
+// to /= unit, and zero where the root is.
+inline void divide_by_unit(float* to, const float* root, const float* unit, int n) {
+  for (int i = 0; i < n; i += kEach) {
+    const auto in_units = load_lanes<kEachPack>(to + i) * reciprocal(load_lanes<kEachPack>(unit + i));
+    store_lanes(to + i, select(bits(load_lanes<kEachPack>(root + i)) == 0, Floats<kEachPack>{}, in_units));
+  }
+}
+
+template <class Add>
+SHARDOPT_HD Extremes extremes_of(const float* from, int n, Add add) {
+  LaneExtremes extremes;
+  for (int i = 0; i < n; i += kEach) add(extremes, load_each(from + i, n - i));
+  return extremes.over_lanes();
+}
+
+// The extremes of a block of n elements.
+inline Extremes extremes_of(const float* from, int n, bool is_signed, bool smallest) {
+  using F = Floats<kEachPack>;
+  if (is_signed) return extremes_of(from, n, [](LaneExtremes& e, F x) { e.add_signed(x); });
+  if (smallest) return extremes_of(from, n, [](LaneExtremes& e, F x) { e.template add_unsigned<true>(x); });
+  return extremes_of(from, n, [](LaneExtremes& e, F x) { e.template add_unsigned<false>(x); });
+}
+
+SHARDOPT_END_NAMESPACE

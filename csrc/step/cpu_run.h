@@ -1,0 +1,187 @@
+// The step of any entry on the CPU, run by run: consecutive blocks of a row, whose operands pass through the
+// first-level cache as floats (step/cpu_passes.h). Serves all rules, codecs, formats, and cut blocks.
+#pragma once
+
+#include "step/cpu_call.h"
+#include "step/cpu_passes.h"
+#include "step/instances.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kRun = 1024;  // elements of a run, but of one that is a single block
+constexpr int kRunBlocks = kRun / kEach;
+constexpr int kMaxScales = 2;  // per block
+
+template <class... Codec>
+const CodecPasses& passes_of_codec(int codec, List<Codec...>) {
+  static const auto passes = [] {
+    struct All {
+      CodecPasses of[sizeof...(Codec)];
+    };
+    int index = 0;
+    return All{{codec_passes<Codec>(index++)...}};
+  }();
+  return passes.of[codec];
+}
+
+template <class... Rule>
+const RulePasses& passes_of_rule(int rule, List<Rule...>) {
+  static constexpr RulePasses passes[] = {rule_passes<Rule>()...};
+  return passes[rule];
+}
+
+class RunStepper {
+ public:
+  RunStepper(const CpuCall& call, const TensorEntry& entry)
+      : entry_(entry),
+        group_(call.groups[entry.group]),
+        phase_(call.phase),
+        stores_(!entry.cut || call.phase == Phase::kFinish),
+        format_(entry),
+        rule_(passes_of_rule(group_.rule, Rules{})),
+        codec_(passes_of_codec(entry.codec, Codecs{})) {
+    static_assert(kMaxMoments == 4, "each moment has its coder");
+    rule_.make(scalars_, group_.hyper, *reinterpret_cast<const float*>(entry.step));
+    for (int k = 0; k < rule_.moments; ++k) {
+      const CodecPasses& of = codec_of(rule_.kinds[k]);
+      coders_[k] = is_unsigned(rule_.kinds[k]) ? &of.of_unsigned : &of.of_signed;
+      tables_[k] = call.tables[of.index];
+      code_bytes_[k] = of.code_bytes;
+    }
+  }
+
+  // Steps blocks [begin, end) of the entry, counted along its rows. Returns how many elements were skipped.
+  int64_t step(int64_t begin, int64_t end) {
+    const int64_t size = entry_.block_size, per_row = (entry_.cols + size - 1) / size;
+    const int64_t longest = size < kRun ? kRun / size : 1;
+    int64_t skipped = 0;
+    while (begin < end) {
+      const int64_t row = begin / per_row, in_row = begin % per_row;
+      int64_t blocks = per_row - in_row < longest ? per_row - in_row : longest;
+      if (end - begin < blocks) blocks = end - begin;
+      skipped += step_run(row, in_row, blocks);
+      begin += blocks;
+    }
+    return phase_ == Phase::kStep ? skipped : 0;
+  }
+
+ private:
+  const CodecPasses& codec_of(MomentKind kind) const {
+    if (kind != MomentKind::kWide) return codec_;
+    return codec_.has_blocks ? passes_of_codec(index_of<Companded16>(Codecs{}), Codecs{})
+                             : passes_of_codec(index_of<Float32>(Codecs{}), Codecs{});
+  }
+
+  bool is_relative(int k) const {
+    return codec_.relative && rule_.first_unsigned >= 0 && rule_.kinds[k] == MomentKind::kSigned;
+  }
+
+  __attribute__((noinline)) int64_t step_run(int64_t row, int64_t in_row, int64_t blocks) {
+    const int64_t col = in_row * entry_.block_size, left = entry_.cols - col;
+    n_ = static_cast<int>(left < blocks * entry_.block_size ? left : blocks * entry_.block_size);
+    blocks_ = static_cast<int>(blocks);
+    offset_ = row * entry_.row_stride + col;
+    scale_index_ = row * entry_.scales_row_stride + in_row;
+    const int padded = (n_ + kEach - 1) / kEach * kEach;
+    float* free = floats_;
+    const auto take = [&] {
+      float* taken = free;
+      free += padded;
+      return taken;
+    };
+    run_.param = take(), run_.gradient = take();
+    for (int k = 0; k < rule_.moments; ++k) run_.moments[k] = take();
+    const Weights weights = format_.weights(entry_, row, col, offset_);
+    load_weights(run_.param, weights, format_.weight(), n_);
+    const char* gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(format_.gradient()) * offset_;
+    const bool has_large = load_gradients(run_.gradient, gradient, format_.gradient(), group_.gradient_scale, n_);
+    decode(padded);
+    const bool skips = has_large && group_.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
+    const int64_t skipped = rule_.update[codec_.root][skips](scalars_, run_, padded);
+    if (stores_) store_weights(weights, run_.param, format_.weight(), n_);
+    for (int k = 0; k < rule_.moments; ++k) {  // what the rule made of missing elements is no number for a coder
+      for (int i = n_; i < padded; ++i) run_.moments[k][i] = 0.0f;
+    }
+    encode(padded, run_.gradient);
+    return skipped;
+  }
+
+  char* codes(int k) const { return reinterpret_cast<char*>(entry_.codes[k]) + code_bytes_[k] * offset_; }
+  float* scales(int k) const {
+    return reinterpret_cast<float*>(entry_.scales[k]) + coders_[k]->scales * scale_index_;
+  }
+
+  void decode(int padded) {
+    for (int k = 0; k < rule_.moments; ++k) {
+      coders_[k]->decode(run_.moments[k], codes(k), scales(k), tables_[k], n_, entry_.block_size);
+    }
+    for (int k = 0; k < rule_.moments; ++k) {
+      if (is_relative(k)) multiply(run_.moments[k], run_.moments[rule_.first_unsigned], padded);
+    }
+  }
+
+  // unit: scratch memory.
+  void encode(int padded, float* unit) {
+    for (int k = 0; k < rule_.moments; ++k) {
+      if (is_relative(k)) continue;
+      const bool is_unit = codec_.relative && k == rule_.first_unsigned;
+      if (phase_ != Phase::kRelative || is_unit) encode_moment(k, Phase::kStep, unit);
+    }
+    if (entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
+    for (int k = 0; k < rule_.moments; ++k) {
+      if (!is_relative(k)) continue;
+      divide_by_unit(run_.moments[k], run_.moments[rule_.first_unsigned], unit, padded);
+      encode_moment(k, Phase::kRelative, unit);
+    }
+  }
+
+  // Measures the blocks and encodes them. measured_in: the phase in which the owners of a cut block exchange extremes.
+  void encode_moment(int k, Phase measured_in, float* unit) {
+    const CoderPasses& coder = *coders_[k];
+    const float* x = run_.moments[k];
+    const int size = entry_.block_size;
+    float new_scales[kMaxScales * kRunBlocks];
+    for (int b = 0; coder.scales > 0 && b < blocks_; ++b) {
+      const int begin = b * size, n = n_ - begin < size ? n_ - begin : size;
+      Extremes extremes;
+      Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[k]) + scale_index_ + b;
+      if (entry_.cut && phase_ != measured_in) {
+        extremes = *shared;
+      } else {
+        extremes = extremes_of(x + begin, n, !is_unsigned(rule_.kinds[k]), coder.measures_smallest);
+        if (entry_.cut) *shared = extremes;
+      }
+      coder.measure(extremes, new_scales + b * coder.scales);
+    }
+    if (entry_.cut && phase_ == Phase::kStep) return;
+    const bool is_unit = codec_.relative && k == rule_.first_unsigned;
+    if (!stores_ && !is_unit) return;
+    coder.encode(x, stores_ ? codes(k) : nullptr, unit, new_scales, tables_[k], n_, size);
+    if (!stores_) return;
+    for (int i = 0; i < coder.scales * blocks_; ++i) scales(k)[i] = new_scales[i];
+  }
+
+  const TensorEntry& entry_;
+  const GroupEntry& group_;
+  const Phase phase_;
+  const bool stores_;
+  const AnyFormat format_;
+  const RulePasses& rule_;
+  const CodecPasses& codec_;
+  const CoderPasses* coders_[kMaxMoments];
+  const float* tables_[kMaxMoments];
+  int code_bytes_[kMaxMoments];
+  int n_ = 0, blocks_ = 0;  // of the run
+  int64_t offset_ = 0, scale_index_ = 0;
+  RunFloats run_;
+  alignas(64) char scalars_[kRuleBytes];
+  alignas(64) float floats_[(kMaxMoments + 2) * kMaxBlock];
+};
+
+// Steps blocks [begin, end) of an entry; see CpuKernel.
+inline int64_t step_runs(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+  if (call.phase != Phase::kStep && !entry.cut) return 0;
+  return RunStepper(call, entry).step(begin, end);
+}
+
+SHARDOPT_END_NAMESPACE
