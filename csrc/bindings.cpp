@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "inputs.h"
 #include "step/cpu.h"
 #include "step/instances.h"
-#include "inputs.h"
 
 namespace py = pybind11;
 

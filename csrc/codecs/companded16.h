@@ -1,4 +1,4 @@
-// companded16: companded8 with 16-bit codes, for moments that 8 bits cannot hold, such as averages over 10,000 steps.
+// companded16: companded8 with 16-bit codes, for moments that 8 bits cannot hold, such as very slow averages.
 #pragma once
 
 #include "core/codec.h"
@@ -38,8 +38,7 @@ struct Companded16 {
     float inverse;
 
     SHARDOPT_HD Signed(const float* scales, const float*)
-        : ScaledByMaximum(scales),
-          inverse(reciprocal(inverted(scales))) {}
+        : ScaledByMaximum(scales), inverse(reciprocal(inverted(scales))) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x) const {

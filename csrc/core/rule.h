@@ -35,6 +35,19 @@ SHARDOPT_HD double power(double base, double exponent) {
   return result;
 }
 
+// e^x of x <= 0, to 15 digits: the same bits on every device.
+SHARDOPT_HD double exponential(double x) {
+  int halvings = 0;
+  for (; x < -0.5; x *= 0.5) ++halvings;
+  double sum = 1.0, term = 1.0;
+  for (int n = 1; n < 18; ++n) {
+    term *= x / n;
+    sum += term;
+  }
+  for (; halvings > 0; --halvings) sum *= sum;
+  return sum;
+}
+
 SHARDOPT_HD double square_root(double x) {
 #if defined(__CUDA_ARCH__)
   return __dsqrt_rn(x);

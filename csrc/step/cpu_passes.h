@@ -37,7 +37,8 @@ struct CoderPasses {
   bool measures_smallest;
   void (*measure)(const Extremes& extremes, float* scales);
   void (*decode)(float* to, const void* codes, const float* scales, const float* table, int n, int block_size);
-  // codes: not written where nullptr. unit: of an unsigned coder of a relative codec, receives the decoded values.
+  // unit: of an unsigned coder of a relative codec, receives the decoded values. Neither it nor codes is written where
+  // nullptr.
   void (*encode)(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
                  int block_size);
 };
@@ -64,7 +65,7 @@ void encode_run(const float* from, void* codes, float* unit, const float* scales
       if constexpr (kHasUnit) {
         Floats<kEachPack> decoded;
         const auto code = coder.encode(x, decoded);
-        store_lanes(unit + i, decoded);
+        if (unit) store_lanes(unit + i, decoded);
         if (to) store_each(to + i, code, end - i);
       } else {
         store_each(to + i, coder.encode(x), end - i);

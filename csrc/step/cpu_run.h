@@ -107,9 +107,7 @@ class RunStepper {
   }
 
   char* codes(int k) const { return reinterpret_cast<char*>(entry_.codes[k]) + code_bytes_[k] * offset_; }
-  float* scales(int k) const {
-    return reinterpret_cast<float*>(entry_.scales[k]) + coders_[k]->scales * scale_index_;
-  }
+  float* scales(int k) const { return reinterpret_cast<float*>(entry_.scales[k]) + coders_[k]->scales * scale_index_; }
 
   void decode(int padded) {
     for (int k = 0; k < rule_.moments; ++k) {
@@ -156,7 +154,7 @@ class RunStepper {
     if (entry_.cut && phase_ == Phase::kStep) return;
     const bool is_unit = codec_.relative && k == rule_.first_unsigned;
     if (!stores_ && !is_unit) return;
-    coder.encode(x, stores_ ? codes(k) : nullptr, unit, new_scales, tables_[k], n_, size);
+    coder.encode(x, stores_ ? codes(k) : nullptr, is_unit ? unit : nullptr, new_scales, tables_[k], n_, size);
     if (!stores_) return;
     for (int i = 0; i < coder.scales * blocks_; ++i) scales(k)[i] = new_scales[i];
   }

@@ -6,8 +6,17 @@
 #include "codecs/dynamic8.h"
 #include "codecs/log8.h"
 #include "codecs/plain.h"
+#include "rules/adagrad.h"
 #include "rules/adam.h"
+#include "rules/adamax.h"
+#include "rules/adan.h"
+#include "rules/ademamix.h"
+#include "rules/adopt.h"
+#include "rules/amsgrad.h"
 #include "rules/lion.h"
+#include "rules/nadam.h"
+#include "rules/radam.h"
+#include "rules/rmsprop.h"
 #include "rules/sgd.h"
 
 SHARDOPT_BEGIN_NAMESPACE
@@ -17,7 +26,8 @@ struct List {
   static constexpr int kCount = sizeof...(Types);
 };
 
-using Rules = List<Adam, Lion, Momentum, Sgd>;
+using Rules = List<Adam, Lion, Momentum, Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad,
+                   RmsProp<false, false>, RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
 using Codecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8, Companded16>;
 
 // Those that have kernels of their own, in which a rule and a codec are compiled together: as fast as they can be, but

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardopt import _C
 from shardopt.codec.base import Codec, Coded
-from shardopt.codec.companded16 import Companded16
 from shardopt.codec.companded8 import Companded8
+from shardopt.codec.companded16 import Companded16
 from shardopt.codec.dynamic8 import Dynamic8
 from shardopt.codec.log8 import Log8
 from shardopt.codec.moments import Decoded, Moment, decode_moments, encode_moments
@@ -22,7 +22,9 @@ __all__ = [
     "get_codec",
 ]
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), Companded16(), BFloat16(), Float32())}
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), Companded16(), BFloat16(), Float32())
+}
 assert set(CODECS) == set(_C.codecs), "the extension was built for other codecs: reinstall shardopt"
 
 

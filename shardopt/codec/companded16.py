@@ -1,4 +1,4 @@
-"""companded16: companded8 with 16-bit codes, for moments that 8 bits cannot hold, such as averages over 10,000 steps."""
+"""companded16: companded8 with 16-bit codes, for moments that 8 bits cannot hold, such as very slow averages."""
 
 from __future__ import annotations
 

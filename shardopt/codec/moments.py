@@ -27,6 +27,7 @@ class Moment(NamedTuple):
         wide: of a signed one, that it averages too slowly for 8 bits: coded in 16, or in float32 beside moments without
             blocks.
         magnitude: of an unsigned one, that it has the units of gradients, not of their squares.
+        initial: of an unsigned one, the value of all elements before the first step.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Moment(NamedTuple):
     own_units: bool = False
     wide: bool = False
     magnitude: bool = False
+    initial: float = 0.0
 
     @property
     def kind(self) -> str:

@@ -1,20 +1,47 @@
 """The optimizers: a base and a file per rule."""
 
+from shardopt.optim.adagrad import Adagrad, Adagrad8bit
 from shardopt.optim.adam import Adam, Adam8bit, AdamW, AdamW8bit
+from shardopt.optim.adamax import Adamax, Adamax8bit
+from shardopt.optim.adan import Adan, Adan8bit
+from shardopt.optim.ademamix import AdEMAMix, AdEMAMix8bit
+from shardopt.optim.adopt import ADOPT, ADOPT8bit
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.lion import Lion, Lion8bit
+from shardopt.optim.nadam import NAdam, NAdam8bit
+from shardopt.optim.radam import RAdam, RAdam8bit
+from shardopt.optim.rmsprop import RMSprop, RMSprop8bit
 from shardopt.optim.sgd import SGD, SGD8bit
+from shardopt.optim.signum import Signum, Signum8bit
 
 __all__ = [
+    "ADOPT",
     "SGD",
+    "ADOPT8bit",
+    "AdEMAMix",
+    "AdEMAMix8bit",
+    "Adagrad",
+    "Adagrad8bit",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "Adamax",
+    "Adamax8bit",
+    "Adan",
+    "Adan8bit",
     "Lion",
     "Lion8bit",
+    "NAdam",
+    "NAdam8bit",
+    "RAdam",
+    "RAdam8bit",
+    "RMSprop",
+    "RMSprop8bit",
     "SGD8bit",
     "ShardedOptimizer",
+    "Signum",
+    "Signum8bit",
 ]
 
 #: Every optimizer with float32 state unless ``codec`` says otherwise, by its name in configs: "adamw", ...

@@ -10,10 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import Options, Unpack
+from shardopt.state.options import Options, Unpack, check_flag
 from shardopt.state.rule import Rule
 
-_ADAM = Rule("adam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
+_MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+_ADAM = Rule("adam", _MOMENTS)
+_AMSGRAD = Rule("amsgrad", (*_MOMENTS, Moment("max_exp_avg_sq", signed=False)))
 
 
 class AdamW(ShardedOptimizer):
@@ -36,7 +38,7 @@ class AdamW(ShardedOptimizer):
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decay per unit of lr.
-        amsgrad: must be False.
+        amsgrad: divide by the largest second moment so far (arXiv 1904.09237), which is a third moment.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -66,7 +68,11 @@ class AdamW(ShardedOptimizer):
         super().__init__(params, defaults, options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _ADAM
+        return _AMSGRAD if group["amsgrad"] else _ADAM
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        check_flag(group, "amsgrad")
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         beta1, beta2 = group["betas"]

@@ -44,6 +44,9 @@ class ShardedOptimizer(Optimizer, ABC):
     #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
     updates_by_lr = False
 
+    #: How many decay rates ``betas`` has.
+    beta_count = 2
+
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         """The rule's hyper-parameters, by the names in csrc/rules."""
@@ -54,7 +57,11 @@ class ShardedOptimizer(Optimizer, ABC):
         Raises:
             ValueError: one is out of range.
         """
-        check_hyper(group)
+        check_hyper(group, self.beta_count)
+
+    def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
+        """Entries of torch.optim's state of a parameter that follow from its step count, and are not kept."""
+        return {}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -189,7 +196,8 @@ class ShardedOptimizer(Optimizer, ABC):
             for index, (group, param) in enumerate(self._all_params()):
                 if index in state:
                     spec = self._internals.state_of(param, group)
-                    state[index] = {"step": state[index]["step"], **spec.decode(state[index])}
+                    steps = state[index]["step"]
+                    state[index] = {"step": steps, **self.derived_state(group, steps), **spec.decode(state[index])}
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import Options, Unpack
+from shardopt.state.options import Options, Unpack, check_flag
 from shardopt.state.rule import Rule
 
 _MOMENTUM = Rule("momentum", (Moment("momentum_buffer", signed=True),))
@@ -70,8 +70,7 @@ class SGD(ShardedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        if not isinstance(group["nesterov"], bool):
-            raise ValueError(f"nesterov: got {group['nesterov']!r}, expected True or False")
+        check_flag(group, "nesterov")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov: got momentum={group['momentum']} and dampening={group['dampening']}, expected momentum > 0 "

@@ -226,8 +226,12 @@ _RANGES = (
 )
 
 
-def check_hyper(group: Mapping[str, Any]) -> None:
+def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
     """Checks the hyper-parameters in a param group. A learning rate on a device is not read.
+
+    Args:
+        group: the param group.
+        beta_count: how many decay rates ``betas`` has, if the optimizer has any.
 
     A step calls this whenever one of them changed: the ordinary case, a float in its range, is looked at first.
 
@@ -239,14 +243,31 @@ def check_hyper(group: Mapping[str, Any]) -> None:
             value = group[name]
             if type(value) is not float or not least <= value <= largest:
                 _check_range(name, value, least, largest)
-    betas = group.get("betas", (0.0, 0.0))
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas: got {betas!r}, expected two numbers; {_CORRECT}")
+    betas = group.get("betas", (0.0,) * beta_count)
+    if not isinstance(betas, (tuple, list)) or len(betas) != beta_count:
+        raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {_CORRECT}")
     for index, beta in enumerate(betas):
         if type(beta) is not float or not 0.0 <= beta < 1.0:
             _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
-    if group.get("amsgrad"):
-        raise ValueError(_unsupported("amsgrad"))
+
+
+def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> None:
+    """Checks a hyper-parameter that is a number from 0 up to ``most``, or below it where that is 1.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    _check_range(name, group[name], 0.0, _BELOW_ONE if most == 1.0 else most)
+
+
+def check_flag(group: Mapping[str, Any], name: str) -> None:
+    """Checks a hyper-parameter that is True or False.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(group[name], bool):
+        raise ValueError(f"{name}: got {group[name]!r}, expected True or False")
 
 
 _CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
@@ -264,6 +285,8 @@ def _check_range(name: str, value: float | Tensor, least: float, largest: float)
     bounds = "in [0.0, 1.0)" if largest == _BELOW_ONE else "that float32 can hold"
     if least == 0 and largest == LARGEST:
         bounds = f">= 0.0 {bounds}"
+    elif largest not in (_BELOW_ONE, LARGEST):
+        bounds = f"from {least} to {largest}"
     raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {_CORRECT}")
 
 

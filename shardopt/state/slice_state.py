@@ -25,15 +25,20 @@ LOW_BITS = "master_low_bits"
 
 
 class EntryFormat(NamedTuple):
-    """A state entry's shape on this rank, its dtype, and the value that all its elements begin with."""
+    """A state entry's shape on this rank, its dtype, and the values that it begins with.
+
+    ``fill`` has one value for all elements, or one per place along the last dimension.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fill: int
+    fill: tuple[float, ...]
 
     def new(self, device: torch.device) -> Tensor:
         """The entry as it begins."""
-        return torch.full(self.shape, self.fill, dtype=self.dtype, device=device)
+        if len(self.fill) == 1:
+            return torch.full(self.shape, self.fill[0], dtype=self.dtype, device=device)
+        return torch.tensor(self.fill, dtype=self.dtype, device=device).expand(self.shape).contiguous()
 
 
 @dataclass(frozen=True)
@@ -80,15 +85,22 @@ class SliceState:
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
         """The entries of the state, by name."""
-        formats = {"step": EntryFormat((), torch.float32, 0)}
+        formats = {"step": EntryFormat((), torch.float32, (0,))}
         for moment in self.moments:
-            codec = moment.codec(self.codec)
-            zero = codec.zero_code(signed=moment.signed)
-            formats[self.codes_name(moment)] = EntryFormat(self.shard.local_shape, codec.code_dtype, zero)
+            codes, scales = self._initial(moment)
+            dtype = moment.codec(self.codec).code_dtype
+            formats[self.codes_name(moment)] = EntryFormat(self.shard.local_shape, dtype, (codes,))
             if self.codec.blockwise:
-                formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, 0)
+                formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, scales)
         low_bits = self.weights.low_bits_shape(self.shard.local_shape)
-        return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, 0)}
+        return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
+
+    def _initial(self, moment: Moment) -> tuple[float, tuple[float, ...]]:
+        """The code of all elements before the first step, and the scales of all blocks."""
+        if moment.initial == 0:
+            return moment.codec(self.codec).zero_code(signed=moment.signed), (0,)
+        (coded,) = encode_moments(self.codec, [moment], [torch.full((1,), moment.initial)])
+        return coded.codes.item(), tuple([] if coded.scales is None else coded.scales.tolist())
 
     def codes_name(self, moment: Moment) -> str:
         """The state entry with a moment's codes."""
@@ -211,7 +223,9 @@ class SliceState:
         blocks = (coded for _, coded in self._blocks_of(local)) if self.codec.blockwise else iter([local])
         for coded in blocks:
             for moment, (codes, scales) in zip(self.moments, coded, strict=True):
-                if not moment.codec(self.codec).is_sound(codes, codes if scales is None else scales, signed=moment.signed):
+                if not moment.codec(self.codec).is_sound(
+                    codes, codes if scales is None else scales, signed=moment.signed
+                ):
                     coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
                     raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
             if self.relative and not self._products_are_finite(coded):

@@ -23,6 +23,9 @@ from shardopt.state.slice_state import LOW_BITS, EntryFormat, SliceState, StateD
 #: Entries that are not a moment's.
 _BESIDE_MOMENTS = frozenset(["step", LOW_BITS])
 
+#: Entries of torch.optim's state that follow from the step count (``ShardedOptimizer.derived_state``).
+_DERIVED = frozenset(["mu_product"])
+
 
 class Slice(NamedTuple):
     """Elements of one model parameter in a tensor that the optimizer steps.
@@ -209,10 +212,8 @@ class TensorState:
             ValueError: the entries are neither, or not those of a parameter of this shape, or floats that are not
                 finite.
         """
-        if "max_exp_avg_sq" in loaded:
-            raise ValueError(f"{name}: got state with max_exp_avg_sq, but shardopt has no amsgrad")
         got, expected = ", ".join(loaded), ", ".join(self.entries)
-        known = {*_BESIDE_MOMENTS, *self.entries, *(moment.name for moment in self.moments)}
+        known = {*_BESIDE_MOMENTS, *_DERIVED, *self.entries, *(moment.name for moment in self.moments)}
         unknown = [key for key, value in loaded.items() if key not in known and isinstance(value, Tensor)]
         if unknown:
             raise ValueError(

@@ -22,10 +22,7 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 #: The least root of a float32 above zero, 2^-74.5.
 LEAST_ROOT = square_root(torch.tensor(2.0**-149))
 #: Binary exponents of all scales that can occur.
-EXPONENTS = {
-    kind: (math.frexp(kind.least_scale)[1] - 1, 63 if kind.of_roots else 127)
-    for kind in KINDS
-}
+EXPONENTS = {kind: (math.frexp(kind.least_scale)[1] - 1, 63 if kind.of_roots else 127) for kind in KINDS}
 EXPONENTS[Kind("log8", signed=False)] = (-75, 63)
 
 

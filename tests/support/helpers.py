@@ -44,7 +44,25 @@ RULES: dict[str, RuleCase] = {
     "momentum": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
     "nesterov": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     "sgd": RuleCase(shardopt.SGD, {"lr": 1e-2, "weight_decay": 0.01}),
+    "amsgrad": RuleCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "nadam": RuleCase(shardopt.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1}),
+    "radam": RuleCase(shardopt.RAdam, {"lr": 1e-2, "betas": (0.9, 0.6), "weight_decay": 0.1}),
+    "adamax": RuleCase(shardopt.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
+    "ademamix": RuleCase(shardopt.AdEMAMix, {"lr": 1e-2, "weight_decay": 0.1, "alpha_steps": 3, "beta3_steps": 4}),
+    "adopt": RuleCase(shardopt.ADOPT, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "adan": RuleCase(shardopt.Adan, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adagrad": RuleCase(
+        shardopt.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.25}
+    ),
+    "rmsprop": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "weight_decay": 0.1}),
+    "rmsprop_momentum": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "momentum": 0.9}),
+    "centered_rmsprop": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "centered": True, "weight_decay": 0.1}),
+    "centered_rmsprop_momentum": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "centered": True, "momentum": 0.9}),
+    "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
 }
+
+#: The rules that most tests go over; what differs between the others is the rule alone, which the kernels' tests cover.
+USUAL_RULES = ("adamw", "adam", "lion", "momentum", "nesterov", "sgd")
 
 
 def with_gradient(param: Tensor, gradient: Tensor) -> None:

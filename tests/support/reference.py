@@ -6,25 +6,15 @@ are handed in, since this layer lies below them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.kernels.numeric import float32, fma, from_blocks, reciprocal, square_root, to_blocks
+from reference_rules import RULES, Scalars, Updated
+from shardopt.kernels.numeric import float32, from_blocks, to_blocks
 from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
-
-Scalars = Mapping[str, float]
-
-
-class Updated(NamedTuple):
-    """A rule's results: float32 tensors of one shape, with the roots of the moments that are coded by theirs."""
-
-    param: Tensor
-    moments: list[Tensor]
-    roots: list[Tensor]
 
 
 class Stepped(NamedTuple):
@@ -34,68 +24,6 @@ class Stepped(NamedTuple):
     low_bits: Tensor | None
     coded: list[Any]
     nonfinite: int
-
-
-def power(base: float, exponent: int) -> float:
-    """``base ** exponent`` by squaring, in the order of csrc/core/rule.h."""
-    result = 1.0
-    while exponent > 0:
-        if exponent & 1:
-            result *= base
-        base *= base
-        exponent >>= 1
-    return result
-
-
-def add_scaled(factor: float, x: Tensor, y: Tensor) -> Tensor:
-    """``factor * x + y`` rounded once; the very bits of ``y`` where the factor is zero in float32."""
-    return fma(float32(factor), x, y) if float32(factor) != 0 else y
-
-
-def decayed(p: Tensor, decay: float) -> Tensor:
-    """What decoupled weight decay leaves of a parameter."""
-    return add_scaled(-decay, p, p)
-
-
-def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
-    """Adam (arXiv 1412.6980, algorithm 1) and AdamW (arXiv 1711.05101, algorithm 2)."""
-    beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
-    m, v = moments
-    g = add_scaled(hyper["coupled_decay"], p, g)
-    m = fma(float32(1 - beta1), g - m, m)
-    v = fma(float32(1 - beta2), fma(g, g, -v), v)
-    root = square_root(v)
-    inverse_root_correction2 = float32(1 / math.sqrt(1 - power(beta2, step)))
-    denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
-    rate = float32(lr / (1 - power(beta1, step)))
-    p = fma(-rate, m * reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
-    return Updated(p, [m, v], [root])
-
-
-def lion(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
-    """Lion (arXiv 2302.06675, algorithm 2)."""
-    (m,) = moments
-    difference = g - m
-    direction = fma(float32(1 - hyper["beta1"]), difference, m)
-    p = decayed(p, hyper["lr"] * hyper["decoupled_decay"]) - torch.sign(direction) * float32(hyper["lr"])
-    return Updated(p, [fma(float32(1 - hyper["beta2"]), difference, m)], [])
-
-
-def momentum(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
-    """SGD with momentum, as torch.optim.SGD defines it: no dampening in the first step."""
-    (buffer,) = moments
-    mu, lr = float32(hyper["momentum"]), float32(hyper["lr"])
-    g = add_scaled(hyper["coupled_decay"], p, g)
-    gradient_weight = float32(1.0 if step <= 1 else 1 - hyper["dampening"])
-    buffer = fma(mu, buffer, gradient_weight * g)
-    direction = fma(mu, buffer, g) if hyper["nesterov"] else buffer
-    return Updated(fma(-lr, direction, p), [buffer], [])
-
-
-def sgd(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
-    """Plain SGD."""
-    g = add_scaled(hyper["coupled_decay"], p, g)
-    return Updated(fma(-float32(hyper["lr"]), g, p), [], [])
 
 
 #: Below this magnitude no gradient overflows the moments (csrc/core/rule.h).
@@ -108,14 +36,6 @@ def lost(g: Tensor, new: Updated) -> Tensor:
     for moment in new.moments:
         finite &= torch.isfinite(moment)
     return ~(g.abs() < LARGE_GRADIENT) & ~finite
-
-
-RULES: dict[str, Callable[..., Updated]] = {
-    "adam": adam,
-    "lion": lion,
-    "momentum": momentum,
-    "sgd": sgd,
-}
 
 
 def step(
@@ -182,9 +102,12 @@ def step(
     old = coding.decode_moments(codec, moments, [as_blocks(s, m) for s, m in zip(coded, moments, strict=True)])
     new = RULES[rule](p, g, old.values, hyper, step)
     skip = lost(g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
-    kept = [torch.where(skip, o, n) for o, n in zip(old.values, new.moments, strict=True)]
-    roots = [torch.where(skip, o, n) for o, n in zip(old.roots, new.roots, strict=False)]
-    stored = coding.encode_moments(codec, moments, kept, roots)
+    exists = blocks_of(torch.ones_like(param, dtype=torch.bool))
+
+    def kept(old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.where(exists, torch.where(skip, o, n), 0.0) for o, n in zip(old, new, strict=False)]
+
+    stored = coding.encode_moments(codec, moments, kept(old.values, new.moments), kept(old.roots, new.roots))
 
     def flat(x: Tensor) -> Tensor:
         return from_blocks(x, cols).reshape(param.shape)
