@@ -46,7 +46,7 @@ struct AdEMAMix {
     roots[0] = square_root(moment[2]);
     const F denominator = fma(roots[0], inverse_root_correction2, eps);
     const F direction = fma(slow_rate, moment[1], fast_rate * moment[0]);
-    param = fma(-direction, reciprocal(denominator), decayed(param, decoupled_decay));
+    param = param - add_scaled(decoupled_decay, param, direction * reciprocal(denominator));
   }
 };
 

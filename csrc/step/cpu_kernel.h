@@ -84,9 +84,7 @@ int64_t step_usual(const CpuCall& call, const TensorEntry& entry, int64_t begin,
 
 template <class Rule, class Codec>
 constexpr CpuKernel kernel_of() {
-  constexpr bool kUsual = SHARDOPT_PACK > 1 && index_of<Rule>(UsualRules{}) < UsualRules::kCount &&
-                          index_of<Codec>(UsualCodecs{}) < UsualCodecs::kCount;
-  if constexpr (kUsual) {
+  if constexpr (SHARDOPT_PACK > 1 && is_usual<Rule, Codec>()) {
     return step_usual<Rule, Codec>;
   } else {
     return step_runs;

@@ -195,7 +195,7 @@ using AlignedFormats = std::make_integer_sequence<int, kAlignedFormatCount>;
 
 template <class Rule, class Codec, int kFormat>
 constexpr Kernel usual_kernel(bool aligned) {
-  if constexpr (Rule::Kept::kCount > 0 && Codec::Signed::kScales > 0) {
+  if constexpr (Codec::Signed::kScales > 0 && is_usual<Rule, Codec>()) {
     constexpr AlignedFormat kFound = kAlignedFormats[kFormat];
     return aligned ? step_aligned_tasks<Rule, Codec, kFound.weight, kFound.gradient>
                    : step_staged_tasks<Rule, Codec, kFound.weight, kFound.gradient>;

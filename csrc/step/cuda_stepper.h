@@ -6,6 +6,9 @@
 // blocks, whose passes are launches of their own.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "step/cuda.h"
 #include "step/cuda_lane.h"
 #include "step/instances.h"
@@ -31,6 +34,34 @@ struct Prepared {
 // codes.
 enum Pass { kMeasure = 0, kRelate = 1, kEncode = 2 };
 
+// Calls take(k) for k = 0 ... kCount - 1, each known when compiling: `k()`.
+template <int kCount, class Take>
+SHARDOPT_DEVICE void each_of(Take take) {
+  each_index(std::make_integer_sequence<int, kCount>{}, take);
+}
+template <int... k, class Take>
+SHARDOPT_DEVICE void each_index(std::integer_sequence<int, k...>, Take take) {
+  (take(std::integral_constant<int, k>{}), ...);
+}
+
+// How the k-th moment of a rule is kept in a state of this codec.
+template <class Rule, class Codec, int k>
+struct KeptMoment {
+  using Kept = typename Rule::Kept;
+  static constexpr MomentKind kKind = Kept::kKinds[k];
+  static constexpr bool kIsUnsigned = is_unsigned(kKind);
+  using Wide = std::conditional_t<(Codec::Signed::kScales > 0), Companded16, Float32>;
+  using Used = std::conditional_t<kKind == MomentKind::kWide, Wide, Codec>;
+  using Coder = std::conditional_t<kIsUnsigned, typename Used::Unsigned, typename Used::Signed>;
+  using Code = typename Used::Code;
+  static constexpr bool kIsRoot = Used::kRoot && kKind == MomentKind::kUnsigned;
+  static constexpr bool kRelates = Codec::kRelative && Kept::kUnsigned >= 0;
+  static constexpr bool kIsUnit = kRelates && k == Kept::kUnsigned;
+  static constexpr bool kIsRelative = kRelates && kKind == MomentKind::kSigned;
+  static constexpr int kPass = kIsRelative ? kRelate : kMeasure;  // in which it is measured
+  static constexpr bool kNeedsSmallest = kIsUnsigned && Coder::kMeasuresSmallest;
+};
+
 // The scales of a block with these extremes.
 template <class Coder>
 struct Scales {
@@ -43,12 +74,10 @@ template <class Rule, class Codec>
 class WarpStepper {
   static constexpr int kMoments = Rule::Kept::kCount;
   static constexpr int kUnsigned = Rule::Kept::kUnsigned;
-  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;  // no rule keeps more than one
   static constexpr bool kRelative = Codec::kRelative && kUnsigned >= 0;
   static constexpr bool kBlockwise = Codec::Signed::kScales > 0;
-  using Code = typename Codec::Code;
-  using Unsigned = typename Codec::Unsigned;
-  using Signed = typename Codec::Signed;
+  template <int k>
+  using Moment = KeptMoment<Rule, Codec, k>;
 
  public:
   SHARDOPT_DEVICE WarpStepper(const TensorEntry& entry, const Prepared<Rule>& prepared, const float* table, Phase phase)
@@ -59,14 +88,12 @@ class WarpStepper {
         gradient_scale_(prepared.gradient_scale),
         table_(table),
         phase_(phase) {
-    uint64_t codes = 0;
-    for (int k = 0; k < kMoments; ++k) {
-      codes_[k] = entry.codes[k];
-      codes |= codes_[k];
-    }
     const uint64_t rest = entry.param | entry.gradient | entry.low_bits;
-    aligned_ =
-        rest % 16 == 0 && codes % alignof(Vector<Code>) == 0 && (entry.rows == 1 || entry.row_stride % kLane == 0);
+    aligned_ = rest % 16 == 0 && (entry.rows == 1 || entry.row_stride % kLane == 0);
+    each_of<kMoments>([&](auto k) {
+      codes_[k()] = entry.codes[k()];
+      aligned_ &= codes_[k()] % alignof(Vector<typename Moment<k()>::Code>) == 0;
+    });
   }
 
   // Returns how many elements this lane has skipped.
@@ -110,14 +137,7 @@ class WarpStepper {
     for (int begin = 0; begin < entry_.block_size; begin += kChunk) {
       compute(begin, true);
       store_params();
-#pragma unroll
-      for (int k = 0; k < kMoments; ++k) {
-        if (k == kUnsigned) {
-          store_codes(k, Unsigned(no_scales, table_));
-        } else {
-          store_codes(k, Signed(no_scales, table_));
-        }
-      }
+      each_of<kMoments>([&](auto k) { store_codes<k()>(no_scales); });
     }
   }
 
@@ -128,11 +148,9 @@ class WarpStepper {
     const int last = kOnce || !entry_.cut ? kEncode : first;
     const int end = kOnce ? 1 : entry_.block_size;
     Extremes found[kMoments + 1] = {};
-#pragma unroll
-    for (int k = 0; k < kMoments; ++k) {  // what the owners of a cut block have agreed on
-      const bool is_known = first == kEncode || (first == kRelate && k == kUnsigned);
-      if (!kOnce && is_known && n_ > 0) found[k] = *shared_extremes(k);
-    }
+    each_of<kMoments>([&](auto k) {  // extremes that the owners of a cut block have agreed on
+      if (!kOnce && first > Moment<k()>::kPass && n_ > 0) found[k()] = *shared_extremes(k());
+    });
 #pragma unroll(kOnce ? 3 : 1)
     for (int pass = first; pass <= last; ++pass) {
       if (pass == kRelate && !kRelative) continue;
@@ -141,34 +159,25 @@ class WarpStepper {
           compute(begin, pass == kMeasure);
           if (kOnce || pass == kEncode) store_params();
         }
-        if (pass > kMeasure && (!kOnce || pass == (kRelative ? kRelate : kEncode))) {
-          encode_unsigned(found, kOnce || pass == kEncode);
-        }
-#pragma unroll
-        for (int k = 0; k < kMoments; ++k) {
+        if (kRelative && pass > kMeasure && (!kOnce || pass == kRelate)) relate(found, kOnce || pass == kEncode);
+        each_of<kMoments>([&](auto k) {
           if (pass == kEncode) {
-            if (k != kUnsigned) store_codes(k, Signed(Scales<Signed>(found[k]).x, table_));
-          } else if (is_measured(k, pass)) {
-            widen(found[k], k);
+            if (!Moment<k()>::kIsUnit) store_codes<k()>(Scales<typename Moment<k()>::Coder>(found[k()]).x);
+          } else if (pass == Moment<k()>::kPass) {
+            widen<k()>(found[k()]);
           }
-        }
+        });
       }
-#pragma unroll
-      for (int k = 0; k < kMoments; ++k) {
-        if (!is_measured(k, pass)) continue;
-        agree(found[k], k);
-        if (!kOnce && entry_.cut && lane_ == 0 && n_ > 0) *shared_extremes(k) = found[k];
-      }
+      each_of<kMoments>([&](auto k) {
+        if (pass != Moment<k()>::kPass) return;
+        agree<k()>(found[k()]);
+        if (!kOnce && entry_.cut && lane_ == 0 && n_ > 0) *shared_extremes(k()) = found[k()];
+      });
     }
     if (last == kEncode) store_scales(found);
   }
 
-  SHARDOPT_DEVICE static constexpr bool is_measured(int moment, int pass) {
-    return pass == (kRelative && moment != kUnsigned ? kRelate : kMeasure);
-  }
-
-  // Reads and updates the lane's elements of the chunk that begins there. Missing elements are as if all of theirs were
-  // zero: no rule changes such a state, and no extreme shows it.
+  // Reads and updates the lane's elements of the chunk that begins there. Missing elements are zeros.
   SHARDOPT_DEVICE void compute(int begin, bool counts) {
     const int left = n_ - begin - lane_ * kLane;
     span_.element = element_ + begin;
@@ -182,85 +191,78 @@ class WarpStepper {
   // largest magnitude among the gradients, as bits.
   template <bool kSkips>
   SHARDOPT_DEVICE int32_t update(bool counts) {
-    float gradient[kLane], root[kLane] = {}, moment[kMoments + 1][kLane];
+    float gradient[kLane], old[kMoments + 1][kLane];
     load_weights(param_, streams_, span_);
     load_gradients(gradient, streams_, span_);
-    decode(moment, root);
+    decode(old);
     int32_t largest_gradient = 0;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const float g = gradient[i] * gradient_scale_;
       largest_gradient = max_int(largest_gradient, magnitude_bits(g));
-      float new_param = param_[i], new_root = root[i], new_moment[kMoments + 1];
-#pragma unroll
-      for (int k = 0; k < kMoments; ++k) new_moment[k] = moment[k][i];
-      rule_.update(new_param, g, new_moment, &new_root);
-      if (kSkips && is_lost<kMoments>(g, new_param, new_moment)) {
-        skipped_ += counts;
-        new_param = param_[i];
-        new_root = root[i];
-#pragma unroll
-        for (int k = 0; k < kMoments; ++k) new_moment[k] = moment[k][i];
-      }
-      param_[i] = new_param;
-#pragma unroll
-      for (int k = 0; k < kMoments; ++k) kept_[k][i] = Codec::kRoot && k == kUnsigned ? new_root : new_moment[k];
+      float param = param_[i], moment[kMoments + 1], roots[kMoments + 1];
+      each_of<kMoments>([&](auto k) {
+        const float x = old[k()][i];
+        moment[k()] = Moment<k()>::kIsRoot ? x * x : x;
+      });
+      rule_.update(param, g, moment, roots);
+      const bool lost = kSkips && is_lost<kMoments>(g, param, moment);
+      if (lost) skipped_ += counts;
+      param_[i] = lost ? param_[i] : param;
+      each_of<kMoments>([&](auto k) {
+        const float x = Moment<k()>::kIsRoot ? roots[Rule::Kept::root_of(k())] : moment[k()];
+        kept_[k()][i] = i >= span_.n ? 0.0f : lost ? old[k()][i] : x;
+      });
     }
     return largest_gradient;
   }
 
-  // `root`: what stands for the unsigned moment in its codes.
-  SHARDOPT_DEVICE void decode(float (&moment)[kMoments + 1][kLane], float (&root)[kLane]) const {
-    if constexpr (kUnsigned >= 0) {
-      const Vector<Code> codes = load_lane<Code>(codes_[kUnsigned], span_);
-      const Unsigned coder(old_scales<Unsigned>(kUnsigned).x, table_);
+  // The moments, or the roots of those that are coded by theirs.
+  SHARDOPT_DEVICE void decode(float (&moment)[kMoments + 1][kLane]) const {
+    each_of<kMoments>([&](auto k) {
+      using Kept = Moment<k()>;
+      const auto codes = load_lane<typename Kept::Code>(codes_[k()], span_);
+      const typename Kept::Coder coder(old_scales<typename Kept::Coder>(k()).x, table_);
 #pragma unroll
-      for (int i = 0; i < kLane; ++i) {
-        root[i] = coder.decode(as_number(codes.x[i]));
-        moment[kUnsigned][i] = Codec::kRoot ? root[i] * root[i] : root[i];
+      for (int i = 0; i < kLane; ++i) moment[k()][i] = coder.decode(as_number(codes.x[i]));
+    });
+    each_of<kMoments>([&](auto k) {
+      if constexpr (Moment<k()>::kIsRelative) {
+#pragma unroll
+        for (int i = 0; i < kLane; ++i) moment[k()][i] *= moment[kUnsigned][i];
       }
-    }
-#pragma unroll
-    for (int k = 0; k < kMoments; ++k) {
-      if (k == kUnsigned) continue;
-      const Vector<Code> codes = load_lane<Code>(codes_[k], span_, static_cast<Code>(Signed::kZero));
-      const Signed coder(old_scales<Signed>(k).x, table_);
-#pragma unroll
-      for (int i = 0; i < kLane; ++i) {
-        const float x = coder.decode(as_number(codes.x[i]));
-        moment[k][i] = kRelative ? x * root[i] : x;
-      }
-    }
+    });
   }
 
-  // Encodes the unsigned moment, and turns relative ones into units of its root as that will be decoded.
-  SHARDOPT_DEVICE void encode_unsigned(const Extremes* found, bool stores) {
-    if constexpr (kUnsigned >= 0) {
-      const Unsigned coder(Scales<Unsigned>(found[kUnsigned]).x, table_);
-      Vector<Code> codes;
+  // Encodes the moment in units of whose root others are coded, and turns these into such units, of the root as it will
+  // be decoded.
+  SHARDOPT_DEVICE void relate(const Extremes* found, bool stores) {
+    if constexpr (kRelative) {
+      using Unit = Moment<kUnsigned>;
+      const typename Unit::Coder coder(Scales<typename Unit::Coder>(found[kUnsigned]).x, table_);
+      Vector<typename Unit::Code> codes;
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
         const float x = kept_[kUnsigned][i];
-        if constexpr (kRelative) {
-          float unit;
-          codes.x[i] = static_cast<Code>(coder.encode(x, unit));
-          const bool is_zero = bits(x) == 0;
-          const float in_units = kept_[kSigned][i] * reciprocal(is_zero ? 1.0f : unit);  // that of 0 takes long
-          kept_[kSigned][i] = is_zero ? 0.0f : in_units;
-        } else {
-          codes.x[i] = static_cast<Code>(coder.encode(x));
-        }
+        float unit;
+        codes.x[i] = static_cast<typename Unit::Code>(coder.encode(x, unit));
+        const bool is_zero = bits(x) == 0;
+        const float inverse = reciprocal(is_zero ? 1.0f : unit);  // that of 0 takes long
+        each_of<kMoments>([&](auto k) {
+          if (Moment<k()>::kIsRelative) kept_[k()][i] = is_zero ? 0.0f : kept_[k()][i] * inverse;
+        });
       }
       if (stores) store_lane(codes_[kUnsigned], codes, span_);
     }
   }
 
-  template <class Coder>
-  SHARDOPT_DEVICE void store_codes(int moment, const Coder& coder) const {
-    Vector<Code> codes;
+  template <int k>
+  SHARDOPT_DEVICE void store_codes(const float* scales) const {
+    const typename Moment<k>::Coder coder(scales, table_);
+    Vector<typename Moment<k>::Code> codes;
 #pragma unroll
-    for (int i = 0; i < kLane; ++i) codes.x[i] = static_cast<Code>(coder.encode(kept_[moment][i]));
-    store_lane(codes_[moment], codes, span_);
+    for (int i = 0; i < kLane; ++i) codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i]));
+    store_lane(codes_[k], codes, span_);
   }
 
   SHARDOPT_DEVICE void store_params() const {
@@ -273,43 +275,35 @@ class WarpStepper {
   SHARDOPT_DEVICE void store_scales(const Extremes* found) const {
     __syncwarp();  // all lanes have read the old ones
     if (lane_ > 0 || n_ == 0) return;
-#pragma unroll
-    for (int k = 0; k < kMoments; ++k) {
-      if (k == kUnsigned) {
-        const Scales<Unsigned> scales(found[k]);
-        for (int i = 0; i < Unsigned::kScales; ++i) scales_of<Unsigned>(k)[i] = scales.x[i];
-      } else {
-        const Scales<Signed> scales(found[k]);
-        for (int i = 0; i < Signed::kScales; ++i) scales_of<Signed>(k)[i] = scales.x[i];
-      }
-    }
+    each_of<kMoments>([&](auto k) {
+      using Coder = typename Moment<k()>::Coder;
+      const Scales<Coder> scales(found[k()]);
+      for (int i = 0; i < Coder::kScales; ++i) scales_of<Coder>(k())[i] = scales.x[i];
+    });
   }
 
-  SHARDOPT_DEVICE void widen(Extremes& e, int moment) const {
+  template <int k>
+  SHARDOPT_DEVICE void widen(Extremes& e) const {
     uint32_t smallest = ~0u;  // of the bits above zero, less one
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      const int32_t b = magnitude_bits(kept_[moment][i]);
+      const int32_t b = magnitude_bits(kept_[k][i]);
       e.high = max_int(e.high, b);
       smallest = min(smallest, static_cast<uint32_t>(b) - 1u);
     }
-    if (needs_smallest(moment) && smallest != ~0u) {
+    if (Moment<k>::kNeedsSmallest && smallest != ~0u) {
       e.low = max_int(e.low, kInfinityBits - static_cast<int32_t>(smallest + 1));
     }
   }
 
-  SHARDOPT_DEVICE static constexpr bool needs_smallest(int moment) {
-    if constexpr (kUnsigned >= 0 && kBlockwise) return moment == kUnsigned && Unsigned::kMeasuresSmallest;
-    return false;
-  }
-
   // The extremes of the whole block, in all of its lanes.
-  SHARDOPT_DEVICE void agree(Extremes& e, int moment) const {
+  template <int k>
+  SHARDOPT_DEVICE void agree(Extremes& e) const {
 #pragma unroll
     for (int lane_bit = 1; lane_bit < kWarp; lane_bit *= 2) {
       if (lane_bit >= lanes_) continue;
       e.high = max_int(e.high, exchange(e.high, lane_bit));
-      if (needs_smallest(moment)) e.low = max_int(e.low, exchange(e.low, lane_bit));
+      if (Moment<k>::kNeedsSmallest) e.low = max_int(e.low, exchange(e.low, lane_bit));
     }
   }
 

@@ -14,22 +14,22 @@ int64_t task_elements(int64_t elements) {
   return elements >= kMany ? kMost : elements >= kSome ? kMost / 2 : kMost / 4;
 }
 
-template <class... Rule>
-bool has_moments(int rule, tasks::List<Rule...>) {
-  constexpr bool has[] = {(Rule::Kept::kCount > 0)...};
+// Whether a rule and a blockwise codec have kernels of their own.
+template <class Codec, class... Rule>
+bool has_kernels(int rule, tasks::List<Rule...>) {
+  constexpr bool has[] = {(Codec::Signed::kScales > 0 && tasks::is_usual<Rule, Codec>())...};
   return has[rule];
 }
-
 template <class... Codec>
-bool has_blocks(int codec, tasks::List<Codec...>) {
-  constexpr bool has[] = {(Codec::Signed::kScales > 0)...};
+bool has_kernels(int rule, int codec, tasks::List<Codec...>) {
+  const bool has[] = {has_kernels<Codec>(rule, tasks::Rules{})...};
   return has[codec];
 }
 
 // The entry's format in kAlignedFormats if its blocks have kernels of their own; -1 otherwise.
 int format_of(const TensorEntry& entry, int rule) {
   if (entry.cut || entry.block_size != kAlignedBlock || entry.rows == 0 || entry.cols == 0) return -1;
-  if (!has_moments(rule, tasks::Rules{}) || !has_blocks(entry.codec, tasks::Codecs{})) return -1;
+  if (!has_kernels(rule, entry.codec, tasks::Codecs{})) return -1;
   // Short blocks that do not lie one after the other would be staged one by one.
   if (entry.row_stride != entry.cols && entry.rows > 1 && entry.cols < kAlignedBlock) return -1;
   for (int i = 0; i < kAlignedFormatCount; ++i) {

@@ -55,4 +55,9 @@ constexpr int index_of(List<Types...>) {
   return found;
 }
 
+template <class Rule, class Codec>
+constexpr bool is_usual() {
+  return index_of<Rule>(UsualRules{}) < UsualRules::kCount && index_of<Codec>(UsualCodecs{}) < UsualCodecs::kCount;
+}
+
 SHARDOPT_END_NAMESPACE

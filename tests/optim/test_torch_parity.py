@@ -17,25 +17,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
 import shardopt
+from plain_optimizers import PlainAdan, PlainAdEMAMix, PlainADOPT, PlainLion, PlainSignum
 
 STEPS = 100
-
-
-class PlainLion(Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2) in the parameters' dtype; the decay comes first, as in torch's AdamW."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                update = (beta1 * m + (1 - beta1) * p.grad).sign()
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
-                m.copy_(beta2 * m + (1 - beta2) * p.grad)
 
 
 class Pair(NamedTuple):
@@ -64,6 +48,70 @@ PAIRS: dict[str, Pair] = {
     ),
     "momentum-maximize": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "maximize": True}),
     "lion": Pair(PlainLion, shardopt.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "amsgrad": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "amsgrad": True, "betas": (0.9, 0.9)}),
+    "amsgrad-l2": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "nadam": Pair(torch.optim.NAdam, shardopt.NAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "nadam-decoupled": Pair(
+        torch.optim.NAdam,
+        shardopt.NAdam,
+        {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    "radam": Pair(torch.optim.RAdam, shardopt.RAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "radam-decoupled": Pair(
+        torch.optim.RAdam, shardopt.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    ),
+    "radam-short": Pair(torch.optim.RAdam, shardopt.RAdam, {"lr": 1e-2, "betas": (0.9, 0.5)}),  # never rectified
+    "adamax": Pair(torch.optim.Adamax, shardopt.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adagrad": Pair(torch.optim.Adagrad, shardopt.Adagrad, {"lr": 1e-1}),
+    "adagrad-initial": Pair(
+        torch.optim.Adagrad,
+        shardopt.Adagrad,
+        {"lr": 1e-1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.3},
+    ),
+    "rmsprop": Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
+    "rmsprop-momentum": Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "momentum": 0.9, "alpha": 0.9}),
+    "rmsprop-centered": Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "centered": True, "eps": 1e-3}),
+    "rmsprop-centered-momentum": Pair(
+        torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-2}
+    ),
+    "signum": Pair(PlainSignum, shardopt.Signum, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
+    "ademamix": Pair(
+        PlainAdEMAMix,
+        shardopt.AdEMAMix,
+        {"lr": 1e-3, "betas": (0.9, 0.99, 0.9999), "alpha": 5.0, "weight_decay": 0.1},
+    ),
+    "ademamix-schedules": Pair(
+        PlainAdEMAMix,
+        shardopt.AdEMAMix,
+        {
+            "lr": 1e-3,
+            "betas": (0.9, 0.99, 0.9999),
+            "alpha": 5.0,
+            "alpha_steps": 70,
+            "beta3_steps": 80,
+            "weight_decay": 0.0,
+        },
+    ),
+    "adopt": Pair(
+        PlainADOPT,
+        shardopt.ADOPT,
+        {"lr": 1e-2, "betas": (0.9, 0.9999), "decoupled_weight_decay": True, "weight_decay": 0.1},
+    ),
+    "adopt-l2": Pair(
+        PlainADOPT,
+        shardopt.ADOPT,
+        {"lr": 1e-2, "betas": (0.9, 0.99), "decoupled_weight_decay": False, "weight_decay": 0.1},
+    ),
+    "adan": Pair(
+        PlainAdan,
+        shardopt.Adan,
+        {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "weight_decay": 0.1, "no_prox": False},
+    ),
+    "adan-no-prox": Pair(
+        PlainAdan,
+        shardopt.Adan,
+        {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "weight_decay": 0.1, "no_prox": True},
+    ),
 }
 STATEFUL = ["adamw", "momentum"]
 

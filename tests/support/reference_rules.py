@@ -181,8 +181,8 @@ def ademamix(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, st
     root = square_root(v)
     denominator = fma(root, float32(1 / math.sqrt(1 - power(hyper["beta2"], step))), float32(hyper["eps"]))
     direction = fma(float32(lr * alpha), slow, float32(lr / (1 - power(hyper["beta1"], step))) * fast)
-    p = fma(-direction, reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
-    return Updated(p, [fast, slow, v], [root])
+    change = add_scaled(lr * hyper["decoupled_decay"], p, direction * reciprocal(denominator))
+    return Updated(p - change, [fast, slow, v], [root])
 
 
 def adopt(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:

@@ -1,0 +1,108 @@
+"""Optimizers that torch.optim does not have, in a few lines of PyTorch each, in the parameters' dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Plain(Optimizer):
+    """Calls :meth:`update` for each parameter; moments are zeros before the first step."""
+
+    def __init__(self, params: Any, **hyper: Any) -> None:
+        super().__init__(params, hyper)
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                self.update(p, p.grad, self.state[p], **hyper)
+
+
+def moment(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
+    found: Tensor = state.setdefault(name, torch.zeros_like(p))
+    return found
+
+
+class PlainLion(Plain):
+    """Lion (arXiv 2302.06675, algorithm 2); the decay comes first, as in torch's AdamW."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2), m = hyper["betas"], moment(state, "exp_avg", p)
+        direction = (beta1 * m + (1 - beta1) * g).sign()
+        p.mul_(1 - hyper["lr"] * hyper.get("weight_decay", 0.0)).sub_(hyper["lr"] * direction)
+        m.copy_(beta2 * m + (1 - beta2) * g)
+
+
+class PlainSignum(Plain):
+    """Signum (arXiv 1802.04434, algorithm 2)."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        m = moment(state, "momentum_buffer", p)
+        m.lerp_(g, 1 - hyper["momentum"])
+        p.mul_(1 - hyper["lr"] * hyper.get("weight_decay", 0.0)).sub_(hyper["lr"] * m.sign())
+
+
+class PlainAdEMAMix(Plain):
+    """AdEMAMix (arXiv 2409.03137, algorithm 1 and its schedules)."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2, beta3), t, alpha = hyper["betas"], state["step"], hyper["alpha"]
+        if hyper.get("alpha_steps"):
+            alpha = min(t * alpha / hyper["alpha_steps"], alpha)
+        if hyper.get("beta3_steps"):
+            share, low, high = t / hyper["beta3_steps"], math.log(beta1), math.log(beta3)
+            beta3 = min(math.exp(low * high / ((1 - share) * high + share * low)), beta3) if share < 1 else beta3
+        fast, slow, v = (moment(state, name, p) for name in ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"))
+        fast.lerp_(g, 1 - beta1)
+        slow.lerp_(g, 1 - beta3)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = v.sqrt() / math.sqrt(1 - beta2**t) + hyper.get("eps", 1e-8)
+        direction = (fast / (1 - beta1**t) + alpha * slow) / denominator + hyper["weight_decay"] * p
+        p.sub_(hyper["lr"] * direction)
+
+
+class PlainADOPT(Plain):
+    """ADOPT (arXiv 2411.02853, algorithm 2)."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2), t = hyper["betas"], state["step"]
+        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
+        decay = hyper.get("weight_decay", 0.0)
+        if not hyper["decoupled_weight_decay"]:
+            g = g + decay * p
+        if t == 1:
+            v.copy_(g * g)
+            return
+        if hyper["decoupled_weight_decay"]:
+            p.mul_(1 - hyper["lr"] * decay)
+        clip = (t - 1) ** 0.25
+        m.lerp_((g / v.sqrt().clamp(min=hyper.get("eps", 1e-6))).clamp(-clip, clip), 1 - beta1)
+        p.sub_(hyper["lr"] * m)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+
+
+class PlainAdan(Plain):
+    """Adan (arXiv 2208.06677, algorithm 1), with the decay rates of its authors' code."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2, beta3), t, lr = hyper["betas"], state["step"], hyper["lr"]
+        m, d, n, last = (moment(state, k, p) for k in ("exp_avg", "exp_avg_diff", "exp_avg_sq", "neg_pre_grad"))
+        difference = g + last if t > 1 else torch.zeros_like(g)
+        m.lerp_(g, 1 - beta1)
+        d.lerp_(difference, 1 - beta2)
+        n.lerp_((g + beta2 * difference) ** 2, 1 - beta3)
+        last.copy_(-g)
+        denominator = n.sqrt() / math.sqrt(1 - beta3**t) + hyper.get("eps", 1e-8)
+        step = lr * (m / (1 - beta1**t) + beta2 * d / (1 - beta2**t)) / denominator
+        decay = lr * hyper["weight_decay"]
+        p.copy_(p * (1 - decay) - step if hyper["no_prox"] else (p - step) / (1 + decay))
