@@ -34,14 +34,21 @@ struct Prepared {
 // codes.
 enum Pass { kMeasure = 0, kRelate = 1, kEncode = 2 };
 
-// Calls take(k) for k = 0 ... kCount - 1, each known when compiling: `k()`.
+// A number that is known when compiling: index().
+template <int k>
+struct Index {
+  SHARDOPT_HD constexpr int operator()() const { return k; }
+};
+
+template <int... k, class Take>
+SHARDOPT_DEVICE void each_index(std::integer_sequence<int, k...>, Take take) {
+  (take(Index<k>{}), ...);
+}
+
+// Calls take(Index<k>{}) for k = 0 ... kCount - 1.
 template <int kCount, class Take>
 SHARDOPT_DEVICE void each_of(Take take) {
   each_index(std::make_integer_sequence<int, kCount>{}, take);
-}
-template <int... k, class Take>
-SHARDOPT_DEVICE void each_index(std::integer_sequence<int, k...>, Take take) {
-  (take(std::integral_constant<int, k>{}), ...);
 }
 
 // How the k-th moment of a rule is kept in a state of this codec.
@@ -55,6 +62,7 @@ struct KeptMoment {
   using Coder = std::conditional_t<kIsUnsigned, typename Used::Unsigned, typename Used::Signed>;
   using Code = typename Used::Code;
   static constexpr bool kIsRoot = Used::kRoot && kKind == MomentKind::kUnsigned;
+  static constexpr int kRoot = Kept::root_of(k);  // which of the rule's roots it is
   static constexpr bool kRelates = Codec::kRelative && Kept::kUnsigned >= 0;
   static constexpr bool kIsUnit = kRelates && k == Kept::kUnsigned;
   static constexpr bool kIsRelative = kRelates && kKind == MomentKind::kSigned;
@@ -210,7 +218,7 @@ class WarpStepper {
       if (lost) skipped_ += counts;
       param_[i] = lost ? param_[i] : param;
       each_of<kMoments>([&](auto k) {
-        const float x = Moment<k()>::kIsRoot ? roots[Rule::Kept::root_of(k())] : moment[k()];
+        const float x = Moment<k()>::kIsRoot ? roots[Moment<k()>::kRoot] : moment[k()];
         kept_[k()][i] = i >= span_.n ? 0.0f : lost ? old[k()][i] : x;
       });
     }

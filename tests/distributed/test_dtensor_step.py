@@ -74,6 +74,12 @@ RULES_AND_CODECS = [
     ("lion", "dynamic8"),
     ("nesterov", "companded8"),
     ("sgd", "log8"),
+    ("ademamix", "log8"),
+    ("adan", "log8"),
+    ("amsgrad", "log8"),
+    ("adamax", "log8"),
+    ("centered_rmsprop_momentum", "log8"),
+    ("adagrad", "dynamic8"),
 ]
 
 

@@ -92,6 +92,13 @@ def _odds(orig: bool, rule: str, codec: str, block_sizes: list[int], dtype: torc
         *(("adamw", codec, *on) for codec in ("companded8", "dynamic8", "bf16", "fp32") for on in FEW_WORLDS),
         *(("lion", codec, *on) for codec in ("log8", "dynamic8") for on in FEW_WORLDS),
         *(("momentum", codec, *on) for codec in ("log8", "companded8", "fp32") for on in FEW_WORLDS),
+        *(
+            (rule, "log8", *on)
+            for rule in ("ademamix", "adan", "amsgrad", "adamax", "adagrad")
+            for on in FEW_WORLDS[:1]
+        ),
+        *((rule, "log8", *on) for rule in ("centered_rmsprop_momentum", "adopt") for on in FEW_WORLDS[1:2]),
+        ("ademamix", "bf16", *FEW_WORLDS[0]),
     ],
 )
 def test_odd_shapes(ranks: Pool, world_size: int, orig: bool, rule: str, codec: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cuda_emulated
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, at_odd_offset, step
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, USUAL_RULES, Named, at_odd_offset, step
 from kernel_problem import DTYPES, gradients, make, start, using
 from pairs import pairwise
 from ranks.snapshot import Snapshot, assert_same, snapshot
@@ -79,7 +79,7 @@ def aligned_gradients(t: int, dtype: torch.dtype) -> Named:
 
 @pytest.mark.parametrize("weights", ALIGNED_FORMATS)
 @pytest.mark.parametrize("codec", EIGHT_BIT)
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "sgd"])
+@pytest.mark.parametrize("rule", [rule for rule in USUAL_RULES if rule != "sgd"])
 def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
     dtype, options = ALIGNED_FORMATS[weights]
     steps = [aligned_gradients(t, dtype) for t in (1, 2, 3, 4, 5, 6, 7, 8)]

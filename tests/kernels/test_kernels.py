@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from helpers import (
     step,
 )
 from kernel_problem import DTYPES, HUGE, STEPS, gradients, make, start, using
+from pairs import of_usual_rules, pairwise
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch
@@ -53,12 +55,11 @@ def expected(rule: str, codec: str, dtypes: str) -> tuple[list[Snapshot], int]:
     return found, oracle.nonfinite
 
 
-@pytest.mark.parametrize(("target", "threads"), VARIANTS)
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", RULES)
-def test_equal_the_reference(rule: str, codec: str, dtypes: str, target: str, threads: int) -> None:
-    param_dtype, gradient_dtype = DTYPES[dtypes]
+@pytest.mark.parametrize(
+    ("rule", "codec", "dtypes", "variant"), pairwise(product(RULES, CODEC_NAMES, DTYPES, VARIANTS))
+)
+def test_equal_the_reference(rule: str, codec: str, dtypes: str, variant: tuple[str, int]) -> None:
+    (param_dtype, gradient_dtype), (target, threads) = DTYPES[dtypes], variant
     params, optimizer = make(rule, codec, start(param_dtype))
     found, nonfinite = expected(rule, codec, dtypes)
     with using(target, threads):
@@ -190,8 +191,7 @@ def test_subnormal_state_is_one() -> None:
             assert ((magnitude > 0) & (magnitude < smallest)).sum() > magnitude.numel() / 4
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "codec"), of_usual_rules(product(RULES, CODEC_NAMES)))
 def test_loss_scale_and_maximize(rule: str, codec: str) -> None:
     initial = start(FP16)
     params, optimizer = make(rule, codec, initial, maximize=True)
@@ -205,8 +205,7 @@ def test_loss_scale_and_maximize(rule: str, codec: str) -> None:
     assert_same(snapshot(params, optimizer), oracle.snapshot())
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "codec"), of_usual_rules(product(RULES, CODEC_NAMES)))
 def test_gradients_that_overflow(rule: str, codec: str) -> None:
     for dtype in (FP32, BF16):
         huge = {name: gradient.clone() for name, gradient in gradients(2, dtype).items()}

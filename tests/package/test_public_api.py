@@ -21,8 +21,44 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False},
     "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
     "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+    "Adamax": {"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "NAdam": {
+        "lr": 2e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "momentum_decay": 4e-3,
+        "decoupled_weight_decay": False,
+    },
+    "RAdam": {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled_weight_decay": False,
+    },
+    "RMSprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
+    "AdEMAMix": {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999, 0.9999),
+        "alpha": 5.0,
+        "alpha_steps": None,
+        "beta3_steps": None,
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+    },
+    "ADOPT": {
+        "lr": 1e-3,
+        "betas": (0.9, 0.9999),
+        "eps": 1e-6,
+        "weight_decay": 0.0,
+        "decoupled_weight_decay": False,
+    },
+    "Adan": {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False},
+    "Signum": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.0},
 }
-PRESETS = {"AdamW8bit": "AdamW", "Adam8bit": "Adam", "Lion8bit": "Lion", "SGD8bit": "SGD"}
+PRESETS = {f"{name}8bit": name for name in OPTIMIZERS}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
 OTHERS += ("ShardedOptimizer", "release_gradients")
 OPTIONS: dict[str, Any] = {
@@ -66,7 +102,7 @@ def test_signatures(name: str) -> None:
     assert "Options" in str(options.annotation)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop"])
 def test_defaults_are_those_of_torch(name: str) -> None:
     theirs = inspect.signature(getattr(torch.optim, name).__init__).parameters
     order = [p for p in theirs if p in OPTIMIZERS[name]]

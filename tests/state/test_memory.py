@@ -27,6 +27,7 @@ def stepped(rule: str, shape: tuple[int, ...] = (ROWS, COLS), dtype: torch.dtype
 BYTES = {
     "log8": ((1, 4 / 128), (1, 8 / 128)),
     "companded8": ((1, 4 / 128), (1, 4 / 128)),
+    "companded16": ((2, 4 / 128), (2, 4 / 128)),
     "dynamic8": ((1, 4 / 128), (1, 4 / 128)),
     "bf16": ((2, 0), (2, 0)),
     "fp32": ((4, 0), (4, 0)),

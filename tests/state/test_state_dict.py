@@ -88,10 +88,10 @@ def test_names_dtypes_and_shapes(codec: str) -> None:
             found = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
             shape = tuple(param.shape)
             expected = {"step": (torch.float32, ())}
-            if codec in EIGHT_BIT and param.numel() >= 4096:
+            if CODECS[codec].blockwise and param.numel() >= 4096:
                 blocks = (shape[0], -(-shape[1] // 128))
                 for moment, last in (("exp_avg", ()), ("exp_avg_sq", unit)):
-                    expected[f"{moment}_codes"] = (torch.uint8, shape)
+                    expected[f"{moment}_codes"] = (CODECS[codec].code_dtype, shape)
                     expected[f"{moment}_scales"] = (torch.float32, (*blocks, *last))
             else:
                 quantized = codec == "bf16" and param.numel() >= 4096
@@ -238,7 +238,6 @@ def wrong_state_dicts() -> dict[str, tuple[dict[str, Any], str]]:
         "rule": (saved("lion"), "saved by another optimizer"),
         "shape": (saved("adamw", [Parameter(p.detach()[:1]) if p.ndim else p for p in params_of()]), "got exp_avg"),
         "count": (saved("adamw", params_of()[:2]), "parameters per param group"),
-        "amsgrad": (amsgrad.state_dict(), "amsgrad"),
         "amsgrad state": (without_flag, "max_exp_avg_sq"),
         "missing entry": (broken, "expected step, exp_avg_codes"),
         "cast codes": (cast, "expected torch.uint8"),

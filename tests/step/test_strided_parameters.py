@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
 from helpers import CODEC_NAMES, RULES, everything
+from pairs import of_usual_rules
 from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
@@ -31,8 +33,7 @@ from strided_problem import (
 )
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "codec"), of_usual_rules(product(RULES, CODEC_NAMES)))
 def test_as_the_contiguous_copies(rule: str, codec: str) -> None:
     optimizer = make(rule, codec=codec)
     strides = [param.stride() for param in params_of(optimizer)]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from helpers import USUAL_RULES
+
 Pair = tuple[int, str, int, str]
 
 
@@ -43,3 +45,10 @@ def slow(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
 
 def _pairs(case: tuple[Any, ...]) -> set[Pair]:
     return {(a, repr(case[a]), b, repr(case[b])) for a, b in combinations(range(len(case)), 2)}
+
+
+def of_usual_rules(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Marks slow the cases of other rules, given first, that :func:`pairwise` would."""
+    listed = list(cases)
+    others = [case for case in listed if case[0] not in USUAL_RULES]
+    return [case for case in listed if case[0] in USUAL_RULES] + (pairwise(others) if others else [])
