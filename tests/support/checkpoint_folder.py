@@ -49,13 +49,13 @@ def cut(tensor: Tensor, cuts: Cuts) -> Chunks:
 def save(path: Path, tensors: dict[str, Any], header: dict[str, Any] | None = None) -> None:
     writer = PortableWriter(path, {} if header is None else header)
     with plain_errors(writer.discard):
-        dcp.save(tensors, storage_writer=writer, planner=ReplicaPlanner(), no_dist=True)
+        dcp.save(tensors, storage_writer=writer, planner=ReplicaPlanner())
 
 
 def load(path: Path, tensors: dict[str, Any]) -> None:
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     with plain_errors():
-        dcp.load(tensors, storage_reader=PortableReader(path), planner=planner, no_dist=True)
+        dcp.load(tensors, storage_reader=PortableReader(path), planner=planner)
 
 
 def saved(path: Path, seed: int = 0) -> dict[str, Tensor]:
