@@ -1,4 +1,4 @@
-// What every codec may use, and the concept.
+// Helpers for codecs, and the concept.
 //
 // A codec is a struct with
 //   kName, Code        its name and the type of one code
@@ -46,7 +46,7 @@ SHARDOPT_HD IntOf<F> signed_code_of(F x, F y) {
 // The least scale of a block that is not all zeros, so that 254 times its reciprocal is finite and its smallest code is
 // not zero.
 constexpr float kLeastScale = 7.52316385e-37f;  // 2^-120
-// The same for roots, whose squares must not be zero: the smallest code above zero is 1/255.
+// Least scale of roots, whose squares must not be zero: the smallest code above zero is 1/255.
 constexpr float kLeastRootScale = 1.35525272e-20f;  // 2^-66
 
 // The base of a coder in units of the block's largest magnitude.

@@ -209,7 +209,7 @@ def test_reads_and_writes_that_do_a_part(tmp_path: Path, monkeypatch: pytest.Mon
 
 @needs_async_save
 def test_async_save(tmp_path: Path) -> None:
-    """What was there when it was called is saved, whatever happens to the tensors then."""
+    """Values are saved as they are at the call, whatever happens to the tensors then."""
     tensors = {"first": values_of((8, 16), torch.float32), "second": values_of((8, 4), torch.uint8)}
     state = {"first": cut(tensors["first"], ((3,), (5,))), "second": tensors["second"]}
     stager = Stager()

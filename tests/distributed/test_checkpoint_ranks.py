@@ -145,7 +145,7 @@ def error_of(function: Callable[..., None], *args: Any) -> str:
 
 
 def agreed(messages: list[str]) -> str:
-    """What all ranks say."""
+    """The answer that all ranks give."""
     assert len(set(messages)) == 1
     return messages[0]
 

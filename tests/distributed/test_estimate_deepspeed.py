@@ -65,7 +65,7 @@ def _compare(name: str, setup: Setup) -> None:
     expected = estimate(model, setup, dist.get_rank())
     got, wanted = ((report.device, report.host) for report in (found.report, expected))
     assert got == wanted, f"{name}, {setup}: got {got}, expected {wanted}"
-    # What is left is what the notes leave out: ZeRO 3's bucket, two copies of the largest gradient on its way to the
+    # The rest is left out by the notes, too: ZeRO 3's bucket, two copies of the largest gradient on its way to the
     # host, norms and counters; and what has been reduced last, if a thread of gloo has not let go of it yet.
     elements = BUCKET if setup.backend == "zero3" else 0
     elements += 2 * model.largest if setup.zero_offload != "none" else 0

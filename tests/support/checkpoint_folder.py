@@ -66,7 +66,7 @@ def saved(path: Path, seed: int = 0) -> dict[str, Tensor]:
 
 
 def assert_holds(path: Path, seed: int = 0) -> None:
-    """What :func:`saved` saved can be loaded."""
+    """Asserts that the tensors of :func:`saved` can be loaded."""
     tensors = {"first": torch.zeros(8, 16), "second": torch.zeros(8, 4, dtype=torch.uint8)}
     load(path, {name: cut(tensor, ((), ())) for name, tensor in tensors.items()})
     assert bits(tensors["first"]) == bits(values_of((8, 16), torch.float32, seed))

@@ -20,7 +20,7 @@ Scalars = Mapping[str, float]
 
 
 class Updated(NamedTuple):
-    """What a rule makes of a parameter: float32 tensors of one shape."""
+    """Result of a rule for a parameter: float32 tensors of one shape."""
 
     param: Tensor
     moments: list[Tensor]
@@ -53,7 +53,7 @@ def add_scaled(factor: float, x: Tensor, y: Tensor) -> Tensor:
 
 
 def decayed(p: Tensor, decay: float) -> Tensor:
-    """What decoupled weight decay leaves of a parameter."""
+    """Decoupled weight decay of a parameter."""
     return add_scaled(-decay, p, p)
 
 

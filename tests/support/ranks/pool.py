@@ -46,14 +46,14 @@ class _Place(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What a worker is sent."""
+    """A task for a worker."""
 
     path: list[str]
     work: bytes  # pickled (function, arguments): it can be read only once the path is set
 
 
 class _Result(NamedTuple):
-    """What a worker answers."""
+    """A worker's answer."""
 
     value: Any
     groups: int  # process groups that it has by now
