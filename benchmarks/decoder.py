@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Architecture:
-    """What fixes the parameters. ``modern`` is Llama's kind: a gated MLP, no biases; otherwise it is GPT-2's."""
+    """Sizes of the decoder. ``modern`` is Llama's kind: a gated MLP, no biases; otherwise it is GPT-2's."""
 
     layers: int
     hidden: int

@@ -93,7 +93,7 @@ def cases() -> list[Case]:
 
 @dataclass
 class Found:
-    """What :func:`measure` found.
+    """Result of :func:`measure`.
 
     Attributes:
         report: weights, gradients, masters, staging and state by the side where they would stand with a GPU.
@@ -113,7 +113,7 @@ class Found:
 
 
 def masters(engine: Any) -> list[Tensor]:
-    """What the optimizer steps."""
+    """The tensors that the optimizer steps."""
     wrapper = engine.optimizer
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
         if hasattr(wrapper, name):

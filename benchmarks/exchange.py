@@ -1,4 +1,4 @@
-"""What it costs that the ranks of FSDP1 agree on the scales of the blocks that their shards cut.
+"""Cost of agreeing, among the ranks of FSDP1, on the scales of the blocks that their shards cut.
 
 Steps with ``exact_cut_blocks=True`` and ``False`` take turns on the same model; medians over the rounds of the slowest
 rank's time. After it, or without torchrun, the same is counted for 70 billion parameters on 512 ranks: torch's FSDP1
@@ -48,7 +48,7 @@ ON_PAPER = {
 
 @dataclass
 class Count:
-    """What the ranks exchange in a step."""
+    """Data that the ranks exchange in a step."""
 
     model: str
     parameters: int

@@ -1,4 +1,4 @@
-"""What a step costs beside the arithmetic: 300 tensors of 16 elements, so that the kernels have next to nothing to do.
+"""Cost of a step beside the arithmetic: 300 tensors of 16 elements, so that the kernels have next to nothing to do.
 
 The parameters are plain, DTensors on a mesh of one rank, those of an FSDP2 or FSDP1 model or of a
 ZeroRedundancyOptimizer: all in this process, whose process group has one rank. "same" steps with the same gradient

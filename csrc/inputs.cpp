@@ -173,6 +173,7 @@ bool Inputs::same_parameter(Input& input) const {
   TensorView view;
   if (!view_tensor(part.ptr(), view) || !(Known(view) == input.known) || !has_shape_of(input, part.ptr(), view))
     return false;
+  if (is_negative_view(part.ptr())) return false;
   return std::equal(view.strides, view.strides + view.ndim, sizes_.data() + input.sizes + view.ndim);
 }
 
@@ -208,7 +209,7 @@ bool Inputs::accept(Input& input, PyObject* part) const {
   const uint8_t dtype = dtype_of(view);
   if (dtype != input.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
   if (!lies_in_storage(part, view)) return false;
-  input.strided = !input.known.contiguous || !view.is_contiguous();
+  input.strided = !input.known.contiguous || !view.is_contiguous() || is_negative_view(part);
   input.gradient = view.address;
   input.gradient_dtype = dtype;
   return true;
@@ -308,7 +309,8 @@ void bind_inputs(py::module_& m) {
       .def("read", &Inputs::read, py::arg("param_groups"), py::arg("state"), py::arg("parts"),
            "This rank's parts of the gradients and the parameters to be stepped; None if the table must be made anew.")
       .def("gradient_kinds", &Inputs::gradient_kinds,
-           "Per parameter the gradient's DType, with the bit `strided` where it or the parameter is not contiguous; "
+           "Per parameter the gradient's DType, with the bit `strided` where it or the parameter is not contiguous, or "
+           "the gradient is a negative view; "
            "`no_gradient` where there is none.")
       .def("options_changed", &Inputs::options_changed, py::arg("param_groups"),
            "Whether options of a param group may differ from those at the last call.")

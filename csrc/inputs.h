@@ -95,7 +95,7 @@ class Inputs {
     int64_t device = 0;
     uint8_t dtype = kNoDType;
     bool in_table = false;
-    bool strided = false;  // whether it or its gradient is not contiguous
+    bool strided = false;  // whether it or its gradient is not contiguous, or the gradient is a negative view
     uint8_t gradient_dtype = kNoDType;
     uint64_t gradient = 0;  // address
     size_t first_entry = 0, entry_count = 0;

@@ -26,6 +26,7 @@ struct Libtorch {
   Getter<int32_t> dtype, device_type, device_index;
   Getter<int32_t> layout;  // nullptr before PyTorch 2.8, which complains on stderr of a sparse tensor's strides
   int32_t strided, float32, bfloat16, float16;
+  bool (*is_neg)(Handle);  // at::is_neg(const Tensor&), without its dispatch; no C function tells it
 
   Handle handle(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + implementation; }
 };
@@ -67,6 +68,7 @@ Libtorch load(const py::module_& torch) {
   find(library, "aoti_torch_get_dtype", found.dtype);
   find(library, "aoti_torch_get_device_type", found.device_type);
   find(library, "aoti_torch_get_device_index", found.device_index);
+  find(library, "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE", found.is_neg);
   found.layout = reinterpret_cast<Getter<int32_t>>(dlsym(library, "aoti_torch_get_layout"));
   found.strided = constant(library, "aoti_torch_layout_strided");
   found.float32 = constant(library, "aoti_torch_dtype_float32");
@@ -81,6 +83,9 @@ Libtorch load(const py::module_& torch) {
   if (found.data_ptr(found.handle(parameter.ptr()), &data) != 0 ||
       reinterpret_cast<uint64_t>(data) != parameter.attr("data_ptr")().cast<uint64_t>())
     throw std::runtime_error("another data_ptr in C than in Python");
+  const py::object negative = torch.attr("_neg_view")(parameter);
+  if (found.is_neg(found.handle(parameter.ptr())) || !found.is_neg(found.handle(negative.ptr())))
+    throw std::runtime_error("another is_neg in C than in Python");
   return found;
 }
 
@@ -124,6 +129,11 @@ bool view_tensor(PyObject* tensor, TensorView& view) {
   torch.dtype(handle, &view.dtype);
   view.address = reinterpret_cast<uint64_t>(data);
   return true;
+}
+
+bool is_negative_view(PyObject* tensor) {
+  const Libtorch& torch = libtorch();
+  return torch.is_neg(torch.handle(tensor));
 }
 
 int64_t device_of(PyObject* tensor) {

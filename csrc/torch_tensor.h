@@ -26,6 +26,9 @@ bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 // Views a tensor; false for an object without dense memory, such as a sparse tensor.
 bool view_tensor(PyObject* tensor, TensorView& view);
 
+// Whether a tensor stands for its elements' opposites, as a view such as `z.conj().imag` does (torch's negative bit).
+bool is_negative_view(PyObject* tensor);
+
 // The type and the index of a tensor's device, as one number.
 int64_t device_of(PyObject* tensor);
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import shardopt  # noqa: F401  a source tree that is not built ends the session here, with one message
+from programs import Programs
 from ranks.pool import Pool
 
 
@@ -16,3 +17,10 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Runs programs in processes of their own that have imported torch."""
+    with Programs() as server:
+        yield server

@@ -1,4 +1,4 @@
-// What one call of the step is given: plain data, filled in by Python (shardopt/kernels/dispatch.py).
+// Arguments of one call of the step: plain data, filled in by Python (shardopt/kernels/dispatch.py).
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ enum class WeightFormat : int32_t {
   kFloat16Plus16 = 7,       // float16 and 16 more bits: all of float32 from 2^-17 to 65504
 };
 
-// What to do with an element whose gradient is NaN or Inf, or overflows its moments.
+// Treatment of an element whose gradient is NaN or Inf, or overflows its moments.
 enum class NonFinite : int32_t { kSkip = 0, kPropagate = 1 };
 
 // A cut block is shared by several ranks: its extremes are exchanged between the phases.

@@ -1,4 +1,4 @@
-// What every codec may use, and the concept.
+// Helpers for codecs, and the concept.
 //
 // A codec is a struct with
 //   kName, Code        its name and the type of one code

@@ -24,7 +24,7 @@ struct Ints;
 
 #define SHARDOPT_EACH _Pragma("GCC unroll 8") for (int i = 0; i < kPack; ++i)
 
-// Which elements a comparison holds for.
+// Mask of the elements for which a comparison holds.
 template <int kPack>
 struct Mask {
   native::Mask x[kPack];

@@ -1,4 +1,4 @@
-// What every rule may use, and how it declares its moments.
+// Helpers for rules, and how a rule declares its moments.
 //
 // A rule is a struct of the step's float32 scalars with
 //   kName, kHyper      its name and the names of its hyper-parameters, in the order of `make`
@@ -75,7 +75,7 @@ SHARDOPT_HD F add_scaled(float factor, F x, F y) {
   return select(spread<F>(factor) != 0.0f, fma(factor, x, y), y);
 }
 
-// What decoupled weight decay leaves of a parameter. Not param * (1 - decay): that factor's rounding would be a bias of
+// Decoupled weight decay of a parameter. Not param * (1 - decay): that factor's rounding would be a bias of
 // some percent of a small decay.
 template <class F>
 SHARDOPT_HD F decayed(F param, float decay) {

@@ -39,7 +39,7 @@ class BlockStepper {
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
   static constexpr bool kBlockwise = Signed::kScales > 0;
 
-  // What is known of a block between the passes.
+  // Extremes and moments of a block, kept between the passes.
   struct Kept {
     LaneExtremes extremes[kMoments + 1];
     F x[kMoments + 1][kCapacity];  // signed moments, the unsigned one or its root

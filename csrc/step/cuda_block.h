@@ -52,7 +52,7 @@ class BlockArithmetic {
         values_(table.values),
         table_(table.codec) {}
 
-  // What a lane's elements have shown of themselves.
+  // Properties of a lane's elements, found on the way.
   struct Found {
     bool has_zero_code = false;  // an unsigned one, where its coder cannot do with them
     uint32_t low = ~0u, high = 0;

@@ -29,7 +29,7 @@ struct alignas(sizeof(T) == 1 ? 8 : 16) Vector {
   T x[kLane];
 };
 
-// Which of its kLane elements a lane has: the first `n`.
+// Elements that a lane has: the first `n` of its kLane.
 struct Span {
   int64_t element;  // the first one's place in the tensors
   int n;
@@ -107,7 +107,7 @@ SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
   return v;
 }
 
-// What every turn needs of an entry; the rest is seldom used, and read when it is.
+// Fields of an entry that every turn needs; the rest is seldom used, and read when it is.
 struct Streams {
   const TensorEntry& entry;
   uint64_t param, gradient;

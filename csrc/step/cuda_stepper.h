@@ -21,7 +21,7 @@ constexpr int kChunk = kWarp * kLane;
 // The value of the lane whose number differs in these bits. All lanes of the warp take part.
 SHARDOPT_DEVICE int32_t exchange(int32_t x, int lane_bits) { return __shfl_xor_sync(0xffffffffu, x, lane_bits); }
 
-// What the tasks of an entry need from its group and its step count.
+// Rule and scalars of an entry's tasks, from its group and its step count.
 template <class Rule>
 struct Prepared {
   Rule rule;
@@ -30,7 +30,7 @@ struct Prepared {
   bool skips;
 };
 
-// What is done to a block, one after the other: the extremes of all moments but relative ones, those of relative ones,
+// Passes over a block, one after the other: the extremes of all moments but relative ones, those of relative ones,
 // codes.
 enum Pass { kMeasure = 0, kRelate = 1, kEncode = 2 };
 

@@ -1,4 +1,4 @@
-"""What a codec is to Python: how blocks of float32 become codes and scales, and back, in pure PyTorch.
+"""The codecs in Python: how blocks of float32 become codes and scales, and back, in pure PyTorch.
 
 The kernels compute the same bits (csrc/codecs). This side serves the reference step and conversions of whole states.
 """
@@ -73,7 +73,7 @@ class Codec(ABC):
 
     @cached_property
     def table(self) -> Tensor | None:
-        """What the kernels look up, float32 and 1-D, laid out as csrc/codecs/<name>.h says; None without one."""
+        """Table that the kernels look up, float32 and 1-D, laid out as csrc/codecs/<name>.h says; None without one."""
         return None
 
     def measure(self, x: Tensor, *, signed: bool) -> Tensor:

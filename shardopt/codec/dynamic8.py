@@ -74,7 +74,7 @@ def lines(*, signed: bool) -> Lines:
 
 
 def _table(*, signed: bool) -> Tensor:
-    """What csrc/codecs/dynamic8.h looks up for one of the maps, laid out as it says there."""
+    """Table that csrc/codecs/dynamic8.h looks up for one of the maps, laid out as that header says."""
     line = lines(signed=signed)
     powers = torch.ldexp(torch.ones(33), torch.arange(-31, 2))
     within, before = torch.full((32,), torch.inf), torch.zeros(32, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What a model and its optimizer take up in memory, before there is one: ``shardopt estimate``."""
+"""Memory that a model and its optimizer will take up: ``shardopt estimate``."""
 
 from shardopt.estimate.config import model_of_config
 from shardopt.estimate.ledger import Setup, estimate

@@ -1,4 +1,4 @@
-"""What a rank holds of a model under each way to shard it.
+"""The part of a model that a rank holds under each way to shard it.
 
 No process group is needed: the ways are those of PyTorch and DeepSpeed, told by their arithmetic.
 """
@@ -22,7 +22,7 @@ _ZERO_SUB_GROUP = 10**9  # elements of a partition, at which ZeRO 3 closes a sub
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds.
+    """Elements and shards that a rank holds.
 
     Attributes:
         numel: elements of parameters.
@@ -76,7 +76,7 @@ class Backend:
     zero_stage: int = 0
 
     def ranks(self, world_size: int, *, has_budget: bool) -> range:
-        """Those to look at for the most that any holds: of smaller shards more may fit into a budget."""
+        """Ranks among which one holds the most: of smaller shards more may fit into a budget."""
         first = self.replicated or (self.first_holds_most and not has_budget)
         return range(1 if first else world_size)
 

@@ -95,7 +95,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> Setup | None:
-    """What the options ask for; None where there are none."""
+    """The setup that the options ask for; None without options."""
     given = vars(args)
     setup = {name: given[name] for name in _SETUP if name in given}
     options = {name: given[name] for name in _OPTIONS if name in given}

@@ -144,7 +144,7 @@ class Setup:
 
 
 def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryReport:
-    """What a model's weights, gradients and optimizer state take up on one rank.
+    """Memory that a model's weights, gradients and optimizer state take up on one rank.
 
     Args:
         model: the parameters.

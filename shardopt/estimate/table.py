@@ -88,7 +88,7 @@ def ladder(model: Model) -> list[Row]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the figures mean and leave out."""
+    """Notes below the table: meaning and limits of its figures."""
     found = [
         "Bytes per parameter of the whole model, on the GPU that holds most; what is offloaded is in GiB per host.",
         "Not counted: activations, the framework's other buffers, the allocator's slack.",

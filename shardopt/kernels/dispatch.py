@@ -39,14 +39,14 @@ def use_cpu_target(target: str) -> Iterator[None]:
 
 
 class LossScaling(NamedTuple):
-    """What torch.amp.GradScaler hands over: float32 scalars, or None."""
+    """Scalars that torch.amp.GradScaler hands over: float32, or None."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
 
 class Tables(NamedTuple):
-    """What the steps of some parameters are given.
+    """Arguments of the kernels for the steps of some parameters.
 
     Attributes:
         entries: rows of ``_C.tensor_entry``; all that they point to lives on one device.
@@ -116,6 +116,19 @@ def check_storage(name: str, what: str, tensor: Tensor) -> None:
         raise RuntimeError(
             f"{name}: got a {what} whose storage has {found} bytes, expected {needed}: it was freed or cut by "
             "resize_(); give it its memory back before the step"
+        )
+
+
+def check_sign(name: str, what: str, tensor: Tensor) -> None:
+    """Checks that the kernels may write a tensor's memory: that of a negative view has the elements' opposites.
+
+    Raises:
+        RuntimeError: the tensor is a negative view.
+    """
+    if tensor.is_neg():
+        raise RuntimeError(
+            f"{name}: got a {what} that is a negative view, whose memory has the opposite signs, expected one that is "
+            "not; make it of .resolve_neg()"
         )
 
 

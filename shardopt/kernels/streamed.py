@@ -44,7 +44,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Moves(NamedTuple):
-    """What is copied of the tables' operands: fields of ``_C.tensor_entry``."""
+    """Operands of the tables that are copied: fields of ``_C.tensor_entry``."""
 
     there: tuple[str, ...]  # to where the kernels are
     back: tuple[str, ...]
@@ -58,7 +58,7 @@ STEP_MOVES = Moves(("param", "gradient"), ("param",), together=False)
 
 
 class Copies(NamedTuple):
-    """What belongs together in memory: addresses where it lives, offsets in a slot, and bytes."""
+    """Ranges of memory that are copied together: home addresses, offsets in a slot, and bytes."""
 
     home: Addresses
     offset: npt.NDArray[np.int64]
@@ -211,7 +211,7 @@ _AHEAD = SLOTS - 1
 
 
 class _Chunk:
-    """What is moved and stepped in one go.
+    """Transfer units that are moved and stepped in one go.
 
     Args:
         streamed: all tables.
@@ -244,7 +244,7 @@ class _Chunk:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of a slot."""
+        """Bytes of a slot that the chunk takes."""
         ends = self._there.offset + self._there.nbytes
         return int(ends.max()) if len(ends) else 0
 

@@ -1,4 +1,7 @@
-"""A step of a parameter that is not contiguous in memory, or whose gradient is not: on contiguous copies of both."""
+"""A step of a parameter that is not contiguous in memory, or whose gradient is not: on contiguous copies of both.
+
+A gradient that is a negative view (``Tensor.is_neg``), contiguous or not, is copied, too.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class StridedCall:
     @property
     def copied_bytes(self) -> int:
         """Memory that the step takes for copies."""
-        return sum(tensor.nbytes for tensor in self.operands or () if not tensor.is_contiguous())
+        return sum(t.nbytes for t in self.operands or () if not t.is_contiguous() or t.is_neg())
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`. Phases after the first are for cut blocks."""
@@ -48,7 +51,8 @@ class StridedCall:
             return
         assert self.operands is not None
         param, gradient = (tensor.detach() for tensor in self.operands)
-        param_copy, gradient_copy = param.contiguous(), gradient.contiguous()  # themselves, where they are contiguous
+        # Themselves, where they are contiguous.
+        param_copy, gradient_copy = param.contiguous(), gradient.resolve_neg().contiguous()
         for field, tensor in (("param", param_copy), ("gradient", gradient_copy)):
             self._entries[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)
         addresses = param_copy.data_ptr(), gradient_copy.data_ptr()

@@ -45,7 +45,7 @@ class StoredWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """What a parameter's weights are beyond their dtype.
+    """Format of a parameter's weights beyond their dtype.
 
     Attributes:
         dtype: the parameter's.
@@ -96,7 +96,7 @@ class WeightFormat:
         return join_weight(stored.param, _to_integers(stored.low_bits, self.low_bits), self.low_bits)
 
     def store(self, x: Tensor, noise: Tensor | None = None) -> StoredWeights:
-        """What a step leaves of new weights.
+        """Rounds new weights as a step does.
 
         Args:
             x: float32.
@@ -191,7 +191,7 @@ def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
 
 
 def noise_key(seed: int, parameter: int) -> int:
-    """What tells the noise of a parameter from that of others: 64 bits.
+    """Key of a parameter's noise, which differs from other parameters' keys: 64 bits.
 
     Args:
         seed: the option ``stochastic_rounding_seed``.

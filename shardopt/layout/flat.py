@@ -131,7 +131,7 @@ def equal_ends(first: int, numel: int, size: int, ranks: int) -> list[int]:
 
 
 class Segment(NamedTuple):
-    """What a flat buffer holds of one parameter.
+    """The part of one parameter that a flat buffer holds.
 
     Attributes:
         name: the parameter's fully qualified name.

@@ -43,7 +43,7 @@ def parameter_names(model: Module) -> dict[str, Tensor]:
 
 
 def buffer_names(model: Module) -> dict[str, Tensor]:
-    """The same for the buffers that belong to the model's state dict."""
+    """Buffers of the model's state dict by their fully qualified names, each once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, module in canonical_modules(model):

@@ -276,7 +276,7 @@ def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
 
 
 def assigned(param: Tensor) -> Shard | None:
-    """What :func:`assign` said, or says now where :func:`assign_later` was called.
+    """The shard that :func:`assign` recorded, or that the function given to :func:`assign_later` tells now.
 
     Raises:
         RuntimeError: what the function of :func:`assign_later` raises.

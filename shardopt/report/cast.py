@@ -117,7 +117,7 @@ class _CastOutputs:
 
 
 def _to(value: Any, dtype: torch.dtype) -> Any:
-    """The same with floating-point tensors of another dtype, in tuples, lists and dicts too."""
+    """Casts floating-point tensors, in tuples, lists and dicts too."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

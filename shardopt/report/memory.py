@@ -1,4 +1,4 @@
-"""What an optimizer and its parameters really take up in memory."""
+"""Memory that an optimizer and its parameters really take up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MemoryUse:
 
 @dataclass
 class MemoryReport:
-    """What :func:`memory_report` found on this rank.
+    """Result of :func:`memory_report` on this rank.
 
     Attributes:
         numel: parameter elements that this rank holds.
@@ -108,7 +108,7 @@ def owner_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What a tensor has in this rank's memory."""
+    """The part of a tensor in this rank's memory."""
     try:
         return shard_of(tensor).local(tensor)
     except UnknownShardError:  # of an optimizer that has no attach(): such tensors are this rank's part themselves

@@ -1,4 +1,4 @@
-"""What shardopt knows of each way of sharding. Importing this package registers them with the layout layer.
+"""Integrations for each way of sharding. Importing this package registers them with the layout layer.
 
 torch.distributed.tensor is not imported before somebody has made a DTensor: it would take more than half a second.
 """

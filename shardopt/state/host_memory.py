@@ -97,7 +97,7 @@ def _text_of(nbytes: int) -> str:
 
 
 def _available_host_bytes() -> int | None:
-    """What the system and the container say they could still give; None where they do not say."""
+    """Bytes that the system and the container could still give; None where neither tells."""
     found = []
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

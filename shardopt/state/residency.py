@@ -91,7 +91,7 @@ class Budget:
 
 
 class _Choice(NamedTuple):
-    """What was chosen for a parameter.
+    """Residency chosen for a parameter.
 
     Attributes:
         param: it.
@@ -184,13 +184,13 @@ class StateResidency:
 
     @property
     def padding_bytes(self) -> int:
-        """What aligning the entries takes of the host's memory."""
+        """Bytes of the host's memory that aligning the entries takes."""
         homes = (decision.home for decision in self._decisions.values())
         return sum(-entry.like.nbytes % ALIGNMENT for home in homes for entry in home.values())
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
-        """What the copies take, by device."""
+        """Bytes that the copies take, by device."""
         found: dict[torch.device, int] = {}
         for (device, offload), transfers in self._transfers.items():
             there = _CPU if offload == "step" else device
@@ -289,7 +289,7 @@ class StateResidency:
 
 
 def _shared(option: str, groups: Iterable[Mapping[str, Any]], meaning: Callable[[Any], _T]) -> _T | None:
-    """What all param groups that offload say, if there are any.
+    """Value of an option that all offloading param groups share; None without such groups.
 
     Args:
         option: its name.

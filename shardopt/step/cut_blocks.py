@@ -1,4 +1,4 @@
-"""What ranks that share blocks exchange during a step."""
+"""The exchange during a step among ranks that share blocks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FlatCuts:
 
     @property
     def bytes(self) -> int:
-        """What one round of the exchange carries."""
+        """Bytes that one round of the exchange carries."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def addresses(self, spec: SliceState, number: int) -> list[int]:
@@ -85,7 +85,7 @@ class FlatCuts:
 
 
 class CutBlocks:
-    """What is cut in a step.
+    """The cut blocks of a step.
 
     Args:
         parameters: those with column shards that cut blocks.

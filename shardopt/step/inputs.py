@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.kernels.dispatch import DTYPES, check_device, check_storage
+from shardopt.kernels.dispatch import DTYPES, check_device, check_sign, check_storage
 from shardopt.layout import Exchange, FlatBuffer, Shard, UnknownShardError
 from shardopt.state.names import listed_name
 from shardopt.state.tensor_state import TensorState, flat_slices, tensor_state_of
@@ -167,6 +167,7 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
             remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
             raise RuntimeError(f"{name}: got a {role} of {tensor.dtype}, expected {supported}; {remedy}")
         check_storage(name, role, tensor)
+    check_sign(name, "parameter", param)
     if _may_overlap(param):
         raise RuntimeError(
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "

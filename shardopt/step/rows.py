@@ -39,7 +39,7 @@ Row = Mapping[str, Any]
 
 
 class Group(NamedTuple):
-    """What all parameters of a param group share in a step.
+    """Options that all parameters of a param group share in a step.
 
     Attributes:
         rule: the update.
@@ -226,7 +226,7 @@ def _checked_moments(name: str, part: Part, residency: Residency) -> tuple[list[
 
 
 def _cut_parameter(part: Part) -> CutParameter | None:
-    """What the owners of a column shard exchange, if it cuts blocks."""
+    """The exchange among the owners of a column shard; None where the shard cuts no blocks."""
     spec, device = part.spec, part.param.device
     if not spec.codec.blockwise:
         return None

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from shardopt import _C
 from shardopt.codec import CODECS
 from shardopt.kernels.devices import make_call
-from shardopt.kernels.dispatch import Call, LossScaling, Tables, check_storage
+from shardopt.kernels.dispatch import Call, LossScaling, Tables, check_sign, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import StreamedCall, StreamedTables
 from shardopt.kernels.strided import StridedCall
@@ -106,7 +106,9 @@ class StepTables:
                 state[param].update(spec.new(where.state))
             own = state[param]
             for key in spec.state_names & own.keys():
-                check_storage(name, f"state {key}", own[key] if key == "step" else spec.shard.local(own[key]))
+                entry = own[key] if key == "step" else spec.shard.local(own[key])
+                check_storage(name, f"state {key}", entry)
+                check_sign(name, f"state {key}", entry)
             self._residency.put(param, spec, own)
             flat_cuts = self._flat_cuts.get(param.device) or FlatCuts([], param.device)
             noise, indices = (group["stochastic_rounding_seed"], parameter.noise), (index, parameter.group)
@@ -211,13 +213,13 @@ class StepTables:
         self._skipped.retire([b.call for batches in self._batches.values() for b in batches if b.call is not None])
         has_gradient = kinds != _C.Inputs.no_gradient
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
-        members: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {d: {} for d in self._flat_cuts}
+        by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {d: {} for d in self._flat_cuts}
         for index, member in self._members.items():
-            alike = members.setdefault(self._inputs[index].device, {})
+            alike = by_device.setdefault(self._inputs[index].device, {})
             if has_gradient[index]:
                 alike.setdefault((member.offload, index if strided[index] else None), []).append(index)
         self._batches, self._exchanges = {}, {}
-        for device, batches in members.items():
+        for device, batches in by_device.items():
             self._batches[device] = [
                 _Batch(
                     device,

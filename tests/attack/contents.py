@@ -88,13 +88,13 @@ class Known:
         self.contents[k].save(folder, {"k": k, **extra}, asynchronously=asynchronously)
 
     def load(self, folder: Path) -> tuple[int | None, dict[str, Any]]:
-        """Which content was loaded into the target, and what else; None for one that is not one of them whole."""
+        """The content that was loaded into the target, and the extra values; None for no whole content."""
         extra = self.target.load(folder).extra
         k = self.loaded()
         return (k if k == extra["k"] else None), extra
 
     def loaded(self) -> int | None:
-        """Which content the target has."""
+        """The content that the target has."""
         found = self.target.fingerprint()
         return self.prints.index(found) if found in self.prints else None
 

@@ -22,7 +22,7 @@ Tell = Callable[[Any], None]
 
 
 class Outcome(NamedTuple):
-    """What came of one attack. A fault of the product, if ``fault``; named by ``kind`` in the summary."""
+    """Result of one attack. A fault of the product, if ``fault``; named by ``kind`` in the summary."""
 
     kind: str
     fault: bool

@@ -88,7 +88,7 @@ def check(folder: Path, with_optimizer: bool, must_succeed: bool) -> Outcome:
 
 
 def refused(error: BaseException, folder: Path) -> Outcome:
-    """What a load's error is: right if it is one CheckpointError that says where, in one short line."""
+    """Judges a load's error: right if it is one CheckpointError that says where, in one short line."""
     if type(error) is not CheckpointError:
         return fault(f"load: {type(error).__name__}", shown(str(error)))
     if str(folder) not in str(error):

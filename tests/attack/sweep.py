@@ -1,9 +1,9 @@
-"""Runs a sweep of attacks.
+"""Runs sweeps of attacks, one after the other.
 
 The command line is ``OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support:. python -m attack.sweep hostile --count 150``.
 
-Each attack is one number under a seed, and can be repeated: ``--seed 0 --first 17 --count 1``. Prints one line per
-fault, and a summary.
+With ``hostile=40 kills=6`` each sweep has a count of its own. Each attack is one number under a seed, and can be
+repeated: ``--seed 0 --first 17 --count 1``. Prints one line per fault, and a summary per sweep.
 """
 
 from __future__ import annotations
@@ -38,20 +38,31 @@ def outcomes_of(name: str, seed: int, first: int, count: int, folder: Path) -> I
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sweep", choices=SWEEPS)
+    parser.add_argument("sweeps", nargs="+", type=_sweep, metavar=f"{{{','.join(SWEEPS)}}}[=COUNT]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     args = parser.parse_args()
-    started = time.monotonic()
-    outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
-        for outcome in outcomes_of(args.sweep, args.seed, args.first, args.count, Path(folder)):
-            outcomes.append(outcome)
-            if outcome.fault:
-                print(outcome, flush=True)
-    print(f"{summary(args.sweep, outcomes)}; {time.monotonic() - started:.0f} s")
-    return int(any(outcome.fault for outcome in outcomes))
+    faults = 0
+    for name, count in args.sweeps:
+        started = time.monotonic()
+        outcomes = []
+        with tempfile.TemporaryDirectory() as folder:
+            for outcome in outcomes_of(name, args.seed, args.first, count or args.count, Path(folder)):
+                outcomes.append(outcome)
+                if outcome.fault:
+                    print(outcome, flush=True)
+        print(f"{summary(name, outcomes)}; {time.monotonic() - started:.0f} s", flush=True)
+        faults += sum(outcome.fault for outcome in outcomes)
+    return int(faults > 0)
+
+
+def _sweep(text: str) -> tuple[str, int]:
+    """The name of a sweep, and its count; 0 for the count of ``--count``."""
+    name, _, count = text.partition("=")
+    if name not in SWEEPS:
+        raise argparse.ArgumentTypeError(f"got {name}, expected one of {', '.join(SWEEPS)}")
+    return name, int(count or 0)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def options_of(optimizer: ShardedOptimizer) -> str:
 
 
 def fault(optimizer: ShardedOptimizer, state_dict: Any) -> tuple[str | None, bool]:
-    """What is wrong with how a state dict was imported, and whether it was."""
+    """The fault in an import of a state dict, and whether it was imported."""
     before, options = everything(optimizer), options_of(optimizer)
     try:
         report = import_state(optimizer, state_dict)

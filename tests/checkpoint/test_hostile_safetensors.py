@@ -130,7 +130,7 @@ def replaced(value: Any, place: Place, change: Callable[[Any], Any]) -> Any:
 
 
 def changes(value: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """What can be done to a node, in words and as a function."""
+    """Changes to a node, in words and as a function."""
     for index, other in enumerate(VALUES):
         yield f"value {index}", lambda _, other=other: other
     if isinstance(value, list):
@@ -218,7 +218,7 @@ class Target(NamedTuple):
 
 
 def fault(path: Path, target: Target, saved: dict[str, Tensor]) -> tuple[str | None, bool]:
-    """What is wrong with how a file was loaded, and whether it was."""
+    """The fault in a load of a file, and whether it was loaded."""
     try:
         load_safetensors(path, target.model, target.optimizer)
     except Exception as error:

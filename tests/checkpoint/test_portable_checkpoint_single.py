@@ -17,11 +17,12 @@ from torch import nn
 import shardopt
 from attack.index_file import read_index, write_index
 from ranks.layouts import values
-from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint import CheckpointError, portable
 from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.checkpoint.restore import Restoration
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.tensor_state import tensor_state_of
+from versions import needs_async_save
 
 
 class Small(nn.Module):
@@ -136,6 +137,7 @@ def test_a_learning_rate_on_a_tensor_keeps_its_place(tmp_path: Path) -> None:
     assert float(lr) == 0.25
 
 
+@needs_async_save
 def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     model, optimizer = trained()
     expected = everything(model, optimizer)
@@ -152,6 +154,7 @@ def memory_of(saving: Future[None]) -> int:
     return saving.stager._buffer.data_ptr()
 
 
+@needs_async_save
 def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
     """As long as its future is there, and not before it is complete."""
     model, optimizer = trained()
@@ -187,6 +190,7 @@ def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
     assert memory() is None
 
 
+@needs_async_save
 def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save takes other memory as long as the copies are being written."""
     model, optimizer = trained()
@@ -212,12 +216,23 @@ def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(everything(other, fresh), expected)
 
 
+@needs_async_save
 def test_async_save_tells_its_errors(tmp_path: Path) -> None:
     model, optimizer = trained()
     (tmp_path / "file").write_text("")
     saving = shardopt.checkpoint.async_save(tmp_path / "file", model, optimizer)
     with pytest.raises(CheckpointError):
         saving.result()
+
+
+def test_async_save_of_older_versions_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    monkeypatch.setattr(portable.state_dict_saver, "async_save", lambda state_dict, *, process_group=None: None)
+    message = r"async_save: got PyTorch 2\.8\.0, expected 2\.9 or newer; call save\(\)"
+    with pytest.raises(RuntimeError, match=message):
+        shardopt.checkpoint.async_save(tmp_path / "checkpoint", model, optimizer)
+    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.parametrize(

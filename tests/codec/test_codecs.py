@@ -1,4 +1,4 @@
-"""What every codec promises of its codes: the properties, each for all scales that can occur."""
+"""Properties that every codec promises of its codes, each for all scales that can occur."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_bf16_second_moment_has_a_floor() -> None:
     assert torch.equal(coded.codes.float() > 0, tiny > 0)
 
 
-# What is fit to be loaded.
+# States that are fit to be loaded.
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -168,7 +168,7 @@ def test_experts_of_their_own_names(ranks: Pool, tmp_path: Path) -> None:
 
 
 def _agreed(messages: list[str]) -> str:
-    """What all ranks say."""
+    """The answer that all ranks give."""
     assert len(set(messages)) == 1, messages
     return messages[0]
 

@@ -32,6 +32,7 @@ from shardopt.checkpoint.storage import (
     read_header,
     read_index,
 )
+from versions import needs_async_save
 
 #: Shapes and dtypes by name.
 TENSORS = {
@@ -144,7 +145,7 @@ def error_of(function: Callable[..., None], *args: Any) -> str:
 
 
 def agreed(messages: list[str]) -> str:
-    """What all ranks say."""
+    """The answer that all ranks give."""
     assert len(set(messages)) == 1
     return messages[0]
 
@@ -341,12 +342,14 @@ def _save_async_error(path: Path) -> str:
         return error_of(_save_async, path, "rows", 2)
 
 
+@needs_async_save
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_async_save(ranks: Pool, tmp_path: Path, layout: str) -> None:
     ranks.run(3, _save_async, tmp_path, layout, 1)
     assert_only(ranks, tmp_path, 1)
 
 
+@needs_async_save
 def test_async_save_fails(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, _save, tmp_path, "flat", 1)
     assert "rank 1" in agreed(ranks.run(2, _save_async_error, tmp_path))

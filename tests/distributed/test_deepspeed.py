@@ -233,7 +233,7 @@ def test_optimizer_instead_of_type(deepspeed_ranks: Pool, stage: int, zero: dict
 
 
 def _trains(settings: dict[str, Any]) -> list[float]:
-    """The same batch on every rank: averaging is exact. ZeRO 3 computes linear layers otherwise, here for both."""
+    """Gives every rank one batch: averaging is exact. ZeRO 3 computes linear layers otherwise, here for both."""
     engine = make_engine(make_net(), settings)
     whole, optimizer = make_whole()
     losses = []
@@ -314,7 +314,7 @@ def test_known_versions(version: str, known: bool) -> None:
 
 
 def test_an_unknown_version_is_left_alone(tmp_path: Path) -> None:
-    """What is not looked for in it cannot be missed: it can be used without optimizers of ours, and refuses these."""
+    """DeepSpeed without our hooks can be used with its own optimizers, and refuses ours."""
     program = """
 import os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"

@@ -32,6 +32,7 @@ from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.sharding.deepspeed.engine import opened
+from versions import needs_async_save
 
 STEPS = 3
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -172,7 +173,7 @@ def _load_bf16(path: Path, settings: dict[str, Any]) -> None:
     [(1, 2), (3, 1), (0, 2), *(pytest.param(*stages, marks=pytest.mark.slow) for stages in [(2, 3), (3, 0), (0, 0)])],
 )
 def test_bf16(deepspeed_ranks: Pool, tmp_path: Path, stage: int, other: int) -> None:
-    """What is saved of a model with masters is these: float32."""
+    """Masters are saved in the place of the model's weights: float32."""
     settings = {n: config(n, zero=WORST[n], **BF16) for n in (stage, other)}
     deepspeed_ranks.run(2, _save, tmp_path, settings[stage])
     deepspeed_ranks.run(4 if other == 2 else 2, _load_bf16, tmp_path, settings[other])
@@ -285,7 +286,7 @@ def test_errors(deepspeed_ranks: Pool, tmp_path: Path) -> None:
 
 
 def _after_evaluation(path: Path, zero: dict[str, Any]) -> None:
-    """What a forward pass without a step has gathered is not computed with again."""
+    """Weights that a forward pass without a step has gathered are not computed with again."""
     settings = config(3, zero={"stage3_param_persistence_threshold": 0, **zero})
     engines = [make_engine(make_net(seed=seed), settings) for seed in (0, 1)]
     for engine in engines:
@@ -329,6 +330,7 @@ def _async_save(path: Path, stage: int) -> None:
     _load(path, _config(stage))
 
 
+@needs_async_save
 @pytest.mark.parametrize("stage", [1, 3])
 def test_async_save(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
     deepspeed_ranks.run(2, _async_save, tmp_path, stage)

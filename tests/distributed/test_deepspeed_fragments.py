@@ -28,7 +28,7 @@ FLOATS = ("exp_avg", "exp_avg_sq")
 
 
 def _told(engine: Any) -> Snapshot:
-    """What DeepSpeed's functions say; all ranks must call this."""
+    """Values that DeepSpeed's functions return; all ranks must call this."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found: Snapshot = {}
@@ -40,7 +40,7 @@ def _told(engine: Any) -> Snapshot:
 
 
 def _decoded(model: torch.nn.Module, optimizer: ShardedOptimizer) -> Snapshot:
-    """The same without DeepSpeed."""
+    """Values of a run without DeepSpeed."""
     state = optimizer.state_dict(dequantize=True)["state"]
     order = [param for group in optimizer.param_groups for param in group["params"]]
     place = {param: index for index, param in enumerate(order)}

@@ -45,7 +45,7 @@ def _train(engine: Any, first: int, steps: int) -> list[torch.Tensor]:
 
 
 def _goes_on(path: Path, per_node: int, seed: int) -> Snapshot:
-    """What an engine computes after it saved a checkpoint, or loaded it.
+    """Result of an engine after it saved a checkpoint, or loaded it.
 
     Args:
         path: of the checkpoint.

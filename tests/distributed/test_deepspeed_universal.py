@@ -73,7 +73,7 @@ def _save(path: Path, settings: dict[str, Any], grouped: bool = False, convert: 
 
 
 def _requantized(options: dict[str, Any], **common: Any) -> tuple[nn.Module, Any]:
-    """What the unsharded run is after its moments were decoded, and quantized with these options."""
+    """The unsharded run after its moments were decoded, and quantized with these options."""
     run, optimizer = stepped_whole(STEPS, **common)
     whole, again = make_whole(**common, **options)
     whole.load_state_dict(run.state_dict())

@@ -1,4 +1,4 @@
-"""What cannot be stepped says so: what was got, what was expected, what to do. Nothing is changed."""
+"""Errors of DTensors that cannot be stepped: got, expected, remedy. Nothing is changed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ STEPS = 3
 
 
 class Pair:
-    """The same parameters sharded and whole, each with an optimizer of its own: a param group per codec."""
+    """Parameters, sharded and whole, each kind with an optimizer of its own: a param group per codec."""
 
     def __init__(self, rule: str, codecs: Sequence[str], ways: Sequence[Layout], **options: Any) -> None:
         self.layouts = {f"{codec} {layout}": layout for codec in codecs for layout in ways}

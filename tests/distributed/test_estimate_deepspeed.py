@@ -65,7 +65,7 @@ def _compare(name: str, setup: Setup) -> None:
     expected = estimate(model, setup, dist.get_rank())
     got, wanted = ((report.device, report.host) for report in (found.report, expected))
     assert got == wanted, f"{name}, {setup}: got {got}, expected {wanted}"
-    # What is left is what the notes leave out: ZeRO 3's bucket, two copies of the largest gradient on its way to the
+    # The rest is left out by the notes, too: ZeRO 3's bucket, two copies of the largest gradient on its way to the
     # host, norms and counters; and what has been reduced last, if a thread of gloo has not let go of it yet.
     elements = BUCKET if setup.backend == "zero3" else 0
     elements += 2 * model.largest if setup.zero_offload != "none" else 0
@@ -113,18 +113,16 @@ def test_other_models_and_options(deepspeed_ranks: Pool) -> None:
     deepspeed_ranks.run(3, _all, [(name, setup) for (name, _), setup in zip(cases, chosen, strict=True)])
 
 
-def _check_sub_groups(deepspeed_ranks: Pool, places: Sequence[tuple[str, str]], sub_group: int) -> None:
-    deepspeed_ranks.run(2, _all, [("odd", setup) for setup in _setups(2, places)], sub_group)
-
-
 def test_sub_groups_of_one_parameter(deepspeed_ranks: Pool) -> None:
-    _check_sub_groups(deepspeed_ranks, [("zero3", "none")], 1)
+    """Without masters and with them; other weight formats among the slow tests."""
+    float32, _, with_masters, _ = _setups(2, [("zero3", "none")])
+    deepspeed_ranks.run(2, _all, [("odd", float32), ("odd", with_masters)], 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sub_group", [1, 20_000])
 def test_sub_groups(deepspeed_ranks: Pool, sub_group: int) -> None:
-    _check_sub_groups(deepspeed_ranks, PLACES[4:], sub_group)
+    deepspeed_ranks.run(2, _all, [("odd", setup) for setup in _setups(2, PLACES[4:])], sub_group)
 
 
 @pytest.mark.slow

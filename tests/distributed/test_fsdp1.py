@@ -35,7 +35,7 @@ FEW_WORLDS = ((3, True), (4, False))
 
 
 def assert_same_on_rank_0(got: Snapshot, expected: Callable[[], Snapshot]) -> None:
-    """What is gathered is the same on all ranks: one of them compares it."""
+    """Gathers on all ranks, and compares on one, as all gather the same."""
     if dist.get_rank() == 0:
         assert_same(got, expected())
 
@@ -125,7 +125,7 @@ def test_sweep(ranks: Pool, world_size: int, orig: bool, codec: str, rule: str) 
 
 
 def _touched() -> None:
-    """What the tests take for granted of the model of odd shapes: cut blocks of many owners, and ranks with nothing."""
+    """Assumptions of the tests about the model of odd shapes: cut blocks of many owners, and ranks with nothing."""
     world_size = dist.get_world_size()
     for orig in (True, False):
         _, model = make_odds(use_orig_params=orig)

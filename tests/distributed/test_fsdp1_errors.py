@@ -1,4 +1,4 @@
-"""What cannot be stepped under FSDP1 says so on all ranks, NaN in one rank's shard too; none waits for another."""
+"""Errors under FSDP1 are raised on all ranks, for NaN in one rank's shard too; none waits for another."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_raise_in_one_group(ranks: Pool) -> None:
 
 
 def _skips(orig: bool, codec: str, block_size: int) -> None:
-    """The same elements are left alone as on one rank; whatever shares a block with them is not harmed."""
+    """Skipped elements are those of one rank; whatever shares a block with them is not harmed."""
     model, optimizer, whole, expected = _optimizers(orig, "skip", codec=codec, block_size=block_size)
     spoilt = 0
     for step in range(4):

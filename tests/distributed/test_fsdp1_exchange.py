@@ -1,4 +1,4 @@
-"""What ranks of FSDP1 exchange for the blocks that they share, and what it is to do without."""
+"""The exchange among ranks of FSDP1 for the blocks that they share, and steps without it."""
 
 from __future__ import annotations
 

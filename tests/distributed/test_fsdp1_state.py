@@ -29,7 +29,7 @@ THEIRS: dict[str, Any] = {"adamw": torch.optim.AdamW, "momentum": torch.optim.SG
 
 
 def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What torch.save and torch.load make of it."""
+    """The value after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
@@ -203,7 +203,7 @@ def _error(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
 
 
 def _refused(orig: bool) -> list[str]:
-    """What another sharding or other options wrote; nothing is changed."""
+    """State that another sharding or other options wrote is refused; nothing is changed."""
     model, optimizer = _fresh(orig)
     step_with(model, optimizer, 0)
     saved = optimizer.state_dict()

@@ -98,7 +98,7 @@ def test_saving_is_refused(ranks: Pool, orig: bool, steps: int, options: dict[st
 
 
 def _loading(orig: bool, steps: int, flatten: bool) -> None:
-    """What torch gathered of our optimizer elsewhere, where it can."""
+    """State that torch gathered of our optimizer elsewhere, where it can."""
     whole = make_net()
     their_optimizer = shardopt.AdamW(whole.parameters(), **SMALL)
     step_with(whole, their_optimizer, 0)

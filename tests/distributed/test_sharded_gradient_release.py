@@ -33,7 +33,7 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Pair:
-    """The same model wrapped twice, with released gradients and with ordinary steps."""
+    """One model wrapped twice, with released gradients and with ordinary steps."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module], model: nn.Module, rule: str, **options: Any) -> None:
         self.models = tuple(wrap(m) for m in (model, copy.deepcopy(model)))

@@ -67,7 +67,7 @@ LAYOUTS = [((97, 130), COLUMN), ((70, 96), COLUMN), ((20, 7, 3, 3), COLUMN), ((9
 
 
 def _strided(tensor: DTensor) -> DTensor:
-    """The same with this rank's part in reversed order of dimensions in memory."""
+    """A DTensor with this rank's part in reversed order of dimensions in memory."""
     local = tensor.to_local()
     dims = tuple(reversed(range(local.dim())))
     local = local.permute(dims).contiguous().permute(dims)

@@ -37,7 +37,7 @@ def fsdp2(deepspeed_ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def zero3(deepspeed_ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with ZeRO 3."""
+    """Trains with ZeRO 3."""
     output = tmp_path_factory.mktemp("zero3")
     run_deepspeed(deepspeed_ranks, CONFIGS / "zero3.json", *UNCLIPPED, "--data", text, "--output", output)
     return output
@@ -192,7 +192,7 @@ def _run_and_listen(argv: list[str]) -> tuple[int, str]:
 @pytest.mark.slow
 def test_zero_3_on_nvme_leaves_the_bits_of_zero_3(zero3: Path, text: Path, tmp_path: Path) -> None:
     """Compiles DeepSpeed's async_io, which takes minutes, where that was not done before."""
-    # What finds libaio compiles, too, which is not done in this process.
+    # The check for libaio compiles, too, which is not done in this process.
     found = "from deepspeed.ops.op_builder.cpu import AsyncIOBuilder; print(AsyncIOBuilder().is_compatible())"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, env=environment, cwd=tmp_path)

@@ -240,7 +240,7 @@ def test_param_groups_for_another_optimizer_are_refused(
 
 
 def _with_momentum(path: Path) -> None:
-    """What state there is follows from the options that are loaded."""
+    """State follows from the options that are loaded."""
     model = _model()
     _load_weights(model.module, path)
     optimizer = _optimizer(model.parameters(), "sgd")

@@ -168,7 +168,7 @@ def test_sizes(text: str, numel: float) -> None:
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command says when it refuses."""
+    """The command's message when it refuses."""
     with pytest.raises(SystemExit) as exit_:
         main(["estimate", *arguments])
     assert exit_.value.code == 2

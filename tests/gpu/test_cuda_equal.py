@@ -107,7 +107,7 @@ def test_strided_parameters(codec: str) -> None:
 
 
 def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the first dimension last in memory."""
+    """Equal values with the first dimension last in memory."""
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 

@@ -1,4 +1,4 @@
-"""What the estimate says of a GPU and of the host is what a run on a GPU takes of each."""
+"""Estimates for a GPU and for the host equal the memory that a run on a GPU takes of each."""
 
 from __future__ import annotations
 

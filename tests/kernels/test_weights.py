@@ -94,7 +94,7 @@ def test_many_elements_on_two_threads(codec: str, weights: str) -> None:
 
 
 def written(x: Tensor, target: str, dtype: torch.dtype = BF16, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a kernel writes for these weights: 0 - 1 * -x."""
+    """The weights that a kernel writes: 0 - 1 * -x."""
     param = Parameter(torch.zeros(x.shape, dtype=dtype))
     optimizer = RULES["sgd"].make([param], lr=1.0, weight_decay=0.0, nonfinite="propagate", **options)
     with using(target, threads=2):

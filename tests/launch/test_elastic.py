@@ -48,7 +48,7 @@ def test_a_killed_rank_starts_again(
 ) -> None:
     text, killed, whole = (tmp_path / name for name in ("text", "killed", "whole"))
     write_text(text)
-    # What DeepSpeed leaves has the bits of FSDP2.
+    # A run under DeepSpeed ends with the bits of FSDP2.
     run_on(ranks, 2, *LONG, "--data", text, "--output", whole)
 
     places = {"NODES": "1", "RANKS_PER_NODE": "2", "MAX_RESTARTS": "1", "FIRST_NODE": "localhost"}

@@ -183,7 +183,7 @@ def test_srun(torchrun: Path, text: Path, tmp_path: Path, backend: tuple[str, ..
 
 @needs_deepspeed
 def test_deepspeed_on_two_machines(text: Path, tmp_path: Path) -> None:
-    """What its launcher would run on both of them, recorded in the place of pdsh."""
+    """Commands that DeepSpeed's launcher would run on both of them, recorded in the place of pdsh."""
     record = tmp_path / "record"
     programs = write_program(tmp_path / "programs", "pdsh", f'#!/bin/sh\necho "$@" >>{record}\n').parent
     write_program(programs, "ssh", "#!/bin/sh\necho 10.0.0.1\n")

@@ -122,7 +122,7 @@ def test_two_machines_of_which_one_is_lost(
     found = summary(output)["verified"]
     assert found["codes"] == found["scales"] > 0
 
-    # What DeepSpeed leaves has the bits of FSDP2.
+    # A run under DeepSpeed ends with the bits of FSDP2.
     run_on(ranks, 2, "--config", SMALL, *LONG, "--data", text, "--output", whole, "--stop-at-step", last + 4)
     assert losses(output) == losses(whole)
     assert steps_saved(output) == list(range(4, last + 5, 4))

@@ -1,4 +1,4 @@
-"""What the job's options and DeepSpeed's config say of the same things."""
+"""Settings that both the job's options and DeepSpeed's config have."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def make(params: Any, rule: str, codec: str, block_size: int, **options: Any) ->
 
 
 def state_of_part(state: dict[str, Tensor], shard: FlatShard, grid: BlockGrid) -> dict[str, Tensor]:
-    """What a flat shard has of a whole parameter's state."""
+    """The part of a whole parameter's state that a flat shard has."""
     first, end = shard.blocks(grid)
     found: dict[str, Tensor] = {}
     for key, value in state.items():

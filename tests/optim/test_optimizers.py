@@ -1,4 +1,4 @@
-"""What users lean on: copies, hooks, groups with options of their own, non-finite gradients, and clear errors."""
+"""Behaviour that users lean on: copies, hooks, groups of their own options, non-finite gradients, and clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users see: names, signatures, defaults, docstrings, and what importing costs."""
+"""The public face: names, signatures, defaults, docstrings, and what importing costs."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_docstrings(name: str, thing: Any) -> None:
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints that does not see the source tree."""
+    """Output of a fresh interpreter that does not see the source tree."""
     with tempfile.TemporaryDirectory() as elsewhere:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)

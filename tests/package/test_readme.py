@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from programs import Programs
+
 README = Path(__file__).parents[2] / "README.md"
 
 #: Ends a rank without the rest of Python's end, in which a thread of gloo now and then aborts the process.
@@ -23,14 +25,14 @@ def test_there_are_snippets() -> None:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_snippet(snippet: str, tmp_path: Path) -> None:
+def test_snippet(programs: Programs, snippet: str, tmp_path: Path) -> None:
+    if "init_process_group" not in snippet:
+        programs.run(snippet, tmp_path)
+        return
     script = tmp_path / "snippet.py"
-    ranks = "init_process_group" in snippet
-    script.write_text(snippet + LEAVE if ranks else snippet)
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    script.write_text(snippet + LEAVE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

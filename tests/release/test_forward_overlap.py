@@ -144,7 +144,7 @@ def test_state_dicts_are_complete(of: str, tmp_path: Path) -> None:
 
 
 def test_loading_is_not_undone_by_late_steps(tmp_path: Path) -> None:
-    """What is loaded is not overwritten by a step that was still to be taken."""
+    """A waiting step does not overwrite loaded state."""
     model = Layers()
     first = copy.deepcopy(model.state_dict())
     optimizer = start(model, True)
@@ -186,7 +186,7 @@ def test_a_layer_read_before_it_is_called() -> None:
 
 
 def _values(model: nn.Module, read: Callable[[], Tensor], optimizer: shardopt.AdamW8bit) -> tuple[Tensor, Tensor]:
-    """What is read while steps wait, and once they are taken."""
+    """State as read while steps wait, and once they are taken."""
     go_on = threading.Timer(0.2, (gate := threading.Event()).set)
     with before_steps(lambda place: gate.wait(30)), torch.no_grad():
         with torch.enable_grad():

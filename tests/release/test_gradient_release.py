@@ -34,7 +34,7 @@ def optimizer_of(model: nn.Module, rule: str = "adamw", **options: Any) -> Shard
 
 
 class Pair:
-    """The same model twice, with an optimizer each: one whose gradients are released, and one with ordinary steps."""
+    """One model twice, with an optimizer each: one whose gradients are released, and one with ordinary steps."""
 
     def __init__(self, model: nn.Module, rule: str = "adamw", **options: Any) -> None:
         self.models = (model, copy.deepcopy(model))
@@ -231,7 +231,7 @@ def test_values_that_the_backward_pass_still_needs() -> None:
 
 
 def test_other_parameters_are_left_alone() -> None:
-    """Those of the model that the optimizer has not; those of the optimizer that the model has not."""
+    """Parameters of the model that the optimizer has not, and of the optimizer that the model has not."""
     model, apart = make_net(), Parameter(torch.ones(3))
     frozen = [model.conv.weight, model.conv.bias]
     model.conv.requires_grad_(False)

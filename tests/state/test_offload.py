@@ -154,7 +154,7 @@ def test_every_byte_once(offload: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_budget(offload: str) -> None:
-    """What fits stays, in order; all and nothing are the ends of it; the bits are the same."""
+    """State that fits stays, in order; all and nothing are the ends of it; the bits are the same."""
     expected = make(None)
     run(*expected)
     sizes = [

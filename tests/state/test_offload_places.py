@@ -35,7 +35,7 @@ def from_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def available(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the host says it has, to be changed."""
+    """Memory that the host says it has, to be changed."""
     found = [100 * SIZE]
     monkeypatch.setattr(host_memory, "_available_host_bytes", lambda: found[0])
     return found

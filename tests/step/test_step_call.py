@@ -45,7 +45,7 @@ def swap_state(optimizer: ShardedOptimizer) -> None:
 
 
 def swap_names(optimizer: ShardedOptimizer) -> None:
-    """The same tensors in the same order, under each other's names."""
+    """Swaps tensors between names, in the same order."""
     param = params_of(optimizer)[1]
     state = optimizer.state[param]
     names = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
@@ -54,7 +54,7 @@ def swap_names(optimizer: ShardedOptimizer) -> None:
 
 
 def swap_parameters(optimizer: ShardedOptimizer) -> None:
-    """The same states in the same order, under other parameters."""
+    """Swaps states between parameters, in the same order."""
     *_, first, second = params_of(optimizer)
     others = {first: second, second: first}
     kept.append(optimizer.state)

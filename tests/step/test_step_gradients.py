@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from helpers import RULES, everything, with_gradient
 from ranks.layouts import values
+from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
 from step_problem import SHAPES, kept, make, params_of, step
 
@@ -36,7 +37,7 @@ def test_gradients_come_and_go(dtype: torch.dtype) -> None:
 
 
 def test_dtypes_of_gradients_may_change() -> None:
-    """The same values in a wider dtype make the same step."""
+    """Values in a wider dtype make the same step."""
     optimizer, expected = (make(dtype=torch.bfloat16) for _ in range(2))
     for t, dtype in enumerate([torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]):
         step(optimizer, t, grad_dtype=dtype)
@@ -146,3 +147,68 @@ def test_nonfinite_gradients_raise_for_a_parameter_that_had_none() -> None:
     with_gradient(params_of(optimizer)[1], torch.full((300,), torch.inf))
     with pytest.raises(FloatingPointError, match=r"^parameter 1 of param group 0 \(300,\): got a gradient with NaN"):
         optimizer.step()
+
+
+def negative(gradient: Tensor) -> Tensor:
+    """Equal values, whose opposites lie in memory."""
+    return torch._neg_view(gradient.neg())
+
+
+def imaginary(gradient: Tensor) -> Tensor:
+    """Equal values as the imaginary parts of conjugates: a negative view, not contiguous."""
+    return torch.complex(torch.zeros_like(gradient), -gradient).conj().imag
+
+
+@pytest.mark.parametrize("views", [(negative,) * 4, (imaginary,) * 4, (Tensor.clone, negative, imaginary, negative)])
+@pytest.mark.parametrize("offload", [None, "state", "step"])
+def test_negative_views(offload: str | None, views: tuple[Callable[[Tensor], Tensor], ...]) -> None:
+    with offload_from_cpu(8192):
+        optimizer, expected = make(offload=offload), make()
+        for t, view in enumerate(views):
+            step(expected, t)
+            for index, param in enumerate(params_of(optimizer)):
+                param.grad = view(values(tuple(param.shape), 100 * (t + 1) + index, param.dtype))
+                assert param.grad.is_neg() == (view is not Tensor.clone)
+            optimizer.step()
+            optimizer.synchronize()
+            assert_same(everything(optimizer), everything(expected))
+
+
+def test_a_gradient_turns_into_a_negative_view_of_the_same_memory() -> None:
+    optimizer, expected = make(), make()
+    for t in range(4):
+        for index, (param, other) in enumerate(zip(params_of(optimizer), params_of(expected), strict=True)):
+            gradient = values(tuple(param.shape), 100 * (t + 1) + index, param.dtype)
+            other.grad = gradient.clone()
+            if param.grad is None:
+                param.grad = torch.empty_like(gradient)
+            memory = param.grad.detach()
+            memory.copy_(gradient)  # writes the opposite of a negative view
+            param.grad = torch._neg_view(memory.neg_()) if t % 2 else memory
+        optimizer.step()
+        expected.step()
+        assert_same(everything(optimizer), everything(expected))
+
+
+def test_a_parameter_that_is_a_negative_view_is_refused() -> None:
+    param = Parameter(torch._neg_view(torch.ones(64, 64)))
+    param.grad = torch.ones(64, 64)
+    with pytest.raises(RuntimeError, match=r"got a parameter that is a negative view.* \.resolve_neg\(\)"):
+        RULES["adamw"].make([param]).step()
+    optimizer = make()
+    step(optimizer, 0)
+    data = params_of(optimizer)[2].data
+    params_of(optimizer)[2].data = torch._neg_view(data)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="got a parameter that is a negative view"):
+        step(optimizer, 1)
+    assert_same(everything(optimizer), before)
+
+
+def test_state_that_is_a_negative_view_is_refused() -> None:
+    optimizer = make(codec="fp32")
+    step(optimizer, 0)
+    state = optimizer.state[params_of(optimizer)[0]]
+    state["exp_avg"] = torch._neg_view(state["exp_avg"].clone())
+    with pytest.raises(RuntimeError, match="got a state exp_avg that is a negative view"):
+        step(optimizer, 1)

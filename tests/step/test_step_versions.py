@@ -34,7 +34,7 @@ def test_a_backward_pass_through_a_graph_of_before_the_step(name: str) -> None:
 
 
 def test_parameters_that_are_not_stepped_keep_their_versions() -> None:
-    """Those without a gradient; and all, where a step raises."""
+    """Versions stay without a gradient, and of all parameters where a step raises."""
     optimizer = make(nonfinite="raise")
     params = params_of(optimizer)
     for t, without in enumerate([(), (1,), (0, 3), (0, 1, 2, 3, 4), ()]):

@@ -49,13 +49,13 @@ def cut(tensor: Tensor, cuts: Cuts) -> Chunks:
 def save(path: Path, tensors: dict[str, Any], header: dict[str, Any] | None = None) -> None:
     writer = PortableWriter(path, {} if header is None else header)
     with plain_errors(writer.discard):
-        dcp.save(tensors, storage_writer=writer, planner=ReplicaPlanner(), no_dist=True)
+        dcp.save(tensors, storage_writer=writer, planner=ReplicaPlanner())
 
 
 def load(path: Path, tensors: dict[str, Any]) -> None:
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     with plain_errors():
-        dcp.load(tensors, storage_reader=PortableReader(path), planner=planner, no_dist=True)
+        dcp.load(tensors, storage_reader=PortableReader(path), planner=planner)
 
 
 def saved(path: Path, seed: int = 0) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def saved(path: Path, seed: int = 0) -> dict[str, Tensor]:
 
 
 def assert_holds(path: Path, seed: int = 0) -> None:
-    """What :func:`saved` saved can be loaded."""
+    """Asserts that the tensors of :func:`saved` can be loaded."""
     tensors = {"first": torch.zeros(8, 16), "second": torch.zeros(8, 4, dtype=torch.uint8)}
     load(path, {name: cut(tensor, ((), ())) for name, tensor in tensors.items()})
     assert bits(tensors["first"]) == bits(values_of((8, 16), torch.float32, seed))

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share."""
+"""Helpers of the tests on a GPU."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def run(model: Model, setup: Setup, hold: int = 0, device: str = "cpu") -> tuple
 
 
 def host_bytes(optimizer: ShardedOptimizer) -> int:
-    """What would stand in the host's memory if the parameters were on a GPU: state that is offloaded."""
+    """Offloaded state, which would stand in the host's memory if the parameters were on a GPU."""
     total = 0
     for param, state in optimizer.state.items():
         offload = optimizer._internals.residency.of(param).offload

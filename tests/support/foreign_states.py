@@ -100,7 +100,7 @@ def bitsandbytes_state(x: Moments, count: int = 2, size: int = 256, least: int =
 
 
 class OptimState8bit:
-    """What torchao's tensor subclass of this name has."""
+    """Attributes of torchao's tensor subclass of this name."""
 
     def __init__(self, coded: Coded, signed: bool) -> None:
         self.codes, self.scale, self.signed = coded.codes, coded.scales, signed

@@ -1,4 +1,4 @@
-"""What several tests share: every rule under test, the reference step as an optimizer, odd storage, snapshots."""
+"""Helpers of several tests: every rule under test, the reference step as an optimizer, odd storage, snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of kernels share: parameters of sizes near a block's and a vector's, gradients with bad elements."""
+"""Problem of the kernel tests: parameters of sizes near a block's and a vector's, gradients with bad elements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def start(dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES) -> Named:
 
 @lru_cache(maxsize=64)
 def gradients(t: int, dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES, scale: float = 1e-2) -> Named:
-    """Those of step ``t``; in the third ones some are NaN or Inf."""
+    """Gradients of step ``t``; some of the third step's are NaN or Inf."""
     found = {str(shape): (values(shape, 100 * t + i) * scale).to(dtype) for i, shape in enumerate(shapes)}
     if t == 3:
         for gradient in found.values():

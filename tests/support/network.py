@@ -94,7 +94,7 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
 
 
 def _files(node: Node) -> Path:
-    """What `ip netns exec` puts in the place of the files of /etc."""
+    """Files that `ip netns exec` puts in the place of those of /etc."""
     return Path("/etc/netns", node.namespace)
 
 

@@ -40,7 +40,7 @@ def add_scaled(factor: float, x: Tensor, y: Tensor) -> Tensor:
 
 
 def decayed(p: Tensor, decay: float) -> Tensor:
-    """What decoupled weight decay leaves of a parameter."""
+    """Decoupled weight decay of a parameter."""
     return add_scaled(-decay, p, p)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of kept tables share: an optimizer with odd parameters, and its steps."""
+"""Problem of the tests of kept tables: an optimizer with odd parameters, and its steps."""
 
 from __future__ import annotations
 

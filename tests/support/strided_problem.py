@@ -97,7 +97,7 @@ def run(optimizer: ShardedOptimizer, steps: Sequence[int] = range(5), **options:
 
 
 def assert_equal(got: ShardedOptimizer, expected: ShardedOptimizer) -> None:
-    """The same bits, and state that is contiguous."""
+    """Asserts equal bits, and contiguous state."""
     got.synchronize()
     assert_same(everything(got), everything(expected))
     for state in got.state.values():

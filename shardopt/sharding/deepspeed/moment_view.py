@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoints have for the moments of a flat buffer: codes, which read as the float32 they stand for.
+"""Moments of a flat buffer in DeepSpeed's checkpoints: codes, which read as the float32 they stand for.
 
 ``python -m deepspeed.checkpoint.ds_to_universal`` and its like unpickle these checkpoints and cut float32 tensors out
 of them. They find such tensors, and pay for decoding only if they look into them; on disk there are codes and scales.

@@ -1,4 +1,4 @@
-"""What DeepSpeed's flat partitions are made of: ZeRO 1, 2 and 3, and BF16_Optimizer.
+"""Contents of DeepSpeed's flat partitions: ZeRO 1, 2 and 3, and BF16_Optimizer.
 
 The names are those of DeepSpeed's own attributes, which are no interface. An optimizer wrapper that is not known is
 refused.

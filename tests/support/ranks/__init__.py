@@ -1,1 +1,1 @@
-"""What the distributed tests stand on: a pool of ranks, layouts to shard parameters by, and snapshots to compare."""
+"""Helpers of the distributed tests: a pool of ranks, layouts to shard parameters by, and snapshots to compare."""

@@ -20,7 +20,7 @@ assert "allgather" in _NAMES
 
 @contextmanager
 def counted_collectives() -> Iterator[list[tuple[str, int]]]:
-    """What this rank issued while it was open: the collective's name, and the bytes of its first tensors."""
+    """Collectives that this rank issues inside: the name, and the bytes of the first tensors."""
     found: list[tuple[str, int]] = []
 
     def counting(name: str, original: Any) -> Any:

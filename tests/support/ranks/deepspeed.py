@@ -5,6 +5,7 @@ Gradients go DeepSpeed's whole way, from ``backward`` over the averaging to the 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -37,9 +38,12 @@ def import_deepspeed() -> Any:
     if dist.is_initialized():
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
         os.environ.update(WORLD_SIZE=str(dist.get_world_size()))
+    first = "deepspeed" not in sys.modules
     import deepspeed
     import torch.utils.cpp_extension
 
+    if first:
+        gc.freeze()  # each engine of ZeRO 3 collects garbage, which takes 0.2 s with all modules' objects
     # Not "import deepspeed.comm.torch": the attribute of that name is torch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     torch.utils.cpp_extension.load = _refuse_to_compile
@@ -140,7 +144,7 @@ def step_engine(engine: Any, step: int) -> None:
 def step_whole(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, micro_steps: int = 1, clip: float | None = None
 ) -> None:
-    """The same without DeepSpeed.
+    """Steps as :func:`step_engine` does, without DeepSpeed.
 
     Args:
         model: the model.
@@ -169,7 +173,7 @@ def stepped_engine(settings: dict[str, Any], steps: int, *, seed: int = 0, group
 
 
 def bf16_engine(settings: dict[str, Any], steps: int, *, seed: int = 0) -> Any:
-    """The same of the model in bf16."""
+    """An engine of the model in bf16 after some steps."""
     engine = make_engine(taking_gradients(make_net(torch.bfloat16, seed)), settings)
     for step in range(steps):
         step_engine(engine, step)
@@ -177,7 +181,7 @@ def bf16_engine(settings: dict[str, Any], steps: int, *, seed: int = 0) -> Any:
 
 
 def bf16_whole(params: dict[str, Any], steps: int) -> tuple[nn.Module, ShardedOptimizer]:
-    """What :func:`bf16_engine` gives without DeepSpeed and float32 masters; ``params`` are those of the config."""
+    """Counterpart of :func:`bf16_engine` without DeepSpeed and float32 masters; ``params`` are those of the config."""
     model = make_net(torch.bfloat16)
     optimizer = shardopt.AdamW8bit(model.parameters(), **params)
     for step in range(steps):
@@ -188,7 +192,7 @@ def bf16_whole(params: dict[str, Any], steps: int) -> tuple[nn.Module, ShardedOp
 def make_whole(
     rule: str = "adamw", *, dtype: torch.dtype = torch.float32, grouped: bool = False, **options: Any
 ) -> tuple[nn.Module, ShardedOptimizer]:
-    """What an engine is of, without DeepSpeed.
+    """Model and optimizer of an engine, without DeepSpeed.
 
     Args:
         rule: one of ``RULES``, of which the class is taken.
@@ -202,7 +206,7 @@ def make_whole(
 
 
 def stepped_whole(steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
-    """What :func:`stepped_engine` gives, without DeepSpeed; the options are those of :func:`make_whole`."""
+    """Counterpart of :func:`stepped_engine` without DeepSpeed; the options are those of :func:`make_whole`."""
     stepping = {key: options.pop(key) for key in ("micro_steps", "clip") if key in options}
     model, optimizer = make_whole(rule, **options)
     for step in range(steps):
@@ -211,7 +215,7 @@ def stepped_whole(steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.M
 
 
 def whole_snapshot(model: nn.Module, optimizer: ShardedOptimizer) -> Snapshot:
-    """What :func:`engine_snapshot` gives, without DeepSpeed."""
+    """Counterpart of :func:`engine_snapshot` without DeepSpeed."""
     return snapshot(dict(model.named_parameters()), optimizer)
 
 
@@ -263,7 +267,7 @@ def engine_snapshot(engine: Any) -> Snapshot:
 
 
 def model_parameters(engine: Any) -> Snapshot:
-    """What the model computes with, in full; all ranks must call this."""
+    """Weights that the model computes with, in full; all ranks must call this."""
     import deepspeed
 
     params = dict(engine.module.named_parameters())

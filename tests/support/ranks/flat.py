@@ -1,4 +1,4 @@
-"""What each rank of FSDP1, DDP or ZeRO holds of a model's parameters, and the whole put together from it.
+"""Parts of a model's parameters on each rank of FSDP1, DDP or ZeRO, and the whole put together from them.
 
 Where the parts lie is FSDP's own word (``_shard_param_infos``), and which blocks they touch is counted element by
 element: nothing here asks the code under test, but for the parts of a flat buffer's state.

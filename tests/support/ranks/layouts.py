@@ -24,6 +24,9 @@ CONVOLUTIONS: tuple[Shape, ...] = ((20, 7, 3, 3), (12, 9, 15), (6, 5, 8, 32), (8
 #: State in float32: a bias, a norm's weight, one element, rows too short for a scale.
 SMALL: tuple[Shape, ...] = ((97,), (3,), (1,), (33, 31))
 
+#: False for PyTorch 2.6, in which `_StridedShard._split_tensor` asserts that the parts are of one size.
+_ALLOWS_UNEVEN = "only allows even sharding" not in inspect.getsource(_StridedShard)
+
 COLUMN, ROW, WHOLE = Shard(1), Shard(0), Replicate()
 
 
@@ -41,7 +44,7 @@ class Layout(NamedTuple):
 
 
 def layouts(world_size: int) -> list[Layout]:
-    """Every shape sharded in every way that a world allows, float32 and bfloat16 in turn."""
+    """Every shape sharded in every way that a world and PyTorch allow, float32 and bfloat16 in turn."""
     ways: list[tuple[Shape, Placements]] = [((world_size,), (p,)) for p in (ROW, COLUMN, WHOLE)]
     mesh = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
     pairs = [(WHOLE, ROW), (ROW, WHOLE), (WHOLE, COLUMN), (ROW, COLUMN), (COLUMN, ROW), (ROW, ROW)]
@@ -54,7 +57,13 @@ def layouts(world_size: int) -> list[Layout]:
             if len(shape) > max(getattr(p, "dim", 0) for p in placements):
                 dtype = torch.bfloat16 if len(found) % 2 else torch.float32
                 found.append(Layout(shape, mesh, placements, dtype))
-    return found
+    return [layout for layout in found if _ALLOWS_UNEVEN or not _is_uneven(layout)]
+
+
+def _is_uneven(layout: Layout) -> bool:
+    """Whether a strided shard has dim 0 in parts of different sizes."""
+    strided = [(p, n) for p, n in zip(layout.placements, layout.mesh, strict=True) if isinstance(p, _StridedShard)]
+    return any(layout.shape[0] % (n * placement.split_factor) != 0 for placement, n in strided)
 
 
 def values(shape: Shape, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -87,7 +87,7 @@ class _Holder(nn.Module):
 
 
 def make_net(dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
-    """The same model on every rank."""
+    """One model, equal on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Net().to(dtype)

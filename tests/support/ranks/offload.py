@@ -91,7 +91,7 @@ class LateTransfers(HostTransfers):
 
 
 class LateStepTransfers(LateTransfers):
-    """The same where parameters come back, which are to be seen at the end of each step."""
+    """Late transfers where parameters come back, which are to be seen at the end of each step."""
 
     def end(self) -> None:
         super().end()
@@ -99,7 +99,7 @@ class LateStepTransfers(LateTransfers):
 
 
 def late_transfers(offload: str) -> type[LateTransfers]:
-    """Those for a value of the option."""
+    """Late transfers for a value of the option."""
     return LateTransfers if offload == "state" else LateStepTransfers
 
 

@@ -31,7 +31,7 @@ SMALL = {
 
 
 def small_model(**changes: object) -> Model:
-    """What an estimate makes of :data:`SMALL`."""
+    """Estimate of :data:`SMALL`."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps({**SMALL, **changes}))

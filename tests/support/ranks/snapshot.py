@@ -1,4 +1,4 @@
-"""What an optimizer holds, in full on every rank, and the comparison of two such snapshots bit for bit."""
+"""Snapshots of all that an optimizer holds, in full on every rank, and their comparison bit for bit."""
 
 from __future__ import annotations
 
