@@ -17,7 +17,7 @@ class StableEmbedding(Embedding):
 
     Every optimizer of this package keeps the moments of ``weight`` in float32, whatever its options or param groups
     say, under every sharding that shardopt knows: 8 bytes per element for Adam instead of about 2. Other optimizers
-    treat the parameter as any other.
+    treat the parameter as any other; so are parameters that a parametrization puts in its place (``weight_norm``).
 
     The layer norm belongs directly behind the token embedding: add position embeddings to its output. State dicts have
     ``weight``, ``norm.weight`` and ``norm.bias``, as those of ``bitsandbytes.nn.StableEmbedding``.

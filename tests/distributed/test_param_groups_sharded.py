@@ -71,9 +71,9 @@ def test_as_unsharded(ranks: Pool, way: str) -> None:
     ranks.run(LAYOUTS[way], _as_whole, way, False)
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero"])
+@pytest.mark.parametrize("way", ["ddp", "zero", "fsdp1"])
 def test_groups_from_before_wrapping(ranks: Pool, way: str) -> None:
-    """DDP keeps the parameters."""
+    """These keep the parameters."""
     ranks.run(LAYOUTS[way], _as_whole, way, True)
 
 
