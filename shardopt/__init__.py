@@ -17,6 +17,8 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
 from shardopt import optim as _optim
 from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
 from shardopt.optim import *  # noqa: F403  all optimizers
+from shardopt.optim.param_groups import ParamGroups, param_groups
+from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.release.gradient_release import GradientRelease, release_gradients
 from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
 
@@ -25,10 +27,13 @@ __version__ = "0.1.0"
 __all__ = [
     "GradientRelease",
     "MemoryReport",
+    "ParamGroups",
+    "StableEmbedding",
     "cast_model",
     "check_numerics",
     "is_norm",
     "memory_report",
+    "param_groups",
     "release_gradients",
 ]
 __all__ += _optim.__all__

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardopt.estimate.model import Model, Shape
+from shardopt.estimate.model import Form, Model
 from shardopt.layout import FlatShard, Shard, equal_ends
 
 _FSDP1_ALIGNMENT = 16  # bytes, of each parameter in a FlatParameter with use_orig_params
@@ -81,21 +81,26 @@ class Backend:
         return range(1 if first else world_size)
 
 
-@lru_cache(maxsize=4096)
-def _whole(shape: Shape) -> Shard:
-    return Shard(shape, shape)
+def _of(form: Form, shard: Shard) -> Shard:
+    return shard.with_float32_state() if form.float32_state else shard
 
 
 @lru_cache(maxsize=4096)
-def _rows(shape: Shape, world_size: int, rank: int) -> Shard:
+def _whole(form: Form) -> Shard:
+    return _of(form, Shard(form.shape, form.shape))
+
+
+@lru_cache(maxsize=4096)
+def _rows(form: Form, world_size: int, rank: int) -> Shard:
     """FSDP2's shard: as ``torch.chunk`` divides dim 0."""
-    most = -(-shape[0] // world_size)
-    return Shard(shape, (max(min(most, shape[0] - rank * most), 0), *shape[1:]))
+    first, *others = form.shape
+    most = -(-first // world_size)
+    return _of(form, Shard(form.shape, (max(min(most, first - rank * most), 0), *others)))
 
 
 @lru_cache(maxsize=65536)
-def _range(shape: Shape, start: int, end: int) -> Shard:
-    return FlatShard(shape, start, end)
+def _range(form: Form, start: int, end: int) -> Shard:
+    return _of(form, FlatShard(form.shape, start, end))
 
 
 def _numel(shards: Sequence[Shard]) -> int:
@@ -104,63 +109,63 @@ def _numel(shards: Sequence[Shard]) -> int:
 
 def _single(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
     """Each gradient has memory of its own."""
-    shards = tuple(_whole(parameter.shape) for parameter in model.parameters)
+    shards = tuple(_whole(parameter.form) for parameter in model.parameters)
     numels = tuple(parameter.numel for parameter in model.parameters)
     return Held(model.numel, model.numel, shards, numels, tuple(range(len(numels))))
 
 
 def _ddp(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
     """As views of DDP's buckets (``gradient_as_bucket_view``) all gradients live as long as the model."""
-    shards = tuple(_whole(parameter.shape) for parameter in model.parameters)
+    shards = tuple(_whole(parameter.form) for parameter in model.parameters)
     return Held(model.numel, model.numel, shards, (model.numel,), (0,) * len(shards))
 
 
 def _fsdp2(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
     """Each parameter is padded to the same rows on all ranks; a unit's gradients are one buffer."""
-    shards = tuple(_rows(parameter.shape, world_size, rank) for parameter in model.parameters)
-    padded = {unit: _numel([_rows(shape, world_size, 0) for shape in unit]) for unit in set(model.units)}
+    shards = tuple(_rows(parameter.form, world_size, rank) for parameter in model.parameters)
+    padded = {unit: _numel([_rows(form, world_size, 0) for form in unit]) for unit in set(model.units)}
     units = tuple(padded[unit] for unit in model.units)
     return Held(_numel(shards), sum(units), shards, units, model.unit_of)
 
 
 @lru_cache(maxsize=4096)
-def _fsdp1_unit(shapes: tuple[Shape, ...], world_size: int, rank: int, itemsize: int) -> tuple[int, tuple[Shard, ...]]:
+def _fsdp1_unit(forms: tuple[Form, ...], world_size: int, rank: int, itemsize: int) -> tuple[int, tuple[Shard, ...]]:
     """The elements of a unit's FlatParameter on a rank, and the shards of what lies there of its parameters."""
     aligned = _FSDP1_ALIGNMENT // itemsize
     begins, end = [], 0
-    for shape in shapes:
+    for form in forms:
         begins.append(-(-end // aligned) * aligned)
-        end = begins[-1] + math.prod(shape)
+        end = begins[-1] + form.numel
     size = -(-end // world_size)
     found = []
-    for begin, shape in zip(begins, shapes, strict=True):
-        ends = equal_ends(begin, math.prod(shape), size, world_size)
+    for begin, form in zip(begins, forms, strict=True):
+        ends = equal_ends(begin, form.numel, size, world_size)
         if ends[rank] < ends[rank + 1]:
-            found.append(_range(shape, ends[rank], ends[rank + 1]))
+            found.append(_range(form, ends[rank], ends[rank + 1]))
     return size, tuple(found)
 
 
 def _fsdp1(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
-    units = [_fsdp1_unit(shapes, world_size, rank, itemsize) for shapes in model.units]
+    units = [_fsdp1_unit(forms, world_size, rank, itemsize) for forms in model.units]
     sizes = tuple(size for size, _ in units)
     shards = tuple(shard for _, of_unit in units for shard in of_unit)
     return Held(_numel(shards), sum(sizes), shards, sizes, model.unit_of)
 
 
 @lru_cache(maxsize=8)
-def _owned(model: Model, world_size: int) -> tuple[tuple[Shape, ...], ...]:
+def _owned(model: Model, world_size: int) -> tuple[tuple[Form, ...], ...]:
     """ZeroRedundancyOptimizer's partition: the largest parameter first, to the rank that has least so far."""
-    owned: list[list[Shape]] = [[] for _ in range(world_size)]
+    owned: list[list[Form]] = [[] for _ in range(world_size)]
     sizes = [(0, rank) for rank in range(world_size)]
     for parameter in sorted(model.parameters, key=lambda parameter: -parameter.numel):
         size, rank = sizes[0]
-        owned[rank].append(parameter.shape)
+        owned[rank].append(parameter.form)
         heapq.heapreplace(sizes, (size + parameter.numel, rank))
-    return tuple(tuple(shapes) for shapes in owned)
+    return tuple(tuple(forms) for forms in owned)
 
 
 def _zero_redundancy(model: Model, world_size: int, rank: int, itemsize: int) -> Held:
-    shards = tuple(_whole(shape) for shape in _owned(model, world_size)[rank])
+    shards = tuple(_whole(form) for form in _owned(model, world_size)[rank])
     return replace(_ddp(model, world_size, rank, itemsize), shards=shards)
 
 
@@ -168,10 +173,10 @@ def _zero_range(model: Model, world_size: int, rank: int, itemsize: int) -> Held
     """ZeRO 1 and 2: a partition is a range of all parameters, flattened one after another."""
     size = -(-model.numel // (_ZERO_ALIGNMENT * world_size)) * _ZERO_ALIGNMENT
     shards, first = [], -rank * size
-    for shape, _ in model.parameters:
-        numel = math.prod(shape)
+    for parameter in model.parameters:
+        numel = parameter.numel
         start, end = (min(max(at, 0), numel) for at in (-first, size - first))
-        shards.append(_range(shape, start, end))
+        shards.append(_range(parameter.form, start, end))
         first += numel
     return Held(model.numel, world_size * size, tuple(shards), (size,), (0,) * len(model.parameters), is_flat=True)
 
@@ -180,14 +185,14 @@ def _zero_ranges(model: Model, world_size: int, rank: int, itemsize: int) -> Hel
     """ZeRO 3: a partition has a range of each parameter, all of the same size on all ranks."""
     shards: list[Shard] = []
     sub_groups, sub_group_of = [0], []
-    for shape, _ in model.parameters:
-        numel = math.prod(shape)
+    for parameter in model.parameters:
+        numel = parameter.numel
         size = -(-numel // world_size)
         if sub_groups[-1] >= _ZERO_SUB_GROUP:
             sub_groups.append(0)
         sub_groups[-1] += size
         sub_group_of.append(len(sub_groups) - 1)
-        shards.append(_range(shape, min(rank * size, numel), min((rank + 1) * size, numel)))
+        shards.append(_range(parameter.form, min(rank * size, numel), min((rank + 1) * size, numel)))
     return Held(_numel(shards), sum(sub_groups), tuple(shards), tuple(sub_groups), tuple(sub_group_of), is_flat=True)
 
 

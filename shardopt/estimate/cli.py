@@ -39,6 +39,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("size", nargs="?", help="number of parameters: 125M, 7B, 1.3e9")
     parser.add_argument("--config", metavar="FILE", help=f"Hugging Face config.json of {', '.join(SUPPORTED)}")
+    parser.add_argument(
+        "--stable-embedding", action="store_true", help="with --config: its token embedding is a StableEmbedding"
+    )
     asked = parser.add_argument_group("a row to add (any of these options adds it)")
     add, unset = asked.add_argument, argparse.SUPPRESS
     add("--optimizer", choices=OPTIMIZERS, default=unset, help="sgd is with momentum (default: adamw)")
@@ -69,7 +72,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         got = "neither" if args.size is None else "both"
         parser.error(f"got {got} of a size and --config, expected one of them, such as: shardopt estimate 7B")
     try:
-        model = Model.of_size(args.size) if args.config is None else model_of_config(args.config)
+        model = _model(args)
         rows = ladder(model)
         setup = _asked(args)
         if setup is not None:
@@ -92,6 +95,17 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     else:
         print(table(rows))
     return 0
+
+
+def _model(args: argparse.Namespace) -> Model:
+    if args.config is not None:
+        return model_of_config(args.config, stable_embedding=args.stable_embedding)
+    if args.stable_embedding:
+        raise ValueError(
+            f"--stable-embedding: got it with the size {args.size}, which does not tell the embedding's, expected "
+            "--config; give the model's config.json"
+        )
+    return Model.of_size(args.size)
 
 
 def _asked(args: argparse.Namespace) -> Setup | None:

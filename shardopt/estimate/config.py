@@ -134,8 +134,12 @@ def _gpt2(config: _Config) -> tuple[list[Shape], list[Shape], int, list[Shape]]:
 SUPPORTED = (*_LLAMA, "gpt2")
 
 
-def model_of_config(path: str | Path) -> Model:
+def model_of_config(path: str | Path, *, stable_embedding: bool = False) -> Model:
     """The model that a config.json describes.
+
+    Args:
+        path: the file.
+        stable_embedding: whether its token embedding is a :class:`shardopt.StableEmbedding`.
 
     Raises:
         OSError: the file cannot be read.
@@ -158,4 +162,5 @@ def model_of_config(path: str | Path) -> Model:
             "instead, such as 7B"
         )
     first, layer, count, last = _gpt2(config) if kind == "gpt2" else _llama(config, **_LLAMA[kind])
-    return Model.of_layers(kind, first, [layer] * count, last)
+    model = Model.of_layers(kind, first, [layer] * count, last)
+    return model.with_stable_embedding() if stable_embedding else model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,16 +19,38 @@ _MATRICES_PER_LAYER = 12  # four of attention, and eight times as much in the fe
 _LARGEST = 10**13
 
 
+class Form(NamedTuple):
+    """What a parameter's state depends on, beside the options.
+
+    Attributes:
+        shape: the parameter's global shape.
+        float32_state: whether the moments stay float32, as those of a StableEmbedding.
+    """
+
+    shape: Shape
+    float32_state: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
 class ParameterShape(NamedTuple):
     """One parameter.
 
     Attributes:
         shape: its global shape.
         unit: the number, from 0, of the FSDP unit that it belongs to: usually its layer.
+        float32_state: whether its moments stay float32, as those of a StableEmbedding.
     """
 
     shape: Shape
     unit: int
+    float32_state: bool = False
+
+    @property
+    def form(self) -> Form:
+        return Form(self.shape, self.float32_state)
 
     @property
     def numel(self) -> int:
@@ -60,17 +82,23 @@ class Model:
         return max(parameter.numel for parameter in self.parameters)
 
     @cached_property
-    def units(self) -> tuple[tuple[Shape, ...], ...]:
-        """The shapes of each unit."""
-        found: list[list[Shape]] = [[] for _ in range(max(self.unit_of) + 1)]
-        for shape, unit in self.parameters:
-            found[unit].append(shape)
-        return tuple(tuple(shapes) for shapes in found)
+    def units(self) -> tuple[tuple[Form, ...], ...]:
+        """The parameters of each unit."""
+        found: list[list[Form]] = [[] for _ in range(max(self.unit_of) + 1)]
+        for parameter in self.parameters:
+            found[parameter.unit].append(parameter.form)
+        return tuple(tuple(forms) for forms in found)
 
     @cached_property
     def unit_of(self) -> tuple[int, ...]:
         """The unit of each parameter."""
         return tuple(parameter.unit for parameter in self.parameters)
+
+    def with_stable_embedding(self) -> Model:
+        """The model with a StableEmbedding instead of the token embedding, which is its first parameter."""
+        embedding, *others = self.parameters
+        norm = ParameterShape(embedding.shape[1:], embedding.unit)
+        return replace(self, parameters=(embedding._replace(float32_state=True), norm, norm, *others))
 
     @classmethod
     def of_layers(

@@ -6,7 +6,7 @@ which it begins and the one in which it ends may be cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -163,12 +163,20 @@ class FlatBuffer(_AssignedShard):
         segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
         known_params: how many parameters the segments' numbers are among, where the model may have more; None where it
             has not.
+        aliases: the other names of shared parameters, by the names in their segments.
     """
 
-    def __init__(self, numel: int, segments: Sequence[Segment], known_params: int | None = None) -> None:
+    def __init__(
+        self,
+        numel: int,
+        segments: Sequence[Segment],
+        known_params: int | None = None,
+        aliases: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         super().__init__((numel,), (numel,))
         self.segments = tuple(segments)
         self.known_params = known_params
+        self.aliases = dict(aliases or {})
 
     @property
     def holders(self) -> Exchange | None:

@@ -12,12 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 _TRANSPARENT = frozenset(["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"])
 
 
-def canonical_modules(model: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    """All modules, each once, outer ones first, with what their parameters' names begin with ("" or "layers.0.")."""
+def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
+    """All modules, outer ones first, with what their parameters' names begin with ("" or "layers.0.").
+
+    Args:
+        model: the model.
+        prefix: what all names begin with.
+        all_names: give a shared module under each of its names, not under the first one only.
+    """
     seen: set[int] = set()
 
     def walk(module: Module, prefix: str) -> Iterator[tuple[str, Module]]:
-        if id(module) in seen:
+        if id(module) in seen and not all_names:
             return
         seen.add(id(module))
         yield prefix, module
@@ -39,6 +45,16 @@ def parameter_names(model: Module) -> dict[str, Tensor]:
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 found[prefix + name] = param
+    return found
+
+
+def all_parameter_names(model: Module) -> dict[Tensor, list[str]]:
+    """The names of each parameter, in the bare model's order; a shared one has several."""
+    found: dict[Tensor, list[str]] = {}
+    for prefix, module in canonical_modules(model, all_names=True):
+        for name, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(param, []).append(prefix + name)
     return found
 
 

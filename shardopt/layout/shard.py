@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
+
+_S = TypeVar("_S", bound="Shard")
 
 
 class UnknownShardError(RuntimeError):
@@ -135,6 +137,9 @@ class Shard:
     #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
     cuts_rows = False
 
+    #: Whether the moments stay float32, whatever the options say.
+    float32_state = False
+
     def __init__(self, global_shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
         self.global_shape = tuple(global_shape)
         self.local_shape = tuple(local_shape)
@@ -172,6 +177,17 @@ class Shard:
     def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         """The shape of the local scales of codecs with one scale per block."""
         return (self.rows, self.local_blocks(grid).per_row)
+
+    def with_float32_state(self: _S) -> _S:
+        """The same part, with moments that stay float32: one object, however often it is asked for."""
+        if self.float32_state:
+            return self
+        twin: _S | None = self.__dict__.get("_float32_twin")
+        if twin is None:
+            twin = object.__new__(type(self))
+            twin.__dict__.update(self.__dict__, float32_state=True)
+            self.__dict__["_float32_twin"] = twin
+        return twin
 
     @property
     def holders(self) -> Exchange | None:
@@ -223,6 +239,8 @@ ModelReader = Callable[[Module], None]
 _model_readers: list[ModelReader] = []
 #: Name of the attribute in which parameters keep the shard that they were assigned.
 ASSIGNED = "_shardopt_shard"
+#: Name of the attribute of parameters whose moments stay float32.
+_FLOAT32_STATE = "_shardopt_float32_state"
 
 
 def register(resolver: Resolver) -> None:
@@ -289,12 +307,27 @@ def assigned(param: Tensor) -> Shard | None:
     return found if isinstance(found, Shard) else None
 
 
+def keep_float32_state(param: Tensor) -> None:
+    """Says that the moments of a parameter stay float32, whatever the options say."""
+    setattr(param, _FLOAT32_STATE, True)
+
+
+def keeps_float32_state(param: Tensor) -> bool:
+    """Whether :func:`keep_float32_state` was called for this tensor."""
+    return getattr(param, _FLOAT32_STATE, False)
+
+
 def shard_of(param: Tensor) -> Shard:
     """The shard that ``param`` is.
 
     Raises:
         UnknownShardError: a part of something, and nothing says of what.
     """
+    shard = _shard_of(param)
+    return shard.with_float32_state() if keeps_float32_state(param) else shard
+
+
+def _shard_of(param: Tensor) -> Shard:
     shard = assigned(param)
     if shard is not None:
         return shard

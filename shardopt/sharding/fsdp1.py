@@ -30,6 +30,7 @@ from shardopt.layout import (
     equal_ends,
 )
 from shardopt.layout.names import canonical_modules
+from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.sharding.exchange import RanksExchange
 
 
@@ -67,8 +68,11 @@ def read_fsdp1(model: Module, *, is_whole: bool = True) -> None:
     if not units:
         return
     names = _original_names(model, [unit._handle for unit in units])
+    prefixes: dict[int, list[str]] = {}
+    for prefix, module in canonical_modules(model, all_names=True):
+        prefixes.setdefault(id(module), []).append(prefix)
     for unit in units:
-        _assign_unit(unit._handle, names, None if is_whole else len(names))
+        _assign_unit(unit._handle, names, prefixes, None if is_whole else len(names))
 
 
 def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
@@ -86,7 +90,12 @@ def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], 
     return found
 
 
-def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]], known_params: int | None) -> None:
+def _assign_unit(
+    handle: Any,
+    names: dict[tuple[int, str], tuple[int, str]],
+    prefixes: dict[int, list[str]],
+    known_params: int | None,
+) -> None:
     flat = handle.flat_param
     known = [names[id(module), name] for name, module, _ in flat._param_infos]
     if any(extension is not None for extension in flat._param_extensions):
@@ -105,11 +114,34 @@ def _assign_unit(handle: Any, names: dict[tuple[int, str], tuple[int, str]], kno
         for param, shape, shard in zip(flat._params, flat._shapes, shards, strict=True):
             assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape), tuple(shape)))
         return
+    places = _places(flat)
+    shards = [
+        shard.with_float32_state() if any(_is_stable(*place) for place in places_of) else shard
+        for shard, places_of in zip(shards, places, strict=True)
+    ]
+    aliases = {
+        name: [prefix + key for module, key in places_of for prefix in prefixes[id(module)] if prefix + key != name]
+        for (_, name), places_of in zip(known, places, strict=True)
+    }
     size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
     begin = handle.rank * size if handle.uses_sharded_strategy else 0
     parts = zip(known, _offsets(flat), shards, strict=True)
     segments = [Segment.within(name, number, shard, first, begin) for (number, name), first, shard in parts]
-    assign(flat, FlatBuffer(size, segments, known_params))
+    assign(flat, FlatBuffer(size, segments, known_params, aliases))
+
+
+def _places(flat: Any) -> list[list[tuple[Module, str]]]:
+    """Modules of each original parameter, and its names there: several where the parameter is shared."""
+    found = {(id(module), name): [(module, name)] for name, module, _ in flat._param_infos}
+    for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
+        places = found[id(first_module), first_name]
+        if (module, name) not in places:
+            places.append((module, name))
+    return list(found.values())
+
+
+def _is_stable(module: Module, name: str) -> bool:
+    return isinstance(module, StableEmbedding) and name == "weight"
 
 
 def _whole(shape: tuple[int, ...]) -> FlatShard:

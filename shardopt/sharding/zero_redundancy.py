@@ -1,8 +1,9 @@
 """ZeroRedundancyOptimizer: three of its methods are hooked into.
 
 Stochastic rounding depends on a parameter's number among all parameters, which the optimizer inside does not see: it is
-told where that optimizer is made, and in ``add_param_group``. ``load_state_dict`` puts entries straight into the state
-of the optimizer inside: they, and the param groups, are checked before.
+told where that optimizer is made, and in ``add_param_group``. ``param_names`` are left out there: each rank steps some
+of a param group's parameters, in another order. ``load_state_dict`` puts entries straight into the state of the
+optimizer inside: they, and the param groups, are checked before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def install(module: ModuleType) -> None:
         _tell_places(self)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        if isinstance(getattr(self, "optim", None), ShardedOptimizer):
+            param_group.pop("param_names", None)
         add(self, param_group)
         _tell_places(self)
 
@@ -41,6 +44,8 @@ def install(module: ModuleType) -> None:
 def _tell_places(outer: Any) -> None:
     inner = getattr(outer, "optim", None)  # not there yet while the first param groups are added
     if isinstance(inner, ShardedOptimizer):
+        for group in (*outer.param_groups, *inner.param_groups):
+            group.pop("param_names", None)
         params = [param for group in outer.param_groups for param in group["params"]]
         inner._internals.model_indices.update((param, number) for number, param in enumerate(params))
 

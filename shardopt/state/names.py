@@ -9,10 +9,15 @@ from typing import Any
 def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
     """A parameter's name in its param group, or its position there.
 
+    Wrappers that put other tensors into a param group (DeepSpeed's flat masters) leave ``param_names`` as they were:
+    names of another number are not the names of its tensors.
+
     Args:
         group: the param group.
         index: the param group's index.
         position: the parameter's index in the param group.
     """
     names = group.get("param_names")
-    return names[position] if names else f"parameter {position} of param group {index}"
+    if names and len(names) == len(group["params"]):
+        return str(names[position])
+    return f"parameter {position} of param group {index}"

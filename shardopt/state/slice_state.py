@@ -66,7 +66,8 @@ class SliceState:
         Raises:
             ValueError: the group's weight format is not for the dtype.
         """
-        quantized = bool(moments) and is_quantized(shard.global_shape, group["min_quantized_numel"])
+        large = is_quantized(shard.global_shape, group["min_quantized_numel"])
+        quantized = bool(moments) and large and not shard.float32_state
         codec = get_codec(group["codec"] if quantized else "fp32")
         weights = WeightFormat.of(dtype, group)
         grid = BlockGrid(shard.global_shape, group["block_size"])

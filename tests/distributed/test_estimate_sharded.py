@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3",
         "attention_bias": True,
     },
+    "stable embedding": {"stable_embedding": True, "vocab_size": 1003, "hidden_size": 132},
     "few rows": {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 1},
 }
 

@@ -113,6 +113,29 @@ def test_other_models(config: dict[str, Any]) -> None:
     compare(small_model(**config), Setup())
 
 
+@pytest.mark.parametrize("config", [{}, {"model_type": "gemma"}], ids=["own head", "tied"])
+def test_a_stable_embedding(config: dict[str, Any]) -> None:
+    """Its moments are float32, and so are those of its norm."""
+    found = compare(small_model(stable_embedding=True, **config), Setup())
+    plain = compare(small_model(**config), Setup())
+    numel, width = 1001 * 160, 160
+    saved = 2 * numel + 1001 * 2 * (4 + 8)  # codes, and the scales of two blocks per row
+    assert found.numel == plain.numel + 2 * width
+    grown = found.device.state + found.device.scales - plain.device.state - plain.device.scales
+    assert grown == 8 * numel - saved + 2 * (8 * width + 4)
+
+
+def test_stable_embedding_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    states = []
+    for arguments in ([], ["--stable-embedding"]):
+        assert main(["estimate", "--config", str(path), "--json", *arguments]) == 0
+        values = json.loads(capsys.readouterr().out)
+        states.append(values["rows"][1]["gpu_bytes"]["state"])
+    assert states[1] - states[0] == 6 * 1001 * 160 + 2 * (8 * 160 + 4)
+
+
 def test_the_ladder() -> None:
     """The bytes per parameter that the README states; the last is weights and a buffer of fixed size."""
     model = Model.of_size("100B")
@@ -164,7 +187,7 @@ def test_published_numbers_of_parameters(tmp_path: Path, config: dict[str, Any],
 def test_sizes(text: str, numel: float) -> None:
     model = Model.of_size(text)
     assert abs(model.numel - numel) <= 2048
-    assert all(len(shape) == 2 and shape[1] % 4096 == 0 for shape, _ in model.parameters)
+    assert all(len(shape) == 2 and shape[1] % 4096 == 0 for shape, *_ in model.parameters)
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -234,6 +257,7 @@ def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: s
         ),
         (["7B", "--waiting-gradients", "8", "--offload", "step"], "waiting_gradients: got 8 without release_gradients"),
         (["7B", "--codec", "nf4"], "invalid choice: 'nf4'"),
+        (["7B", "--stable-embedding"], "--stable-embedding: got it with the size 7B"),
         (["7B", "--colour"], "unrecognized arguments"),
         (["7B", "--chart", "/nowhere/chart.png"], "No such file"),
     ],

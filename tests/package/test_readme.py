@@ -1,4 +1,4 @@
-"""Every Python snippet of the README runs, as its text says: those of torch.distributed under torchrun."""
+"""Every Python snippet of the README and docs/ runs, as its text says: those of torch.distributed under torchrun."""
 
 import re
 import subprocess
@@ -17,11 +17,13 @@ import os, sys
 sys.stdout.flush()
 os._exit(0)
 """
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) == README.read_text().count("```python") >= 3
+    assert len(SNIPPETS) == TEXT.count("```python") >= 3
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))

@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardopt.layout import FlatBuffer, FlatShard, Segment, assign, equal_ends
+from shardopt.layout import (
+    FlatBuffer,
+    FlatShard,
+    Segment,
+    assign,
+    equal_ends,
+    keep_float32_state,
+    keeps_float32_state,
+)
 from shardopt.layout.names import parameter_names
 from shardopt.sharding.exchange import RanksExchange
 
@@ -49,7 +57,12 @@ def assign_partitions(engine: Any) -> None:
         for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
             group = wrapper.sub_group_process_groups[index]
             assign(flat, _range_each(wrapper.fp16_groups[index], group, names))
-    elif wrapper is not engine.basic_optimizer and kind != "FP16_UnfusedOptimizer":
+    elif kind == "FP16_UnfusedOptimizer":
+        for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                if keeps_float32_state(param):
+                    keep_float32_state(master)
+    elif wrapper is not engine.basic_optimizer:
         raise RuntimeError(
             f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch it off in the "
             "config"
@@ -70,7 +83,7 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
     segments = []
     for param, first in zip(params, offsets, strict=True):
         ends = equal_ends(first, param.numel(), size, world_size)
-        shard = _shard(tuple(param.shape), ends, rank, group)
+        shard = _shard(param, tuple(param.shape), ends, rank, group)
         number, name = names[id(param)]
         segments.append(Segment.within(name, number, shard, first, rank * size))
     return FlatBuffer(size, segments)
@@ -84,19 +97,20 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
     for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
         ends = equal_ends(0, int(param.ds_numel), size, world_size)
         number, name = names[id(param)]
-        segments.append(Segment(name, number, _shard(tuple(param.ds_shape), ends, rank, group), offset))
+        segments.append(Segment(name, number, _shard(param, tuple(param.ds_shape), ends, rank, group), offset))
     return FlatBuffer(sum(sizes), segments)
 
 
-def _shard(shape: tuple[int, ...], ends: Sequence[int], rank: int, group: Any) -> FlatShard:
-    """The range between two of ``ends``, where the ranks' ranges end."""
+def _shard(param: Tensor, shape: tuple[int, ...], ends: Sequence[int], rank: int, group: Any) -> FlatShard:
+    """The range of a parameter of this global shape between two of ``ends``, where the ranks' ranges end."""
     numel = torch.Size(shape).numel()
     if ends[-1] != numel:
         raise RuntimeError(
             f"got partitions that end at {ends[-1]} of a parameter with {numel} elements, expected all of them; this "
             "version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    return FlatShard.between(shape, ends, rank, RanksExchange((group,), _device_type(group)))
+    shard = FlatShard.between(shape, ends, rank, RanksExchange((group,), _device_type(group)))
+    return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 
 def _device_type(group: Any) -> str:

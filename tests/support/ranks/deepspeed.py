@@ -107,24 +107,27 @@ def gradient_of(shape: Shape, place: int, step: int) -> Tensor:
 
 def taking_gradients(model: nn.Module) -> nn.Module:
     """Makes the model, wherever it is called with gradients by place, give a loss of which these are the gradients."""
-    own = [(child, [name for name, _ in child.named_parameters()]) for child in model.children()]
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    names = {child: name for name, child in model.named_children()}
+    own = {
+        module: [places[f"{prefix}.{name}"] for name, _ in module.named_parameters(recurse=False)]
+        for prefix, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
 
     def forward(gradients: list[Tensor]) -> Tensor:
         loss = torch.zeros(())
-        for child, params in own:
-            loss = child(loss, [gradients[places[f"{names[child]}.{name}"]] for name in params])
+        for module, of_module in own.items():
+            loss = module(loss, [gradients[place] for place in of_module])
         return loss
 
-    for child, _ in own:
-        child.forward = partial(_add_products, child)
+    for module in own:
+        module.forward = partial(_add_products, module)
     model.forward = forward
     return model
 
 
 def _add_products(module: nn.Module, loss: Tensor, gradients: list[Tensor]) -> Tensor:
-    for param, gradient in zip(module.parameters(), gradients, strict=True):
+    for param, gradient in zip(module.parameters(recurse=False), gradients, strict=True):
         loss = loss + (param * gradient.to(param.dtype)).float().sum()
     return loss
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import shardopt
 from ranks.offload import before_steps
 from shardopt.estimate import Model, model_of_config
 from shardopt.estimate.model import Shape
@@ -30,12 +31,12 @@ SMALL = {
 }
 
 
-def small_model(**changes: object) -> Model:
+def small_model(*, stable_embedding: bool = False, **changes: object) -> Model:
     """Estimate of :data:`SMALL`."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps({**SMALL, **changes}))
-        return model_of_config(path)
+        return model_of_config(path, stable_embedding=stable_embedding)
 
 
 class Holder(nn.Module):
@@ -49,6 +50,18 @@ class Holder(nn.Module):
         return sum((weight.float().square().mean() for weight in self.weights), x)
 
 
+class Embedded(nn.Module):
+    """A StableEmbedding without a purpose."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = shardopt.StableEmbedding(*shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.embedding.weight, self.embedding.norm.weight, self.embedding.norm.bias)
+        return sum((weight.float().square().mean() for weight in weights), x)
+
+
 class Shaped(nn.Module):
     """The parameters of a model, in the same order; every unit but the first is a submodule in ``layers``."""
 
@@ -58,7 +71,8 @@ class Shaped(nn.Module):
         units = [parameter.unit for parameter in model.parameters]
         begin = units.index(1)
         end = len(units) - units[::-1].index(max(units))
-        self.first = Holder(shapes[:begin])
+        embedding = [Embedded(shapes[0])] if model.parameters[0].float32_state else []
+        self.first = nn.Sequential(*embedding, Holder(shapes[3 * len(embedding) : begin]))
         self.layers = nn.ModuleList(
             Holder([shape for shape, unit in zip(shapes, units, strict=True) if unit == number])
             for number in range(1, max(units) + 1)

@@ -1,0 +1,102 @@
+"""The stable embedding of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861, section 2.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, LayerNorm, Parameter, init
+
+from shardopt.layout import keep_float32_state
+
+
+class StableEmbedding(Embedding):
+    """An embedding for 8-bit optimizers: Xavier-uniform weights, a layer norm behind, and float32 state.
+
+    Every optimizer of this package keeps the moments of ``weight`` in float32, whatever its options or param groups
+    say, under every sharding that shardopt knows: 8 bytes per element for Adam instead of about 2. Other optimizers
+    treat the parameter as any other; so are parameters that a parametrization puts in its place (``weight_norm``).
+
+    The layer norm belongs directly behind the token embedding: add position embeddings to its output. State dicts have
+    ``weight``, ``norm.weight`` and ``norm.bias``, as those of ``bitsandbytes.nn.StableEmbedding``.
+
+    Args:
+        num_embeddings: as in :class:`torch.nn.Embedding`, like all arguments that follow.
+        embedding_dim: also the size of the layer norm.
+        padding_idx: its row begins as zeros and gets no gradient. Behind the layer norm the row is ``norm.bias``.
+        max_norm: rows with a larger norm are renormalized when they are looked up.
+        norm_type: of the norm for ``max_norm``.
+        scale_grad_by_freq: divides gradients by the frequency of a row in the batch.
+        sparse: makes sparse gradients, which the optimizers of this package refuse.
+        _weight: weights to begin with instead of random ones.
+        _freeze: whether these weights are not trained.
+        device: of weights and layer norm.
+        dtype: of weights and layer norm.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+        )
+        self.norm = LayerNorm(embedding_dim, device=device, dtype=dtype if _weight is None else _weight.dtype)
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform weights, with zeros for the padding; the layer norm resets itself."""
+        init.xavier_uniform_(self.weight)
+        self._fill_padding_idx_with_zero()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalized embeddings, in the dtype of the weights; a norm in another dtype computes in its own."""
+        embedded = super().forward(input)
+        normed: Tensor = self.norm(embedded.to(self.norm.weight.dtype))
+        return normed.to(embedded.dtype)
+
+    # Wrappers put other tensors in the place of the weight: FSDP2 a DTensor, to_empty() one with memory. Whatever
+    # becomes the weight is marked.
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_weight()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As that of Module, which calls :meth:`register_parameter`; FSDP2 writes past classes without one."""
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StableEmbedding:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark_weight()
+        return self
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_weight()
+
+    def _mark_weight(self) -> None:
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            keep_float32_state(weight)

@@ -1,0 +1,233 @@
+"""param_groups of sharded models: the names are those of the bare model, and the groups those of the unsharded one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import shardopt
+from ranks.deepspeed import (
+    HYPER,
+    config,
+    engine_snapshot,
+    groups_of,
+    make_engine,
+    step_engine,
+    step_whole,
+    taking_gradients,
+    whole_snapshot,
+)
+from ranks.models import WAYS, fsdp1, make_net
+from ranks.pool import Pool
+from ranks.runs import snapshot_of, step_with
+from ranks.snapshot import assert_same
+
+STEPS = 2
+OVERRIDES: dict[str, dict[str, Any]] = {"embed.*": {"codec": "fp32"}, "*.weight": {"lr": 3e-2}, "down.*": {"lr": 2e-2}}
+NO_DECAY = ("*.bias", "norm.*")
+#: Options that are the same for all parameters of a unit of ``fsdp1``: "up", "conv", and what remains.
+OF_UNITS: dict[str, dict[str, Any]] = {"up.*": {"lr": 3e-2, "codec": "companded8"}, "conv.*": {"weight_decay": 0.0}}
+LAYOUTS = {"ddp": 2, "fsdp": 3, "hsdp": 4, "tp": 2, "fsdp1": 3, "fsdp1 none": 2, "zero": 3}
+
+
+def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+
+
+def _trained(
+    way: str, overrides: dict[str, dict[str, Any]], no_decay: tuple[str, ...] = (), *, before: bool = False
+) -> tuple[nn.Module, Any]:
+    net = make_net()
+    early = shardopt.param_groups(net, overrides, no_decay) if before else None
+    model = WAYS[way](net)
+    groups = early or shardopt.param_groups(model, overrides, no_decay)
+    if way == "zero":
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.AdamW, min_quantized_numel=64, lr=1e-2)
+    else:
+        optimizer = shardopt.AdamW(groups, min_quantized_numel=64, lr=1e-2)
+    for step in range(STEPS):
+        step_with(model, optimizer, step)
+    return model, optimizer
+
+
+def _as_whole(way: str, before: bool) -> None:
+    bare, groups = make_net(), shardopt.param_groups(WAYS[way](make_net()), OVERRIDES, NO_DECAY)
+    expected = shardopt.param_groups(bare, OVERRIDES, NO_DECAY)
+    assert [group["param_names"] for group in groups] == [group["param_names"] for group in expected]
+    assert _options(groups) == _options(expected)
+    assert groups.table() == expected.table()
+    run, whole = _trained(way, OVERRIDES, NO_DECAY, before=before), _trained("single", OVERRIDES, NO_DECAY)
+    assert_same(snapshot_of(*run), snapshot_of(*whole))
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_as_unsharded(ranks: Pool, way: str) -> None:
+    ranks.run(LAYOUTS[way], _as_whole, way, False)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero", "fsdp1"])
+def test_groups_from_before_wrapping(ranks: Pool, way: str) -> None:
+    """These keep the parameters."""
+    ranks.run(LAYOUTS[way], _as_whole, way, True)
+
+
+def _flat_parts(way: str) -> None:
+    groups = shardopt.param_groups(WAYS[way](make_net()), OF_UNITS)
+    expected = shardopt.param_groups(make_net(), OF_UNITS)
+    of = {name: _options([groups[p.group]])[0] for p in groups.parameters for name in p.names}
+    assert of == {name: _options([expected[p.group]])[0] for p in expected.parameters for name in p.names}
+    assert {p.names: p.shape for p in groups.parameters} == {p.names: p.shape for p in expected.parameters}
+    assert sorted(name for group in groups for name in group["param_names"]) == [
+        "_flat_param",
+        "conv._flat_param",
+        "up._flat_param",
+    ]
+    assert_same(snapshot_of(*_trained(way, OF_UNITS)), snapshot_of(*_trained("single", OF_UNITS)))
+
+
+@pytest.mark.parametrize("way", ["fsdp1 flat", "fsdp1 none flat"])
+def test_names_of_the_parts_of_flat_parameters(ranks: Pool, way: str) -> None:
+    ranks.run(2, _flat_parts, way)
+
+
+def _mixed() -> None:
+    model = WAYS["fsdp1 flat"](make_net())
+    with pytest.raises(ValueError, match="in one flat parameter") as error:
+        shardopt.param_groups(model, {"down.weight": {"codec": "fp32"}})
+    for words in ("embed.weight with no options", "down.weight with codec='fp32'", "use_orig_params=True"):
+        assert words in str(error.value)
+
+
+def test_different_options_within_a_flat_parameter_are_refused(ranks: Pool) -> None:
+    ranks.run(3, _mixed)
+
+
+def _unmatched(way: str) -> None:
+    with pytest.raises(ValueError, match=r"got pattern '\*embde\*'.*embed\.weight"):
+        shardopt.param_groups(WAYS[way](make_net()), {"*embde*": {"codec": "fp32"}})
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
+def test_unmatched(ranks: Pool, way: str) -> None:
+    ranks.run(2, _unmatched, way)
+
+
+def _inside_another_module() -> None:
+    """The unit is not the whole model: names begin with its place there."""
+    outer = nn.Module()
+    outer.net = fsdp1(make_net(), use_orig_params=False)
+    groups = shardopt.param_groups(outer, {"net.up.*": {"lr": 1.0}})
+    assert {name for p in groups.parameters for name in p.names} == {f"net.{name}" for name in outer.net.bare_shapes}
+
+
+def test_a_wrapped_part_of_a_model(ranks: Pool) -> None:
+    ranks.run(2, _inside_another_module)
+
+
+def _save(path: Path) -> None:
+    shardopt.checkpoint.save(path, *_trained("fsdp", OF_UNITS))
+
+
+def _load(way: str, path: Path) -> None:
+    model = WAYS[way](make_net(seed=1))
+    optimizer = shardopt.AdamW(shardopt.param_groups(model, OF_UNITS), min_quantized_numel=64, lr=1e-2)
+    shardopt.checkpoint.load(path, model, optimizer)
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*_trained("single", OF_UNITS)))
+
+
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
+def test_portable_checkpoints(ranks: Pool, tmp_path: Path, way: str) -> None:
+    ranks.run(3, _save, tmp_path / "saved")
+    ranks.run(2, _load, way, tmp_path / "saved")
+
+
+def _torch_state() -> None:
+    model, optimizer = _trained("fsdp", OVERRIDES, NO_DECAY)
+    found = get_optimizer_state_dict(model, optimizer)
+    assert found["state"]["embed.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    other = WAYS["fsdp"](make_net(seed=1))
+    loaded = shardopt.AdamW(shardopt.param_groups(other, OVERRIDES, NO_DECAY), min_quantized_numel=64)
+    set_optimizer_state_dict(other, loaded, found)
+    assert loaded.param_groups[0]["param_names"] == ["embed.weight"]
+    states = [
+        {name.split("/")[1]: x for name, x in snapshot_of(*run).items() if name.startswith("embed.weight/")}
+        for run in ((other, loaded), (model, optimizer))
+    ]
+    assert_same(*states)
+
+
+def test_torchs_state_dicts(ranks: Pool) -> None:
+    ranks.run(2, _torch_state)
+
+
+def _names_in_errors(way: str) -> None:
+    """A rank of ZeroRedundancyOptimizer steps some of a group's parameters, in another order."""
+    model, optimizer = _trained(way, {}, ())
+    inner = getattr(optimizer, "optim", optimizer)
+    for group in inner.param_groups:
+        assert "param_names" not in group or len(group["param_names"]) == len(group["params"])
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    for group in inner.param_groups:
+        group["nonfinite"] = "raise"
+    with pytest.raises(FloatingPointError) as error:
+        inner.step()
+    names = {name for name, _ in make_net().named_parameters()}
+    shapes = {name: tuple(param.shape) for name, param in make_net().named_parameters()}
+    for word in str(error.value).split(": got")[0].split("), "):
+        name, _, shape = word.rstrip(")").partition(" (")
+        if name in names:
+            assert str(shapes[name]) == f"({shape})"
+        else:
+            assert name.startswith("parameter ")
+
+
+@pytest.mark.parametrize(("way", "world_size"), [("zero", 1), ("zero", 2), ("fsdp", 2)])
+def test_names_in_errors_are_those_of_the_parameters(ranks: Pool, way: str, world_size: int) -> None:
+    ranks.run(world_size, _names_in_errors, way)
+
+
+def _group_added_later() -> None:
+    model = WAYS["zero"](make_net())
+    first, second = shardopt.param_groups(model, no_decay=NO_DECAY)
+    optimizer = ZeroRedundancyOptimizer([first], optimizer_class=shardopt.AdamW)
+    optimizer.add_param_group(second)
+    step_with(model, optimizer, 0)
+
+
+def test_a_group_added_to_a_zero_redundancy_optimizer(ranks: Pool) -> None:
+    ranks.run(2, _group_added_later)
+
+
+def _deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
+    model = taking_gradients(make_net())
+    no_decay = ("*.bias", "norm.*")
+    overrides = {pattern: {"lr": 3e-2} for pattern in no_decay}
+    groups = shardopt.param_groups(model, overrides, no_decay)
+    engine = make_engine(model, config(stage, zero=zero, **options), model_parameters=groups)
+    whole = make_net(torch.bfloat16 if options else torch.float32).float()
+    optimizer = shardopt.AdamW8bit(groups_of(whole), **HYPER)
+    for step in range(STEPS):
+        step_engine(engine, step)
+        step_whole(whole, optimizer, step)
+    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "options"),
+    [
+        (0, {}, {"bf16": {"enabled": True}}),
+        (1, {}, {}),
+        (2, {"round_robin_gradients": True}, {"bf16": {"enabled": True}}),
+        (3, {"sub_group_size": 20000}, {}),
+    ],
+)
+def test_deepspeed(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
+    """ZeRO flattens each group by itself."""
+    deepspeed_ranks.run(2, _deepspeed, stage, zero, options)

@@ -1,0 +1,236 @@
+"""param_groups: options by patterns over the names of a model's parameters."""
+
+from __future__ import annotations
+
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import shardopt
+from ranks.models import Net, set_gradients
+
+NO_DECAY = ("*.bias", "norm.*")
+
+
+def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
+    return [group["param_names"] for group in groups]
+
+
+def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+
+
+def _tied() -> nn.Module:
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def test_parameters_with_equal_options_are_one_group() -> None:
+    net = Net()
+    groups = shardopt.param_groups(net, {"embed.*": {"codec": "fp32"}, "head.weight": {"codec": "fp32"}}, NO_DECAY)
+    assert _names(groups) == [
+        ["embed.weight", "head.weight"],
+        ["up.weight", "down.weight", "conv.weight", "gate.weight"],
+        ["up.bias", "down.bias", "norm.weight", "norm.bias", "conv.bias", "gate.bias", "head.bias"],
+    ]
+    assert _options(groups) == [{"codec": "fp32"}, {}, {"weight_decay": 0.0}]
+    params = dict(net.named_parameters())
+    for group in groups:
+        assert all(params[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
+
+
+def test_without_patterns_there_is_one_group() -> None:
+    net = Net()
+    (group,) = shardopt.param_groups(net)
+    assert group["param_names"] == [name for name, _ in net.named_parameters()]
+    assert set(group) == {"params", "param_names"}
+
+
+def test_the_last_override_wins_and_any_wins_over_no_decay() -> None:
+    overrides = {
+        "*": {"lr": 1.0, "eps": 1e-6},
+        "up.*": {"lr": 2.0, "weight_decay": 0.5},
+        "up.bias": {"lr": 3.0},
+    }
+    groups = shardopt.param_groups(Net(), overrides, ["*.bias"])
+    options = {name: _options([group])[0] for group in groups for name in group["param_names"]}
+    assert options["up.weight"] == {"lr": 2.0, "eps": 1e-6, "weight_decay": 0.5}
+    assert options["up.bias"] == {"lr": 3.0, "eps": 1e-6, "weight_decay": 0.5}
+    assert options["down.bias"] == {"lr": 1.0, "eps": 1e-6, "weight_decay": 0.0}
+
+
+def test_order_of_keys_does_not_matter() -> None:
+    overrides = {"up.*": {"lr": 1.0, "eps": 1e-6}, "down.*": {"eps": 1e-6, "lr": 1.0}}
+    assert len(shardopt.param_groups(Net(), overrides)) == 2
+
+
+def test_learning_rates_in_tensors_are_equal_only_if_they_are_one() -> None:
+    one, other = torch.tensor(0.5), torch.tensor(0.5)
+    overrides = {"up.*": {"lr": one}, "down.*": {"lr": one}, "head.*": {"lr": other}}
+    groups = shardopt.param_groups(Net(), overrides)
+    assert len(groups) == 3
+    assert groups[1]["lr"] is one
+
+
+def test_case_matters() -> None:
+    with pytest.raises(ValueError, match=r"'Up\.\*'"):
+        shardopt.param_groups(Net(), {"Up.*": {"lr": 1.0}})
+
+
+def test_optimizers_obey() -> None:
+    net = Net()
+    groups = shardopt.param_groups(net, {"up.weight": {"codec": "fp32"}, "down.*": {"lr": 0.0}}, NO_DECAY)
+    optimizer = shardopt.AdamW8bit(groups, min_quantized_numel=64)
+    before = net.down.weight.detach().clone()
+    set_gradients(net, 0)
+    optimizer.step()
+    assert set(optimizer.state[net.up.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert "exp_avg_codes" in optimizer.state[net.head.weight]
+    assert torch.equal(net.down.weight, before)
+    decays = {name: g["weight_decay"] for g in optimizer.param_groups for name in g["param_names"]}
+    assert {name for name, decay in decays.items() if decay == 0} == {
+        name for name, _ in net.named_parameters() if name.endswith("bias") or name.startswith("norm.")
+    }
+
+
+def test_torch_optimizers_take_them() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(shardopt.param_groups(net, {"up.*": {"lr": 1.0}}, NO_DECAY))
+    set_gradients(net, 0)
+    optimizer.step()
+    assert len(optimizer.state) == len(list(net.parameters()))
+
+
+def test_a_group_added_later() -> None:
+    net = Net()
+    first, *rest = shardopt.param_groups(net, no_decay=NO_DECAY)
+    optimizer = shardopt.AdamW8bit([first])
+    for group in rest:
+        optimizer.add_param_group(group)
+    assert _names(optimizer.param_groups) == _names([first, *rest])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        lambda net: torch.compile(net, backend="eager"),
+        checkpoint_wrapper,
+        lambda net: nn.DataParallel(torch.compile(checkpoint_wrapper(net), backend="eager")),
+    ],
+    ids=["DataParallel", "compile", "checkpoint", "all"],
+)
+def test_prefixes_of_wrappers_are_left_out(wrap: Any) -> None:
+    expected = shardopt.param_groups(Net(), {"embed.weight": {"lr": 1.0}}, NO_DECAY)
+    net = Net()
+    net.up = checkpoint_wrapper(net.up)
+    groups = shardopt.param_groups(wrap(net), {"embed.weight": {"lr": 1.0}}, NO_DECAY)
+    assert _names(groups) == _names(expected)
+    assert groups.table() == expected.table()
+
+
+def test_a_module_called_module_keeps_its_name() -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert _names(shardopt.param_groups(model, {"module.*": {"lr": 1.0}})) == [["module.weight", "module.bias"]]
+
+
+@pytest.mark.parametrize("pattern", ["embed.*", "head.*"])
+def test_a_shared_parameter_has_all_its_names(pattern: str) -> None:
+    model = _tied()
+    groups = shardopt.param_groups(model, {pattern: {"lr": 1.0}})
+    assert _names(groups) == [["embed.weight"]]
+    assert _options(groups) == [{"lr": 1.0}]
+    assert [p.names for p in groups.parameters] == [("embed.weight", "head.weight")]
+
+
+def test_a_shared_module_has_all_its_names() -> None:
+    model = nn.Module()
+    model.encoder = nn.Linear(2, 2)
+    model.decoder = model.encoder
+    groups = shardopt.param_groups(model, {"decoder.weight": {"lr": 1.0}})
+    assert _names(groups) == [["encoder.weight"], ["encoder.bias"]]
+
+
+def test_frozen_parameters_are_included() -> None:
+    net = Net()
+    net.up.weight.requires_grad_(False)
+    groups = shardopt.param_groups(net)
+    assert "up.weight" in groups[0]["param_names"]
+    (line,) = (line for line in groups.table().splitlines() if line.startswith("up.weight "))
+    assert line.endswith("0  frozen")
+
+
+def test_table_of_the_page() -> None:
+    """docs/param_groups.md shows what its example prints."""
+    page = (Path(__file__).parents[2] / "docs/param_groups.md").read_text()
+    code, table = re.findall(r"^```(?:python)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    with redirect_stdout(StringIO()) as printed:
+        exec(code, {})
+    assert printed.getvalue() == table
+
+
+def test_table() -> None:
+    model = _tied()
+    model.scale = nn.Parameter(torch.zeros(()))
+    model.token = shardopt.StableEmbedding(1000, 8)
+    groups = shardopt.param_groups(model, {"head.*": {"lr": 0.5, "codec": "fp32"}}, ["token.norm.*"])
+    assert groups.table().splitlines() == [
+        "parameter                      shape  group  options",
+        "scale                         scalar      0",
+        "embed.weight = head.weight     9 x 4      1  codec='fp32', lr=0.5",
+        "token.weight                1000 x 8      0  float32 state (StableEmbedding)",
+        "token.norm.weight                  8      2  weight_decay=0.0",
+        "token.norm.bias                    8      2  weight_decay=0.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("*embde*", "embed.weight"), ("norms.*", "norm.weight, norm.bias"), ("hed.bias", "head.bias")],
+)
+@pytest.mark.parametrize("where", ["overrides", "no_decay"])
+def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str, where: str) -> None:
+    given: dict[str, Any] = {"overrides": {pattern: {"lr": 1.0}}} if where == "overrides" else {"no_decay": [pattern]}
+    with pytest.raises(ValueError, match="matches no parameter") as error:
+        shardopt.param_groups(Net(), **given)
+    assert f"got pattern {pattern!r}" in str(error.value)
+    assert f"such as {near}" in str(error.value)
+
+
+def test_a_pattern_that_resembles_nothing_names_the_first() -> None:
+    with pytest.raises(ValueError, match=r"such as embed\.weight, up\.weight, up\.bias;"):
+        shardopt.param_groups(Net(), {"*qqqq*": {}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"up.*": {"codecs": "fp32"}}, r"overrides\['up\.\*'\]: got unknown option 'codecs', expected 'codec'"),
+        ({"up.*": {"qqqq": 1}}, r"got unknown option 'qqqq', expected one of .*betas.*weight_decay"),
+        ({"up.*": {"params": []}}, r"got unknown option 'params'"),
+        ({"up.*": "fp32"}, r"overrides\['up\.\*'\]: got 'fp32', expected a dict"),
+    ],
+)
+def test_unknown_options_are_refused(overrides: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shardopt.param_groups(Net(), overrides)
+
+
+def test_hyper_parameters_of_every_rule_are_known() -> None:
+    options = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 1.0, "momentum": 0.5, "nesterov": True}
+    assert _options(shardopt.param_groups(Net(), {"*": options})) == [options]
+
+
+def test_a_text_for_no_decay_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no_decay: got the text '\*\.bias'.*write \('\*\.bias',\)"):
+        shardopt.param_groups(Net(), no_decay="*.bias")

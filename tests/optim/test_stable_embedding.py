@@ -1,0 +1,225 @@
+"""StableEmbedding: its initialization, its layer norm, and the float32 state that every optimizer gives its weight."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, layer_norm
+
+import shardopt
+from helpers import RULES
+from ranks.models import Net, set_gradients
+from ranks.snapshot import assert_same, snapshot
+
+SIZE = (97, 66)
+
+
+def _make(**options: Any) -> shardopt.StableEmbedding:
+    torch.manual_seed(0)
+    return shardopt.StableEmbedding(*SIZE, **options)
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    net.embed = shardopt.StableEmbedding(*SIZE)
+    return net
+
+
+def _stepped(model: nn.Module, rule: str = "adamw", params: Any = None, **options: Any) -> shardopt.ShardedOptimizer:
+    optimizer = RULES[rule].make(params or model.parameters(), **{"min_quantized_numel": 64, **options})
+    for step in range(2):
+        set_gradients(model, step)
+        optimizer.step()
+    return optimizer
+
+
+def _is_float32(state: dict[str, Tensor]) -> bool:
+    return len(state) > 1 and all(entry.dtype == torch.float32 and "_codes" not in key for key, entry in state.items())
+
+
+def test_parameters_and_initialization() -> None:
+    module = _make(padding_idx=3)
+    assert list(module.state_dict()) == ["weight", "norm.weight", "norm.bias"]
+    torch.manual_seed(0)
+    expected = nn.init.xavier_uniform_(torch.empty(SIZE))
+    expected[3] = 0
+    assert torch.equal(module.weight, expected)
+    assert module.weight.abs().max() <= math.sqrt(6 / sum(SIZE))
+    assert torch.equal(module.norm.weight, torch.ones(66))
+    assert not module.norm.bias.any()
+    assert isinstance(module, nn.Embedding)
+
+
+def test_weights_are_taken_over() -> None:
+    weight = torch.randn(5, 8, dtype=torch.bfloat16)
+    module = shardopt.StableEmbedding.from_pretrained(weight)
+    assert torch.equal(module.weight, weight)
+    assert not module.weight.requires_grad
+    assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_output_is_normalized(dtype: torch.dtype) -> None:
+    module, tokens = _make(dtype=dtype), torch.randint(97, (4, 5))
+    with torch.no_grad():
+        module.norm.bias.normal_()
+    expected = layer_norm(embedding(tokens, module.weight), (66,), module.norm.weight, module.norm.bias)
+    assert torch.equal(module(tokens), expected)
+    assert module(tokens).dtype == dtype
+
+
+def test_a_norm_in_float32_computes_in_float32() -> None:
+    module, tokens = _make().bfloat16(), torch.randint(97, (4, 5))
+    module.norm.float()
+    expected = layer_norm(embedding(tokens, module.weight).float(), (66,), module.norm.weight, module.norm.bias)
+    assert torch.equal(module(tokens), expected.bfloat16())
+
+
+def test_a_cast_model_keeps_the_norm() -> None:
+    module, tokens = shardopt.cast_model(_make()), torch.randint(97, (4, 5))
+    assert (module.weight.dtype, module.norm.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert module(tokens).dtype == torch.bfloat16
+
+
+def test_padding_gets_no_gradient() -> None:
+    module = _make(padding_idx=3)
+    module(torch.tensor([3, 4])).square().sum().backward()
+    assert module.weight.grad is not None
+    assert not module.weight.grad[3].any()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adam", "lion", "momentum"])
+@pytest.mark.parametrize("codec", ["log8", "companded8", "dynamic8", "bf16"])
+def test_state_is_float32_by_every_rule_and_codec(rule: str, codec: str) -> None:
+    """Bit for bit that of an ordinary embedding with ``codec="fp32"``; the rest of the model is as without."""
+    net, plain = _net(), Net()
+    plain.embed = nn.Sequential()
+    plain.embed.register_parameter("weight", nn.Parameter(net.embed.weight.detach().clone()))
+    plain.embed.norm = nn.LayerNorm(66)
+    plain.load_state_dict(net.state_dict())
+    others = [param for name, param in plain.named_parameters() if name != "embed.weight"]
+    groups = [{"params": [plain.embed.weight], "codec": "fp32"}, {"params": others}]
+    got, expected = _stepped(net, rule, codec=codec), _stepped(plain, rule, groups, codec=codec)
+    assert _is_float32(got.state[net.embed.weight])
+    assert not _is_float32(got.state[net.up.weight])
+    assert_same(snapshot(dict(net.named_parameters()), got), snapshot(dict(plain.named_parameters()), expected))
+
+
+def test_options_of_a_param_group_do_not_quantize_it() -> None:
+    net = _net()
+    groups = shardopt.param_groups(net, {"*": {"codec": "companded8"}})
+    assert _is_float32(_stepped(net, params=groups).state[net.embed.weight])
+
+
+def _loaded_by_assignment(module: shardopt.StableEmbedding) -> shardopt.StableEmbedding:
+    with torch.device("meta"):
+        other = shardopt.StableEmbedding(*SIZE)
+    other.load_state_dict(module.state_dict(), assign=True)
+    return other
+
+
+def _assigned(module: shardopt.StableEmbedding) -> shardopt.StableEmbedding:
+    module.weight = nn.Linear(66, 97).weight
+    return module
+
+
+def _replaced(module: shardopt.StableEmbedding) -> shardopt.StableEmbedding:
+    with _new_parameters_on_conversion():
+        return module.double().float()
+
+
+@contextmanager
+def _new_parameters_on_conversion() -> Iterator[None]:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def _swapped(module: shardopt.StableEmbedding) -> shardopt.StableEmbedding:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return module.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _shared_with_head(module: shardopt.StableEmbedding) -> nn.Module:
+    head = nn.Linear(66, 97, bias=False)
+    head.weight = module.weight
+    return head
+
+
+WAYS: dict[str, Callable[[shardopt.StableEmbedding], nn.Module]] = {
+    "copied": copy.deepcopy,
+    "pickled": lambda module: pickle.loads(pickle.dumps(module)),
+    "to_empty": lambda module: module.to("meta").to_empty(device="cpu"),
+    "load_state_dict(assign=True)": _loaded_by_assignment,
+    "assigned": _assigned,
+    "new parameters on conversion": _replaced,
+    "swapped on conversion": _swapped,
+    "bfloat16": lambda module: module.bfloat16(),
+    "shared": _shared_with_head,
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+    "parametrized": nn.utils.parametrizations.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_weight_is_known_however_it_came(way: str) -> None:
+    module = WAYS[way](_make())
+    optimizer = shardopt.AdamW8bit(module.parameters(), min_quantized_numel=64)
+    for param in module.parameters():
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+    large = [param for param in module.parameters() if param.numel() == math.prod(SIZE)]
+    assert len(large) == 1
+    assert _is_float32(optimizer.state[large[0]])
+
+
+def test_an_ordinary_embedding_is_quantized() -> None:
+    module = nn.Embedding(*SIZE)
+    module.weight.grad = torch.ones(SIZE)
+    optimizer = shardopt.AdamW8bit(module.parameters(), min_quantized_numel=64)
+    optimizer.step()
+    assert not _is_float32(optimizer.state[module.weight])
+
+
+def test_state_dict_comes_back() -> None:
+    net, other = _net(), _net()
+    optimizer, loaded = _stepped(net), RULES["adamw"].make(other.parameters(), min_quantized_numel=64)
+    other.load_state_dict(net.state_dict())
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_same(snapshot(dict(other.named_parameters()), loaded), snapshot(dict(net.named_parameters()), optimizer))
+
+
+def test_quantized_state_is_not_loaded() -> None:
+    """A state dict of an ordinary embedding's quantized moments is refused."""
+    net = Net()
+    saved = _stepped(net).state_dict()
+    net.embed = torch.nn.Sequential()
+    stable = shardopt.StableEmbedding(*SIZE)
+    net.embed.register_parameter("weight", stable.weight)
+    optimizer = RULES["adamw"].make(net.parameters(), min_quantized_numel=64)
+    with pytest.raises(ValueError, match="expected step, exp_avg, exp_avg_sq"):
+        optimizer.load_state_dict(saved)
+
+
+def test_portable_checkpoint_of_one_rank(tmp_path: Path) -> None:
+    net, other = _net(), _net()
+    optimizer = _stepped(net)
+    shardopt.checkpoint.save(tmp_path / "saved", net, optimizer)
+    loaded = RULES["adamw"].make(other.parameters(), min_quantized_numel=64)
+    shardopt.checkpoint.load(tmp_path / "saved", other, loaded)
+    assert_same(snapshot(dict(other.named_parameters()), loaded), snapshot(dict(net.named_parameters()), optimizer))
