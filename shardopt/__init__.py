@@ -19,6 +19,7 @@ from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of
 from shardopt.optim import *  # noqa: F403  all optimizers
 from shardopt.release.gradient_release import GradientRelease, release_gradients
 from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
+from shardopt.wrapper import quantize_state
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_numerics",
     "is_norm",
     "memory_report",
+    "quantize_state",
     "release_gradients",
 ]
 __all__ += _optim.__all__

@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 PRESETS = {"AdamW8bit": "AdamW", "Adam8bit": "Adam", "Lion8bit": "Lion", "SGD8bit": "SGD"}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
-OTHERS += ("ShardedOptimizer", "release_gradients")
+OTHERS += ("ShardedOptimizer", "quantize_state", "release_gradients")
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "log8",
