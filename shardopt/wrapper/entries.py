@@ -29,6 +29,9 @@ WEIGHT_COPIES = frozenset(["z", "x0", "p0", "ax", "slow_params", "slow_buffer", 
 #: which grow and shrink by factors.
 SLOW = frozenset(["exp_avg_slow", "step_size"])
 
+#: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
+CENTERED = frozenset(["grad_avg", "square_avg"])
+
 
 class Entries:
     """Decides by name, so that all ranks decide alike.
@@ -60,13 +63,14 @@ class Entries:
         """The entries of a state in floats that are to be quantized."""
         if not self.is_quantized(unit):
             return []
+        kept = self.kept | CENTERED if state.keys() >= CENTERED else self.kept
         return [
             name
             for name, x in state.items()
             if isinstance(x, Tensor)
             and x.is_floating_point()
             and x.shape == unit.param.shape
-            and name not in self.kept
+            and name not in kept
             and not name.endswith(("_codes", "_scales"))
         ]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardopt.state.loaded_entries import check_dense, check_entry, check_moment, copy_to
 from shardopt.state.names import listed_name
@@ -84,12 +85,21 @@ def adopted(
         except ValueError as error:
             failure = error
         new = encoded(entries, chunk, floats, coded, failure)
-        for index, codes, state in zip(indices, coded, new, strict=True):
+        for index, unit, codes, state in zip(indices, chunk, coded, new, strict=True):
             if state is not None:
-                fresh = {key: Whole(state[key]) for key in coding_keys(state)}
-                states[index] = {**state, **fresh, **{key: Whole(value) for key, value in codes.items()}}
+                states[index] = _boxed(unit, {**state, **codes})
     bare = [{key: value for key, value in group.items() if not quantized or key not in _FORMAT} for group in saved]
     return {**state_dict, "state": states, "param_groups": bare}
+
+
+def _boxed(unit: Unit, state: Mapping[str, Any]) -> State:
+    """A state with a :class:`Whole` around what stands for floats, and around floats of a dtype of their own."""
+    coding = coding_keys(state)
+    boxed: State = {key: Whole(value) if key in coding else value for key, value in state.items()}
+    for key, value in state.items():
+        if key not in coding and isinstance(value, Tensor) and value.dim() and value.dtype != unit.param.dtype:
+            boxed[key] = Whole(value.to(unit.param.device))
+    return boxed
 
 
 def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:

@@ -214,7 +214,7 @@ class QuantizedState(Optimizer):
                 )
         if kind is Kind.UNKNOWN:
             warn_user(
-                f"got {name}, which was not tested with quantize_state: pass working_memory=None if it looks at several "
+                f"got {name}, untested with quantize_state: pass working_memory=None if it looks at several "
                 "parameters together, and name state entries that are never below zero in unsigned=, and copies of "
                 "weights in keep=",
                 UserWarning,

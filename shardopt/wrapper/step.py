@@ -36,7 +36,7 @@ def _step_chunk(optimizer: Optimizer, entries: Entries, chunk: Sequence[Unit], *
     stored: list[State | None] = [optimizer.state.get(unit.param) for unit in chunk]
     given: list[tuple[int, Tensor]] = []
     floats: list[State | None] = [None] * len(chunk)
-    new: list[State | None] = floats
+    new: list[State | None] = [None] * len(chunk)
     failure: Exception | None = None
     try:
         try:
