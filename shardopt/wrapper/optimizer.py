@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,10 @@ def quantize_state(
             squares. They are then coded with the same relative error for small values as for large ones. Other entries
             are signed.
         keep: names of state entries that are not to be quantized, such as copies of weights.
-        working_memory: bytes for the decoded state and temporaries of a chunk, as 268435456 or "256MiB"; the largest
-            parameter is stepped even if it takes more (32 bytes per element). None: all parameters are stepped
-            together, which optimizers need that look at all of them, and takes as much memory during a step as state
-            that is not quantized.
+        working_memory: bytes for the decoded state and temporaries of a chunk, as 268435456 or "256MiB". The largest
+            parameter is stepped even if it takes more (32 bytes per element). The codec takes up to 64 MiB beside it.
+            None: all parameters are stepped together, which optimizers need that look at all of them, and takes as much
+            memory during a step as state that is not quantized.
         offload: None, or "state": codes and scales of parameters on a GPU live in the host's memory.
 
     Raises:
@@ -94,6 +94,7 @@ class QuantizedState(Optimizer):
         self._inner = optimizer
         self._entries = entries
         self._working_memory = working_memory
+        self._first_step = True
         self._is_elementwise = self._check_kind() is Kind.ELEMENTWISE
         self.defaults = optimizer.defaults
         super().__setstate__({})  # hooks
@@ -149,7 +150,11 @@ class QuantizedState(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        step_chunks(self._inner, self._entries, self._chunks())
+        chunks = self._chunks()
+        if self._first_step:
+            self._first_step = False
+            self._warn_if_nothing_is_quantized(chunks)
+        step_chunks(self._inner, self._entries, chunks)
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> State:
@@ -189,7 +194,7 @@ class QuantizedState(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_inner", "_entries", "_working_memory", "_is_elementwise")
+        names = ("_inner", "_entries", "_working_memory", "_is_elementwise", "_first_step")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,6 +225,17 @@ class QuantizedState(Optimizer):
                 UserWarning,
             )
         return kind
+
+    def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
+        units = [unit for chunk in chunks for unit in chunk]
+        numel, least = sum(unit.param.numel() for unit in units), self._entries.options["min_quantized_numel"]
+        if numel >= max(least, 1) and not any(map(self._entries.is_quantized, units)):
+            warn_user(
+                f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
+                f"of two dimensions, with {least} elements and rows of 32; flat partitions of DeepSpeed are not known "
+                "here: use one of shardopt's optimizers there",
+                UserWarning,
+            )
 
     def _units(self) -> list[Unit]:
         return units_of(self.param_groups, local=self._is_elementwise)

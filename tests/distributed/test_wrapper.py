@@ -22,7 +22,9 @@ from shardopt.layout import BlockGrid, FlatShard, shard_of
 from shardopt.wrapper import QuantizedState
 from wrapped import ELEMENTWISE, of
 
-TORCH_NAMES = [name for name in ELEMENTWISE if name.startswith("torch")]
+#: Not fused: torch's fused kernels for CPUs round the last elements of a tensor otherwise.
+TORCH_NAMES = [name for name in ELEMENTWISE if name.startswith("torch") and "fused" not in name]
+FAST = ("torch AdamW foreach", "torch NAdam", "torch Adagrad", "torch SGD momentum")
 SMALL: dict[str, Any] = {"min_quantized_numel": 64}
 #: Two of the net's parameters at a time.
 FEW = 32 * 20000
@@ -47,7 +49,9 @@ def _dtensors(name: str, way: str, codec: str, working_memory: int) -> None:
     assert_same(snapshot(sharded_params, sharded_optimizer), expected)
 
 
-@pytest.mark.parametrize("name", TORCH_NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TORCH_NAMES]
+)
 def test_fsdp2(ranks: Pool, name: str) -> None:
     ranks.run(2, _dtensors, name, "fsdp", "log8", FEW)
 
@@ -102,7 +106,7 @@ def _uneven(name: str) -> None:
             assert type(bare.state[param][key]) is type(at)
 
 
-@pytest.mark.parametrize("name", ["torch AdamW fused", "torch NAdam", "torch Adagrad"])
+@pytest.mark.parametrize("name", ["torch AdamW foreach", "torch NAdam", "torch Adagrad"])
 def test_uneven_rows_and_an_empty_rank(ranks: Pool, name: str) -> None:
     ranks.run(2, _uneven, name)
 
@@ -154,18 +158,17 @@ def _assert_pieces(whole: nn.Module, expected: QuantizedState, model: nn.Module,
         param = params[piece.name]
         assert torch.equal(piece.of(piece.tensor), piece.cut(param))
         if not piece.numel:
-            assert piece.tensor not in got.state or not got.state[piece.tensor]
             continue
         state = got.state[piece.tensor]
         assert state.keys() == expected.state[param].keys()
-        shard = shard_of(piece.tensor)
-        assert isinstance(shard, FlatShard)
+        shard, grid = shard_of(piece.tensor), BlockGrid(piece.shape, 128)
+        first, end = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, None)
         for key, value in expected.state[param].items():
             if value.dim() == 0:
                 assert torch.equal(state[key], value)
             elif key.endswith("_scales"):
-                first, end = shard.blocks(BlockGrid(piece.shape, 128))
-                assert torch.equal(state[key], value.flatten(0, 1)[first:end]), f"{piece.name} {key}"
+                local = state[key] if isinstance(shard, FlatShard) else state[key].flatten(0, 1)
+                assert torch.equal(local, value.flatten(0, 1)[first:end]), f"{piece.name} {key}"
                 compared += 1
             else:
                 assert torch.equal(piece.of(state[key]), piece.cut(value)), f"{piece.name} {key}"

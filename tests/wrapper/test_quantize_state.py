@@ -18,7 +18,8 @@ from torch.optim.optimizer import Optimizer
 import shardopt
 from shardopt import quantize_state
 from shardopt.codec import CODECS, Moment
-from shardopt.layout import Shard
+from shardopt.layout import FlatShard, Shard
+from shardopt.state import slice_state
 from shardopt.state.options import with_defaults
 from shardopt.state.slice_state import SliceState
 from wrapped import ELEMENTWISE, of, parameters, set_gradients
@@ -233,6 +234,36 @@ def test_strided_parameters(name: str) -> None:
             optimizer.step()
         results.append(bits([param], optimizer))
     assert same(*results)
+
+
+def test_nothing_to_quantize_is_told_once() -> None:
+    flat = Parameter(torch.zeros(10000))
+    optimizer = quantize_state(AdamW([flat]))
+    flat.grad = torch.ones(10000)
+    with pytest.warns(UserWarning, match="none to quantize"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("limit", [1, 100, 700])
+@pytest.mark.parametrize("codec", BLOCKWISE)
+def test_strips_do_not_show(limit: int, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of a parameter, or of a range of one, are computed a strip at a time."""
+    x = torch.randn(7, 330)
+    shards = (Shard((7, 330), (7, 330)), FlatShard((7, 330), 45, 2000))
+    for shard, values in ((shards[0], x), (shards[1], x.reshape(-1)[45:2000])):
+        for signed in (True, False):
+            group = with_defaults({"codec": codec, "min_quantized_numel": 1})
+            spec = SliceState.of(shard, torch.float32, group, (Moment("m", signed),))
+            monkeypatch.setattr(slice_state, "CODED_AT_A_TIME", 1 << 20)
+            whole = spec.encode([values if signed else values**2])
+            decoded = spec.decode(whole)
+            monkeypatch.setattr(slice_state, "CODED_AT_A_TIME", limit)
+            strips = spec.encode([values if signed else values**2])
+            assert same([*strips.values()], [*whole.values()])
+            assert same(spec.decode(whole), decoded)
 
 
 class TestStateDict:
