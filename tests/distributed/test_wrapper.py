@@ -72,6 +72,42 @@ def test_other_dtensors(ranks: Pool, world_size: int, way: str, codec: str) -> N
     ranks.run(world_size, _dtensors, "torch AdamW foreach", way, codec, 0)
 
 
+class Untested(torch.optim.Optimizer):
+    """An optimizer of somebody's own, which steps DTensors as they are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["average"] = torch.zeros_like(param)
+            state["average"].mul_(0.9).add_(param.grad, alpha=0.1)
+            param.sub_(state["average"], alpha=0.1)
+
+
+def _untested(way: str) -> None:
+    whole, sharded = make_net(), WAYS[way](make_net())
+    results = []
+    for model in (whole, sharded):
+        inner = Untested(list(model.parameters()))
+        with pytest.warns(UserWarning, match="untested"):
+            optimizer = quantize_state(inner, working_memory=0, **SMALL)
+        for step in range(3):
+            set_gradients(model, step)
+            optimizer.step()
+        results.append(snapshot(named_parameters(model), optimizer))
+    assert any(key.endswith("average_codes") for key in results[0])
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns"])
+def test_untested_optimizers_step_dtensors(ranks: Pool, way: str) -> None:
+    ranks.run(2, _untested, way)
+
+
 class _Rows(nn.Module):
     """Parameters with fewer rows than ranks, or an uneven number."""
 

@@ -1,4 +1,4 @@
-"""Every Python snippet of the README runs, as its text says: those of torch.distributed under torchrun."""
+"""Every Python snippet of README and docs runs, as its text says: those of torch.distributed under torchrun."""
 
 import re
 import subprocess
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 
 #: Ends a rank without the rest of Python's end, in which a thread of gloo now and then aborts the process.
 LEAVE = """
@@ -15,14 +17,18 @@ import os, sys
 sys.stdout.flush()
 os._exit(0)
 """
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page.stem} {number}")
+    for page in PAGES
+    for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+]
 
 
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) == README.read_text().count("```python") >= 3
+    assert len(SNIPPETS) == sum(page.read_text().count("```python") for page in PAGES) >= 4
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+@pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippet(snippet: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     ranks = "init_process_group" in snippet

@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -463,6 +464,12 @@ class TestProtocol:
         assert all(map(torch.equal, params, bare_params))
         with pytest.raises(AttributeError, match="no attribute 'nothing'"):
             optimizer.nothing()
+
+    def test_portable_checkpoints_take_other_optimizers(self, tmp_path: Path) -> None:
+        model = nn.Linear(128, 64)
+        optimizer = quantize_state(torch.optim.AdamW(model.parameters()))
+        with pytest.raises(TypeError, match=r"QuantizedState, expected one of shardopt's"):
+            shardopt.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
 
     def test_memory_report(self) -> None:
         params = parameters()
