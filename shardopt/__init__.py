@@ -21,6 +21,7 @@ from shardopt.optim.param_groups import ParamGroups, param_groups
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.release.gradient_release import GradientRelease, release_gradients
 from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
+from shardopt.wrapper import quantize_state
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "is_norm",
     "memory_report",
     "param_groups",
+    "quantize_state",
     "release_gradients",
 ]
 __all__ += _optim.__all__

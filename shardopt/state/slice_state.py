@@ -23,6 +23,9 @@ StateDict = dict[str, Any]
 #: The state entry with what a 16-bit parameter lacks of its master weight.
 LOW_BITS = "master_low_bits"
 
+#: Elements that are coded at a time in PyTorch, which takes about 60 bytes for each.
+CODED_AT_A_TIME = 1 << 20
+
 
 class EntryFormat(NamedTuple):
     """A state entry's shape on this rank, its dtype, and the values that it begins with.
@@ -149,7 +152,7 @@ class SliceState:
             torch.zeros(self._scales_shape(m), dtype=torch.float32, device=x.device)
             for m, x in zip(self.moments, local, strict=True)
         ]
-        for rectangle in self.shard.rectangles(self.grid):
+        for rectangle in self._rectangles():
             numel, lead = rectangle.rows * rectangle.cols, rectangle.first_col % size
             if numel == 0:
                 continue
@@ -257,6 +260,11 @@ class SliceState:
         unit = next(moment for moment in self.moments if not moment.signed)
         return [unit, *(moment for moment in self.moments if moment.is_relative(self.codec))]
 
+    def _rectangles(self) -> Iterator[Rectangle]:
+        """The slice as matrices of no more elements than are to be coded at a time."""
+        for rectangle in self.shard.rectangles(self.grid):
+            yield from rectangle.split(CODED_AT_A_TIME, self.grid.block_size)
+
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
         shape = self.grid.scales_shape(moment.codec(self.codec).scales(signed=moment.signed))
         return (*self.shard.scales_shape(self.grid), *shape[2:])
@@ -273,7 +281,7 @@ class SliceState:
     def _blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Rectangle, list[Coded]]]:
         """Codes and scales in blocks ``(rows, blocks, block_size)``, rectangle by rectangle."""
         size = self.grid.block_size
-        for rectangle in self.shard.rectangles(self.grid):
+        for rectangle in self._rectangles():
             if rectangle.rows * rectangle.cols == 0:
                 continue
             coded = []

@@ -1,7 +1,7 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch -> shardopt -> sharding, release, report, checkpoint, estimate -> optim -> step -> state -> layout -> codec ->
-kernels -> _C
+launch -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper -> optim -> step -> state -> layout ->
+codec -> kernels -> _C
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shardopt.state",),
     ("shardopt.step",),
     ("shardopt.optim",),
-    ("shardopt.sharding", "shardopt.release", "shardopt.report", "shardopt.checkpoint", "shardopt.estimate"),
+    (
+        "shardopt.sharding",
+        "shardopt.release",
+        "shardopt.report",
+        "shardopt.checkpoint",
+        "shardopt.estimate",
+        "shardopt.wrapper",
+    ),
     ("shardopt",),
     ("shardopt.__main__", "launch"),
 )

@@ -60,7 +60,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 PRESETS = {f"{name}8bit": name for name in OPTIMIZERS}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
-OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "release_gradients")
+OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
+OTHERS += ("release_gradients",)
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "log8",

@@ -9,7 +9,9 @@ import pytest
 
 from programs import Programs
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 
 #: Ends a rank without the rest of Python's end, in which a thread of gloo now and then aborts the process.
 LEAVE = """
@@ -17,16 +19,18 @@ import os, sys
 sys.stdout.flush()
 os._exit(0)
 """
-PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
-TEXT = "\n".join(page.read_text() for page in PAGES)
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page.stem} {number}")
+    for page in PAGES
+    for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+]
 
 
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) == TEXT.count("```python") >= 3
+    assert len(SNIPPETS) == sum(page.read_text().count("```python") for page in PAGES) >= 4
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+@pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippet(programs: Programs, snippet: str, tmp_path: Path) -> None:
     if "init_process_group" not in snippet:
         programs.run(snippet, tmp_path)

@@ -1,0 +1,89 @@
+"""State entries by name: which are quantized, which of these are never below zero, and which are kept in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.codec import Moment
+from shardopt.layout import is_quantized
+from shardopt.state.options import DEFAULTS
+from shardopt.state.slice_state import SliceState
+from shardopt.wrapper.chunks import Unit
+
+#: Averages of squares, of magnitudes or of variances, and sums of squares. Other names are signed.
+UNSIGNED = frozenset(
+    [
+        *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "grad_sum_sq"),
+        *("exp_avg_var", "max_exp_avg_var", "variance_ma", "max_variance_ma", "fim", "hessian"),
+    ]
+)
+
+#: Copies of the weights, whose errors would go straight into the weights.
+WEIGHT_COPIES = frozenset(["z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"])
+
+#: Averages over so many steps that an 8-bit code would drop what a step adds to them; and the sizes of Rprop's steps,
+#: which grow and shrink by factors.
+SLOW = frozenset(["exp_avg_slow", "step_size"])
+
+#: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
+CENTERED = frozenset(["grad_avg", "square_avg"])
+
+
+class Entries:
+    """Decides by name, so that all ranks decide alike.
+
+    Attributes:
+        options: the options of a param group of shardopt's that say how entries are coded.
+        unsigned: names of entries that are never below zero.
+        kept: names of entries that stay as they are; copies of weights are added as they are found.
+    """
+
+    def __init__(self, options: Mapping[str, Any], unsigned: Iterable[str], keep: Iterable[str]) -> None:
+        self.options = {**DEFAULTS, **options}
+        self.unsigned = UNSIGNED | frozenset(unsigned)
+        self.kept = {*WEIGHT_COPIES, *SLOW, *keep}
+
+    def moment(self, name: str) -> Moment:
+        """The entry of that name as a moment."""
+        return Moment(name, name not in self.unsigned)
+
+    def spec(self, unit: Unit, name: str) -> SliceState:
+        """The form in which the entry of that name is stored: in units of its own."""
+        return SliceState.of(unit.shard, torch.float32, self.options, (self.moment(name),))
+
+    def is_quantized(self, unit: Unit) -> bool:
+        """Whether entries of a tensor's shape are quantized: a matter of its global shape."""
+        return is_quantized(unit.shard.global_shape, self.options["min_quantized_numel"])
+
+    def names(self, unit: Unit, state: Mapping[str, Any]) -> list[str]:
+        """The entries of a state in floats that are to be quantized."""
+        if not self.is_quantized(unit):
+            return []
+        kept = self.kept | CENTERED if state.keys() >= CENTERED else self.kept
+        return [
+            name
+            for name, x in state.items()
+            if isinstance(x, Tensor)
+            and x.is_floating_point()
+            and x.shape == unit.param.shape
+            and name not in kept
+            and not name.endswith(("_codes", "_scales"))
+        ]
+
+    def keep_copies(self, unit: Unit, state: Mapping[str, Any], before: Tensor) -> None:
+        """Keeps entries that begin as copies of the weights.
+
+        Args:
+            unit: the tensor, after its first step; not a shard, of which other ranks could think otherwise.
+            state: its new state.
+            before: the tensor before that step.
+        """
+        for name in self.names(unit, state):
+            value = state[name]
+            equal = any(torch.equal(value, x.to(value.dtype)) for x in (before, unit.param.detach()))
+            if equal and value.any():  # zeros are as likely a moment of a parameter of zeros
+                self.kept.add(name)

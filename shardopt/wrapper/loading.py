@@ -1,0 +1,165 @@
+"""State dicts: of quantized state, and from and to those of the bare optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.state.loaded_entries import check_dense, check_entry, check_moment, copy_to
+from shardopt.state.names import listed_name
+from shardopt.state.options import is_own
+from shardopt.wrapper.chunks import Unit
+from shardopt.wrapper.coding import State, coded_names, coding_keys, decoded, encoded, placed
+from shardopt.wrapper.entries import Entries
+
+#: Options in the param groups of a state dict: the codes mean nothing without them.
+_FORMAT = ("codec", "block_size", "min_quantized_numel")
+
+
+class Whole:
+    """A state entry on its way through ``Optimizer.load_state_dict``, which would cast it to the parameter's dtype."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def unwrapped(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state without :class:`Whole` in it."""
+    return {key: value.value if isinstance(value, Whole) else value for key, value in state.items()}
+
+
+def format_of(entries: Entries) -> dict[str, Any]:
+    """The options in the param groups of a state dict.
+
+    The codec has another name than in those of shardopt's optimizers, which code some moments in units of others.
+    """
+    return {**{option: entries.options[option] for option in _FORMAT}, "codec": f"{entries.options['codec']} by entry"}
+
+
+def dequantized(state_dict: State, entries: Entries, units: Sequence[Unit]) -> State:
+    """The state dict of the bare optimizer, for one of quantized state without a format."""
+    states = state_dict["state"]
+    for index, unit in enumerate(units):
+        if index in states:
+            states[index] = decoded(entries, unit, states[index])
+    return state_dict
+
+
+def adopted(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    entries: Entries,
+    chunks: Sequence[Sequence[Unit]],
+) -> State:
+    """A state dict with quantized state, for one of either kind. Ranks that share cut blocks must all call this.
+
+    Args:
+        state_dict: the state dict.
+        groups: the optimizer's param groups.
+        entries: says which entries are quantized; is told of entries that the state dict has in full.
+        chunks: the optimizer's tensors.
+
+    Raises:
+        ValueError: the state was quantized in another way, is damaged, or is of other parameters.
+    """
+    saved, states = state_dict["param_groups"], dict(state_dict["state"])
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        raise ValueError(
+            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, expected "
+            f"{[len(group['params']) for group in groups]}"
+        )
+    quantized = all(_has_format(group, entries) for group in saved)
+    for chunk in chunks:
+        indices = [saved[unit.group]["params"][unit.position] for unit in chunk]
+        coded: list[State] = [{} for _ in chunk]
+        floats: list[State | None] = [None] * len(chunk)
+        failure: Exception | None = None
+        try:
+            for at, (unit, index) in enumerate(zip(chunk, indices, strict=True)):
+                if states.get(index):
+                    name = listed_name(groups[unit.group], unit.group, unit.position)
+                    coded[at], floats[at] = _checked(entries, unit, states[index], name, quantized=quantized)
+        except ValueError as error:
+            failure = error
+        new = encoded(entries, chunk, floats, coded, failure)
+        for index, unit, codes, state in zip(indices, chunk, coded, new, strict=True):
+            if state is not None:
+                states[index] = _boxed(unit, {**state, **codes})
+    bare = [{key: value for key, value in group.items() if not quantized or key not in _FORMAT} for group in saved]
+    return {**state_dict, "state": states, "param_groups": bare}
+
+
+def _boxed(unit: Unit, state: Mapping[str, Any]) -> State:
+    """A state with a :class:`Whole` around what stands for floats, and around floats of a dtype of their own."""
+    coding = coding_keys(state)
+    boxed: State = {key: Whole(value) if key in coding else value for key, value in state.items()}
+    for key, value in state.items():
+        if key not in coding and isinstance(value, Tensor) and value.dim() and value.dtype != unit.param.dtype:
+            boxed[key] = Whole(value.to(unit.param.device))
+    return boxed
+
+
+def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
+    """Whether a param group of a state dict is of quantized state.
+
+    Raises:
+        ValueError: the state is quantized in another way than this optimizer's.
+    """
+    if is_own(group):
+        raise ValueError(
+            "got the state of one of shardopt's optimizers, expected that of the bare optimizer or of quantize_state; "
+            "save it with state_dict(dequantize=True)"
+        )
+    own = format_of(entries)
+    if "codec" not in group:
+        return False
+    for option, value in own.items():
+        if group.get(option) != value:
+            raise ValueError(
+                f"got state saved with {option}={group.get(option)!r}, expected {value!r}; pass quantize_state the "
+                "options of the run that saved it, or save with state_dict(dequantize=True)"
+            )
+    return True
+
+
+def _checked(
+    entries: Entries, unit: Unit, state: Mapping[str, Any], name: str, *, quantized: bool
+) -> tuple[State, State]:
+    """Copies of a state's codes, scales and their dtypes, and the rest, of which floats are to be encoded.
+
+    Raises:
+        ValueError: an entry is of another shape, sharding or dtype, or its values are damaged.
+    """
+    coding = coding_keys(state)
+    coded: State = {key: value for key, value in state.items() if key in coding and isinstance(value, torch.dtype)}
+    for entry in coded_names(state):
+        spec = entries.spec(unit, entry)
+        local = {}
+        for key, form in spec.entries.items():
+            if key == "step":
+                continue
+            if key not in state:
+                raise ValueError(
+                    f"{name}: got {entry} in codes, expected floats; was it saved with another min_quantized_numel?"
+                )
+            like = form.new(torch.device("meta"))
+            is_scales = spec.is_scales(key)
+            whole = unit.shard.like_scales(like, spec.grid) if is_scales else unit.shard.like_parameter(like)
+            check_entry(state[key], whole, key, name)
+            if state[key].dtype != form.dtype:
+                raise ValueError(f"{name}: got {key} of {state[key].dtype}, expected {form.dtype}")
+            local[key] = copy_to(unit.shard.local(state[key]), unit.param.device)
+        spec.check_local(local, name)
+        coded.update(placed(entries, unit, spec, local))
+    rest = {key: value for key, value in state.items() if key not in coding}
+    floats = entries.names(unit, rest)
+    if quantized:
+        entries.kept.update(floats)  # as the run that saved them found them to be copies of weights
+    else:
+        for key in floats:
+            check_dense(rest[key], key, name)
+            check_moment(unit.shard.local(rest[key]), key, name, signed=entries.moment(key).signed)
+    return coded, rest

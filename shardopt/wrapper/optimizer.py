@@ -1,0 +1,254 @@
+"""The optimizer around an optimizer of the user's: torch's protocol, with the state in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import Optimizer
+
+from shardopt.codec import CODECS, get_codec
+from shardopt.state.options import DEFAULTS, bytes_of, check_options
+from shardopt.state.warn import warn_user
+from shardopt.wrapper.chunks import Unit, chunks_of, units_of
+from shardopt.wrapper.coding import State, encoded
+from shardopt.wrapper.entries import Entries
+from shardopt.wrapper.loading import adopted, dequantized, format_of, unwrapped
+from shardopt.wrapper.step import step_chunks
+from shardopt.wrapper.tested import Kind, kind_of, refuse
+
+
+def quantize_state(
+    optimizer: Optimizer,
+    codec: str = "log8",
+    block_size: int = 128,
+    min_quantized_numel: int = 4096,
+    unsigned: Iterable[str] = (),
+    keep: Iterable[str] = (),
+    working_memory: int | str | None = "256MiB",
+    offload: str | None = None,
+) -> QuantizedState:
+    """Keeps the state of a torch optimizer in 8 bits: any of torch.optim's, or one from elsewhere.
+
+    A step takes chunks of parameters one after another: their state is decoded, the optimizer steps them alone, and
+    their state is encoded. Use the result in place of the optimizer; the param groups are the same ones.
+
+    State entries of the parameter's shape are quantized, if the parameter has as many elements as the options say, and
+    rows of 32 at least. Copies of weights, slow averages, matrices, rows and scalars stay as they are.
+
+    Args:
+        optimizer: the optimizer, best before its first step: state that is there already is quantized now.
+        codec: "log8", "companded8" or "dynamic8".
+        block_size: elements that share a scale.
+        min_quantized_numel: parameters with fewer elements (globally) keep their state as it is.
+        unsigned: names of state entries that are never below zero, beside those in shardopt's table: averages of
+            squares. They are then coded with the same relative error for small values as for large ones. Other entries
+            are signed.
+        keep: names of state entries that are not to be quantized, such as copies of weights.
+        working_memory: bytes for the decoded state and temporaries of a chunk, as 268435456 or "256MiB". The largest
+            parameter is stepped even if it takes more (32 bytes per element). The codec takes up to 64 MiB beside it.
+            None: all parameters are stepped together, which optimizers need that look at all of them, and takes as much
+            memory during a step as state that is not quantized.
+        offload: None, or "state": codes and scales of parameters on a GPU live in the host's memory.
+
+    Raises:
+        TypeError: the optimizer cannot be quantized, or is already.
+        ValueError: an option is out of range, or the optimizer has to step all parameters together, and
+            ``working_memory`` is not None; or state that is there is below zero in an unsigned entry.
+        RuntimeError: the parameters are sharded in a way that the optimizer cannot be used with.
+    """
+    refuse(optimizer)
+    for what, names in (("unsigned", unsigned), ("keep", keep)):
+        if isinstance(names, str):
+            raise TypeError(f"{what}: got {names!r}, expected names of state entries; pass ({names!r},)")
+    options = {"codec": codec, "block_size": block_size, "min_quantized_numel": min_quantized_numel, "offload": offload}
+    check_options({**DEFAULTS, **options})
+    blockwise = [name for name in CODECS if get_codec(name).blockwise]
+    if codec not in blockwise:
+        raise ValueError(f"codec: got {codec!r}, expected one of {', '.join(map(repr, blockwise))}")
+    if offload not in (None, "state"):
+        raise ValueError(
+            f"offload: got {offload!r}, expected None or 'state'; the optimizer itself steps on the device"
+        )
+    try:
+        memory = None if working_memory is None else bytes_of(working_memory)
+    except ValueError as error:
+        raise ValueError(f"working_memory: {error}") from None
+    return QuantizedState(optimizer, Entries(options, unsigned, keep), memory)
+
+
+class QuantizedState(Optimizer):
+    """An optimizer whose state is quantized; made by :func:`quantize_state`.
+
+    ``state[param]`` has ``NAME_codes`` (uint8, the parameter's shape) and ``NAME_scales`` for each quantized entry, and
+    the other entries as the optimizer has them. Hooks belong on this optimizer: those of the one inside run once per
+    chunk. The methods of that one, such as ``train()`` and ``eval()``, are methods of this one, too.
+    """
+
+    #: torch.amp.GradScaler is to unscale gradients by itself: the optimizer inside does not see its scale.
+    _step_supports_amp_scaling = False
+
+    def __init__(self, optimizer: Optimizer, entries: Entries, working_memory: int | None) -> None:
+        self._inner = optimizer
+        self._entries = entries
+        self._working_memory = working_memory
+        self._first_step = True
+        self._is_elementwise = self._check_kind() is Kind.ELEMENTWISE
+        self.defaults = optimizer.defaults
+        super().__setstate__({})  # hooks
+        self._quantize_present_state()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The param groups of the optimizer inside."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state by parameter, quantized; the optimizer inside has the same one."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and callable(getattr(type(self._inner), name, None)):
+            return getattr(self._inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._inner!r}"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group to the optimizer inside."""
+        self._inner.add_param_group(param_group)
+        self._quantize_present_state()
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Takes a step, chunk by chunk. If it fails, the chunks before are stepped, and state is as complete as before.
+
+        Args:
+            closure: evaluates the model again and returns the loss, once.
+
+        Returns:
+            The closure's loss.
+
+        Raises:
+            ValueError: an unsigned state entry has a value below zero, or ranks have different state entries.
+            RuntimeError: another rank failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chunks = self._chunks()
+        if self._first_step:
+            self._first_step = False
+            self._warn_if_nothing_is_quantized(chunks)
+        step_chunks(self._inner, self._entries, chunks)
+        return loss
+
+    def state_dict(self, *, dequantize: bool = False) -> State:
+        """The optimizer's state.
+
+        Args:
+            dequantize: give the state in floats, as the bare optimizer has it and can load it.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = self._inner.state_dict()
+        if dequantize:
+            state_dict = dequantized(state_dict, self._entries, self._units())
+        else:
+            for group in state_dict["param_groups"]:
+                group.update(format_of(self._entries))
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after(self, state_dict) or state_dict
+        return state_dict
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: State) -> None:
+        """Loads a state dict of this class, or of the bare optimizer, which is quantized.
+
+        Raises:
+            ValueError: the state was quantized in another way, is damaged, or is of other parameters. Nothing was
+                changed.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))
+        for param, entries in self.state.items():
+            if isinstance(entries, dict):
+                self.state[param] = unwrapped(entries)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_inner", "_entries", "_working_memory", "_is_elementwise", "_first_step")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.defaults = self._inner.defaults
+        super().__setstate__({})
+
+    def _check_kind(self) -> Kind:
+        kind, name = kind_of(self._inner), type(self._inner).__name__
+        if kind is Kind.TOGETHER and self._working_memory is not None:
+            raise ValueError(
+                f"working_memory: got {self._working_memory} bytes for {name}, expected None, as it looks at all "
+                "parameters together; pass working_memory=None, which decodes all state during a step, or leave out "
+                "max_grad_norm where it is set and clip before the step"
+            )
+        for unit in units_of(self.param_groups, local=False):
+            if kind in (Kind.BY_PARAMETER, Kind.TOGETHER) and unit.shard.holders is not None:
+                raise RuntimeError(
+                    f"got {name} on a sharded parameter of shape {unit.shard.global_shape}, expected whole ones: its "
+                    "update of an element depends on others of the parameter, and would depend on the sharding; use an "
+                    "optimizer that is element by element, or DDP"
+                )
+        if kind is Kind.UNKNOWN:
+            warn_user(
+                f"got {name}, untested with quantize_state: pass working_memory=None if it looks at several "
+                "parameters together, and name state entries that are never below zero in unsigned=, and copies of "
+                "weights in keep=",
+                UserWarning,
+            )
+        return kind
+
+    def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
+        units = [unit for chunk in chunks for unit in chunk]
+        numel, least = sum(unit.param.numel() for unit in units), self._entries.options["min_quantized_numel"]
+        if numel >= max(least, 1) and not any(map(self._entries.is_quantized, units)):
+            warn_user(
+                f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
+                f"of two dimensions, with {least} elements and rows of 32; flat partitions of DeepSpeed are not known "
+                "here: use one of shardopt's optimizers there",
+                UserWarning,
+            )
+
+    def _units(self) -> list[Unit]:
+        return units_of(self.param_groups, local=self._is_elementwise)
+
+    def _chunks(self) -> list[list[Unit]]:
+        return chunks_of(self._units(), self._working_memory)
+
+    @torch.no_grad()
+    def _quantize_present_state(self) -> None:
+        for chunk in self._chunks():
+            states: list[State | None] = [
+                dict(self.state[unit.param]) if unit.param in self.state else None for unit in chunk
+            ]
+            for unit, new in zip(chunk, encoded(self._entries, chunk, states, [{}] * len(chunk)), strict=True):
+                if new is not None:
+                    self.state[unit.param] = new

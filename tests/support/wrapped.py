@@ -1,0 +1,154 @@
+"""Optimizers to be quantized by quantize_state, and a small network that they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer
+
+Make = Callable[[list[Parameter]], Optimizer]
+
+#: Two quantized parameters, one with rows that end within a block, and small ones.
+SHAPES = ((64, 128), (40, 130), (64,), (3, 5))
+
+
+def of(module: str, name: str, **options: Any) -> Make:
+    """Makes an optimizer of another package, which is imported when it is needed."""
+    return lambda params: getattr(import_module(module), name)(params, **options)
+
+
+def _matrices(module: str, name: str, **options: Any) -> Make:
+    """The same for an optimizer of matrices only."""
+    return lambda params: of(module, name, **options)([p for p in params if p.dim() == 2])
+
+
+def _by_dim(module: str, name: str, **options: Any) -> Make:
+    """The same for an optimizer with two kinds of param groups."""
+    return lambda params: getattr(import_module(module), name)(
+        [{"params": [p for p in params if (p.dim() == 2) is muon], "use_muon": muon} for muon in (True, False)],
+        **options,
+    )
+
+
+TORCH, TIMM, POPT, FREE = "torch.optim", "timm.optim", "pytorch_optimizer", "schedulefree"
+
+#: Learning rates are such that an MLP learns.
+ELEMENTWISE: dict[str, Make] = {
+    "torch SGD": of(TORCH, "SGD", lr=0.1),
+    "torch SGD momentum": of(TORCH, "SGD", lr=0.1, momentum=0.9, nesterov=True),
+    "torch Adam": of(TORCH, "Adam", lr=1e-3),
+    "torch AdamW foreach": of(TORCH, "AdamW", lr=1e-3, foreach=True),
+    "torch AdamW fused": of(TORCH, "AdamW", lr=1e-3, fused=True),
+    "torch AdamW amsgrad": of(TORCH, "AdamW", lr=1e-3, amsgrad=True),
+    "torch Adagrad": of(TORCH, "Adagrad", lr=1e-2, lr_decay=1e-3),
+    "torch Adadelta": of(TORCH, "Adadelta", lr=1.0),
+    "torch RMSprop": of(TORCH, "RMSprop", lr=1e-3),
+    "torch RMSprop centered momentum": of(TORCH, "RMSprop", lr=1e-3, centered=True, momentum=0.9),
+    "torch NAdam": of(TORCH, "NAdam", lr=1e-3),
+    "torch RAdam": of(TORCH, "RAdam", lr=1e-3),
+    "torch Adamax": of(TORCH, "Adamax", lr=1e-3),
+    "torch ASGD": of(TORCH, "ASGD", lr=0.1),
+    "torch Rprop": of(TORCH, "Rprop", lr=1e-3),
+    "timm AdaBelief": of(TIMM, "AdaBelief", lr=1e-3),
+    "timm Adopt": of(TIMM, "Adopt", lr=1e-3),
+    "timm LaProp": of(TIMM, "LaProp", lr=1e-3),
+    "timm Lion": of(TIMM, "Lion", lr=1e-4),
+    "timm NAdamW": of(TIMM, "NAdamW", lr=1e-3),
+    "timm RMSpropTF": of(TIMM, "RMSpropTF", lr=1e-3),
+    "pytorch_optimizer ADOPT": of(POPT, "ADOPT", lr=1e-3),
+    "pytorch_optimizer AdEMAMix": of(POPT, "AdEMAMix", lr=1e-3),
+    "pytorch_optimizer Lion": of(POPT, "Lion", lr=1e-4),
+    "pytorch_optimizer Tiger": of(POPT, "Tiger", lr=1e-4),
+    "pytorch_optimizer Yogi": of(POPT, "Yogi", lr=1e-3),
+    "pytorch_optimizer ScheduleFreeAdamW": of(POPT, "ScheduleFreeAdamW", lr=1e-3),
+    "pytorch_optimizer ScheduleFreeRAdam": of(POPT, "ScheduleFreeRAdam", lr=1e-3),
+    "pytorch_optimizer ScheduleFreeSGD": of(POPT, "ScheduleFreeSGD", lr=0.1),
+    "schedulefree AdamW": of(FREE, "AdamWScheduleFree", lr=1e-3),
+    "schedulefree RAdam": of(FREE, "RAdamScheduleFree", lr=1e-3),
+    "schedulefree SGD": of(FREE, "SGDScheduleFree", lr=0.1),
+}
+BY_PARAMETER: dict[str, Make] = {
+    "torch Adafactor": of(TORCH, "Adafactor", lr=1e-2),
+    "torch Muon": _matrices(TORCH, "Muon", lr=1e-2),
+    "timm Adan": of(TIMM, "Adan", lr=1e-3),
+    "timm Lamb": of(TIMM, "Lamb", lr=1e-3, max_grad_norm=None),
+    "timm Lars": of(TIMM, "Lars", lr=0.1, momentum=0.9),
+    "timm Mars": of(TIMM, "Mars", lr=1e-3),
+    "pytorch_optimizer AdaFactor": of(POPT, "AdaFactor", lr=1e-3),
+    "pytorch_optimizer AdamP": of(POPT, "AdamP", lr=1e-3),
+    "pytorch_optimizer StableAdamW": of(POPT, "StableAdamW", lr=1e-3),
+    "pytorch_optimizer Adan": of(POPT, "Adan", lr=1e-3),
+    "pytorch_optimizer Amos": of(POPT, "Amos", lr=1e-3),
+    "pytorch_optimizer APOLLO": of(POPT, "APOLLO", lr=1e-3),
+    "pytorch_optimizer CAME": of(POPT, "CAME", lr=1e-3),
+    "pytorch_optimizer FAdam": of(POPT, "FAdam", lr=1e-3),
+    "pytorch_optimizer Fira": of(POPT, "Fira", lr=1e-3),
+    "pytorch_optimizer GaLore": of(POPT, "GaLore", lr=1e-3),
+    "pytorch_optimizer GrokFastAdamW": of(POPT, "GrokFastAdamW", lr=1e-3),
+    "pytorch_optimizer Lamb": of(POPT, "Lamb", lr=1e-3),
+    "pytorch_optimizer MARS": of(POPT, "MARS", lr=1e-3),
+    "pytorch_optimizer Muon": _by_dim(POPT, "Muon", lr=1e-2),
+    "pytorch_optimizer Ranger21": of(POPT, "Ranger21", lr=1e-3, num_iterations=300),
+    "pytorch_optimizer SM3": of(POPT, "SM3", lr=1e-1),
+    "pytorch_optimizer SOAP": of(POPT, "SOAP", lr=1e-3),
+}
+TOGETHER: dict[str, Make] = {
+    "pytorch_optimizer Prodigy": of(POPT, "Prodigy", lr=1.0),
+    "pytorch_optimizer DAdaptAdam": of(POPT, "DAdaptAdam", lr=1.0),
+    "pytorch_optimizer AdamS": of(POPT, "AdamS", lr=1e-3),
+    "pytorch_optimizer SPAM": of(POPT, "SPAM", lr=1e-3),
+    "timm Lamb clipping": of(TIMM, "Lamb", lr=1e-3, max_grad_norm=1.0),
+}
+SEPARABLE = {**ELEMENTWISE, **BY_PARAMETER}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    """The same parameters at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter((0.1 * torch.randn(shape, generator=generator)).to(dtype)) for shape in SHAPES]
+
+
+def set_gradients(params: list[Parameter], step: int) -> None:
+    """The same gradients for the same step; in step 2, the first parameter has none."""
+    generator = torch.Generator().manual_seed(1 + step)
+    for index, param in enumerate(params):
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if step == 2 and index == 0:
+            param.grad = None
+
+
+def train_mode(optimizer: Any) -> None:
+    """Tells schedule-free optimizers that training begins."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+
+
+def network() -> nn.Sequential:
+    """The MLP of the tables: 64-128-128-64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
+
+
+def final_loss(wrap: Callable[[Optimizer], Optimizer], make: Make, steps: int = 300) -> float:
+    """The network's loss on a fixed task after training."""
+    model = network()
+    optimizer = wrap(make(list(model.parameters())))
+    train_mode(optimizer)
+    generator = torch.Generator().manual_seed(7)
+    teacher: Tensor = torch.randn(64, 64, generator=generator) / 8
+    torch.manual_seed(3)  # for optimizers that draw
+    for step in range(steps + 1):
+        x = torch.randn(256, 64, generator=generator if step < steps else torch.Generator().manual_seed(8))
+        if step == steps and hasattr(optimizer, "eval"):
+            optimizer.eval()
+        loss = (model(x) - torch.tanh(x @ teacher)).square().mean()
+        if step < steps:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return float(loss.detach())
