@@ -36,6 +36,9 @@ ARM = {"cpu_neon.cpp": []}
 TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
 
+CUDA_SOURCES = ("csrc/step/cuda.cu", "csrc/step/cuda_rules.cu")
+
+
 def cpu_sources() -> list[str]:
     names = [
         "csrc/bindings.cpp",
@@ -166,18 +169,19 @@ class BuildExtension(build_ext):
                 extra_postargs=[*ext.extra_compile_args, *EXACT, *TARGET_FLAGS.get(Path(source).name, [])],
             )
 
-        def compile_cuda() -> list[str]:
-            if toolkit is None:
-                return []
-            toolkit.warn_of_another_major()
-            cuda_object = Path(self.build_temp) / "csrc/step/cuda.o"
-            toolkit.compile("csrc/step/cuda.cu", cuda_object, include)
-            return [str(cuda_object), str(toolkit.cudart)]
+        def compile_cuda(source: str) -> list[str]:
+            assert toolkit is not None
+            cuda_object = Path(self.build_temp) / source.replace(".cu", ".cu.o")
+            toolkit.compile(source, cuda_object, include)
+            return [str(cuda_object)]
 
+        if toolkit is not None:
+            toolkit.warn_of_another_major()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            cuda_objects = pool.submit(compile_cuda)
-            objects = [name for names in pool.map(compile_cpu, cpu_sources()) for name in names]
-            objects += cuda_objects.result()
+            compiled = [pool.submit(compile_cuda, source) for source in (CUDA_SOURCES if toolkit else [])]
+            compiled += [pool.submit(compile_cpu, source) for source in cpu_sources()]
+            objects = [name for each in compiled for name in each.result()]
+        objects += [str(toolkit.cudart)] if toolkit else []
         libraries = ["pthread", "dl", "rt"] if toolkit else ["pthread", "dl"]
         self.compiler.link_shared_object(
             objects,

@@ -36,6 +36,8 @@ struct RmsProp {
   using Kept = typename rmsprop::KeptMoments<kCentered, kMomentum>::Kept;
   static constexpr const char* kHyper[] = {"lr", "alpha", "eps", "coupled_decay", "momentum"};
 
+  static constexpr float kLeastVariance = 0x1p-10f;  // of the mean square
+
   float lr, one_minus_alpha, eps, coupled_decay, momentum;
 
   SHARDOPT_HD static RmsProp make(const double* hyper, double) {
@@ -51,8 +53,9 @@ struct RmsProp {
     F deviation = root;
     if constexpr (kCentered) {
       moment[1] = fma(one_minus_alpha, g - moment[1], moment[1]);
-      const F variance = fma(-moment[1], moment[1], v);  // below zero by rounding or by the codes' errors
-      deviation = square_root(select(variance > 0.0f, variance, F{}));
+      // The difference of two averages, each with the errors of its codes, must not come near zero by them.
+      const F variance = max_float(fma(-moment[1], moment[1], v), kLeastVariance * v);
+      deviation = square_root(variance);
     }
     const F step = g * reciprocal(deviation + eps);
     if constexpr (kMomentum) {

@@ -1,4 +1,4 @@
-// Launches the step on CUDA.
+// Launches the step on CUDA; the kernels of usual rules.
 //
 // Compile with: nvcc -std=c++17 -O3 --fmad=false -gencode arch=compute_80,code=sm_80 -I csrc -c csrc/step/cuda.cu
 #define SHARDOPT_TARGET cuda
@@ -40,7 +40,9 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream)
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream) {
   constexpr int64_t kTasks = cuda::kThreads / cuda::kWarp;
   const auto grid = static_cast<unsigned>((batch.end - batch.begin + kTasks - 1) / kTasks);
-  const cuda::Kernel kernel = cuda::kernel_of(batch, cuda::Rules{});
+  const int other = batch.rule - cuda::UsualRules::kCount;
+  const cuda::Kernel kernel =
+      other < 0 ? cuda::kernel_of(batch, batch.rule, cuda::UsualRules{}) : cuda::other_kernel_of(batch, other);
   kernel<<<grid, cuda::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call, batch);
   cuda::check(cudaGetLastError(), "the step's kernel");
 }

@@ -87,6 +87,11 @@ __device__ __noinline__ int step_task(const CudaTask task, const TensorEntry& en
   return WarpStepper<Rule, Codec>(entry, prepared, table, phase).template step<kOnce>(task);
 }
 
+// Whether blocks can be read once and stay in registers: not with a rule that has no kernels of its own, which the
+// compiler would take twice as long for.
+template <class Rule, class Codec>
+constexpr bool kReadsOnce = is_usual<Rule, Codec>() && (Codec::Signed::kScales > 0);
+
 template <class Rule, class... Codec>
 SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const TensorEntry& entry, List<Codec...>) {
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
@@ -94,9 +99,9 @@ SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const 
   const bool once = entry.block_size <= kChunk && !entry.cut;
   int index = 0, skipped = 0;
   (((Rule::Kept::kCount == 0 || entry.codec == index++)
-        ? void(skipped =
-                   once ? step_task<Rule, Codec, (Codec::Signed::kScales > 0)>(task, entry, prepared, table, call.phase)
-                        : step_task<Rule, Codec, false>(task, entry, prepared, table, call.phase))
+        ? void(skipped = once
+                             ? step_task<Rule, Codec, kReadsOnce<Rule, Codec>>(task, entry, prepared, table, call.phase)
+                             : step_task<Rule, Codec, false>(task, entry, prepared, table, call.phase))
         : void()),
    ...);
   return skipped;
@@ -217,12 +222,15 @@ Kernel kernel_of_codec(const CudaBatch& batch, List<Codec...>) {
   return kernels[batch.codec];
 }
 
-// The kernel that steps a batch, of kThreads threads per thread block. Called with Rules{}; a template, so that a
-// source that does not call it need not compile all kernels.
+// The kernel that steps a batch, of kThreads threads per thread block. rule: the batch's place in this list of rules; a
+// template, so that each source compiles the kernels of its own list.
 template <class... Rule>
-Kernel kernel_of(const CudaBatch& batch, List<Rule...>) {
+Kernel kernel_of(const CudaBatch& batch, int rule, List<Rule...>) {
   const Kernel kernels[] = {kernel_of_codec<Rule>(batch, Codecs{})...};
-  return kernels[batch.rule];
+  return kernels[rule];
 }
+
+// Of OtherRules, which have a source of their own: step/cuda_rules.cu.
+Kernel other_kernel_of(const CudaBatch& batch, int rule);
 
 SHARDOPT_END_NAMESPACE

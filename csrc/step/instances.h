@@ -26,14 +26,20 @@ struct List {
   static constexpr int kCount = sizeof...(Types);
 };
 
-using Rules = List<Adam, Lion, Momentum, Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad,
-                   RmsProp<false, false>, RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
-using Codecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8, Companded16>;
-
 // Those that have kernels of their own, in which a rule and a codec are compiled together: as fast as they can be, but
 // each pair takes the compiler seconds per instruction set.
 using UsualRules = List<Adam, Lion, Momentum>;
 using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
+
+using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, RmsProp<false, false>,
+                        RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
+using OtherCodecs = List<Companded16>;
+
+template <class... First, class... Second>
+List<First..., Second...> joined(List<First...>, List<Second...>);
+
+using Rules = decltype(joined(UsualRules{}, OtherRules{}));
+using Codecs = decltype(joined(UsualCodecs{}, OtherCodecs{}));
 
 template <class T>
 struct Type {};

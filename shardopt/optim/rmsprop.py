@@ -37,7 +37,8 @@ class RMSprop(ShardedOptimizer):
         eps: added to the root.
         weight_decay: L2 penalty, part of the gradient.
         momentum: decay rate of the momentum buffer.
-        centered: divide by the root of the variance (Graves, arXiv 1308.0850).
+        centered: divide by the root of the variance (Graves, arXiv 1308.0850), which is at least 2^-10 of the mean
+            square here: beyond that its 8-bit averages, and torch's float32 ones some steps later, know nothing of it.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:

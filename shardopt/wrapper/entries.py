@@ -25,9 +25,11 @@ UNSIGNED = frozenset(
 #: Copies of the weights, whose errors would go straight into the weights.
 WEIGHT_COPIES = frozenset(["z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"])
 
-#: Averages over so many steps that an 8-bit code would drop what a step adds to them; and the sizes of Rprop's steps,
-#: which grow and shrink by factors.
-SLOW = frozenset(["exp_avg_slow", "step_size"])
+#: Averages over so many steps that an 8-bit code would drop what a step adds to them: coded in 16 bits.
+WIDE = frozenset(["exp_avg_slow"])
+
+#: Sizes of Rprop's steps, which grow and shrink by factors.
+STEP_SIZES = frozenset(["step_size"])
 
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
 CENTERED = frozenset(["grad_avg", "square_avg"])
@@ -45,11 +47,11 @@ class Entries:
     def __init__(self, options: Mapping[str, Any], unsigned: Iterable[str], keep: Iterable[str]) -> None:
         self.options = {**DEFAULTS, **options}
         self.unsigned = UNSIGNED | frozenset(unsigned)
-        self.kept = {*WEIGHT_COPIES, *SLOW, *keep}
+        self.kept = {*WEIGHT_COPIES, *STEP_SIZES, *keep}
 
     def moment(self, name: str) -> Moment:
         """The entry of that name as a moment."""
-        return Moment(name, name not in self.unsigned)
+        return Moment(name, name not in self.unsigned, wide=name in WIDE)
 
     def spec(self, unit: Unit, name: str) -> SliceState:
         """The form in which the entry of that name is stored: in units of its own."""

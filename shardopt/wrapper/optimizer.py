@@ -36,7 +36,8 @@ def quantize_state(
     their state is encoded. Use the result in place of the optimizer; the param groups are the same ones.
 
     State entries of the parameter's shape are quantized, if the parameter has as many elements as the options say, and
-    rows of 32 at least. Copies of weights, slow averages, matrices, rows and scalars stay as they are.
+    rows of 32 at least. Copies of weights, matrices, rows and scalars stay as they are;
+    slow averages have 16 bits.
 
     Args:
         optimizer: the optimizer, best before its first step: state that is there already is quantized now.
@@ -82,8 +83,8 @@ def quantize_state(
 class QuantizedState(Optimizer):
     """An optimizer whose state is quantized; made by :func:`quantize_state`.
 
-    ``state[param]`` has ``NAME_codes`` (uint8, the parameter's shape) and ``NAME_scales`` for each quantized entry, and
-    the other entries as the optimizer has them. Hooks belong on this optimizer: those of the one inside run once per
+    ``state[param]`` has ``NAME_codes`` (uint8, or int16 of slow averages; the parameter's shape) and ``NAME_scales`` for
+    each quantized entry, and the other entries as the optimizer has them. Hooks belong on this optimizer: those of the one inside run once per
     chunk. The methods of that one, such as ``train()`` and ``eval()``, are methods of this one, too.
     """
 

@@ -107,9 +107,9 @@ NEW_FILES = {
 }
 IN_LISTS = (
     ("csrc/step/instances.h", '#include "rules/sgd.h"\n', '#include "rules/sgd.h"\n#include "rules/toy.h"\n'),
-    ("csrc/step/instances.h", "Momentum, Sgd>", "Momentum, Sgd, Toy>"),
+    ("csrc/step/instances.h", "OtherRules = List<Sgd,", "OtherRules = List<Toy, Sgd,"),
     ("csrc/step/instances.h", '#include "codecs/plain.h"\n', '#include "codecs/plain.h"\n#include "codecs/toy.h"\n'),
-    ("csrc/step/instances.h", "Companded8, Dynamic8>", "Companded8, Dynamic8, ToyCodec>"),
+    ("csrc/step/instances.h", "OtherCodecs = List<Companded16>", "OtherCodecs = List<Companded16, ToyCodec>"),
     (
         "shardopt/optim/__init__.py",
         '    "ShardedOptimizer",\n',

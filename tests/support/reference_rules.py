@@ -245,7 +245,8 @@ def rmsprop(
     if centered:
         mean = fma(share, g - others[0], others[0])
         variance = fma(-mean, mean, v)
-        deviation = square_root(torch.where(variance > 0, variance, 0.0))
+        least = float32(2.0**-10) * v
+        deviation = square_root(torch.where(variance > least, variance, least))
         new.append(mean)
     change = g * reciprocal(deviation + float32(hyper["eps"]))
     if momentum:
