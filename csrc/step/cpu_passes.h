@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 
 #include "core/codec.h"
 #include "core/rule.h"
@@ -207,31 +208,62 @@ inline bool load_gradients(float* to, const char* from, DType dtype, float scale
   }
 }
 
-// Calls take(weights, i, left) for each kEach elements of a run, where `weights` has room for all of them.
+// Calls take(format) with a type that has the format as `value`.
 template <class Take>
-SHARDOPT_HD void each_of(const Weights& weights, WeightFormat format, int n, bool stores, Take take) {
+SHARDOPT_HD void with_format(WeightFormat format, Take take) {
+  switch (format) {
+    case WeightFormat::kFloat32:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kFloat32>{});
+    case WeightFormat::kBFloat16:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kBFloat16>{});
+    case WeightFormat::kFloat16:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kFloat16>{});
+    case WeightFormat::kBFloat16Plus8:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kBFloat16Plus8>{});
+    case WeightFormat::kBFloat16Plus16:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kBFloat16Plus16>{});
+    case WeightFormat::kBFloat16Stochastic:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kBFloat16Stochastic>{});
+    case WeightFormat::kFloat16Plus8:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kFloat16Plus8>{});
+    case WeightFormat::kFloat16Plus16:
+      return take(std::integral_constant<WeightFormat, WeightFormat::kFloat16Plus16>{});
+  }
+}
+
+// Calls take(weights, i) for each kEach elements of a run, where `weights` has room for all of them.
+template <WeightFormat kFormat, bool kStores, class Take>
+SHARDOPT_HD void each_of(const Weights& weights, int n, Take take) {
   const int whole = n / kEach * kEach;
   for (int i = 0; i < whole; i += kEach) take(weights, i);
   if (whole == n) return;
   char words[4 * kEach] = {}, low_bits[2 * kEach] = {};
   const uint64_t done = static_cast<uint64_t>(whole), left = static_cast<uint64_t>(n - whole);
-  const uint64_t word = bytes_of(format), low = low_bytes_of(format);
+  constexpr uint64_t word = bytes_of(kFormat), low = low_bytes_of(kFormat);
   copy_bytes(words, weights.words + word * done, word * left);
   if (low) copy_bytes(low_bits, weights.low_bits + low * done, low * left);
   take(Weights{words - word * done, low_bits - low * done, weights.noise}, whole);
-  if (!stores) return;
+  if (!kStores) return;
   copy_bytes(weights.words + word * done, words, word * left);
   if (low) copy_bytes(weights.low_bits + low * done, low_bits, low * left);
 }
 
 inline void load_weights(float* to, const Weights& weights, WeightFormat format, int n) {
-  each_of(weights, format, n, false,
-          [=](const Weights& w, int i) { store_lanes(to + i, w.load<kEachPack>(format, i)); });
+  with_format(format, [&](auto known) {
+    constexpr WeightFormat kFormat = decltype(known)::value;
+    each_of<kFormat, false>(weights, n, [to](const Weights& w, int i) __attribute__((always_inline)) {
+      store_lanes(to + i, w.load<kEachPack>(kFormat, i));
+    });
+  });
 }
 
 inline void store_weights(const Weights& weights, const float* from, WeightFormat format, int n) {
-  each_of(weights, format, n, true,
-          [=](const Weights& w, int i) { w.store(load_lanes<kEachPack>(from + i), format, i); });
+  with_format(format, [&](auto known) {
+    constexpr WeightFormat kFormat = decltype(known)::value;
+    each_of<kFormat, true>(weights, n, [from](const Weights& w, int i) __attribute__((always_inline)) {
+      w.store(load_lanes<kEachPack>(from + i), kFormat, i);
+    });
+  });
 }
 
 // to *= by, n elements, a multiple of kEach.

@@ -8,7 +8,7 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kRun = 1024;  // elements of a run, but of one that is a single block
+constexpr int kRun = 512;  // elements of a run, but of one that is a single block
 constexpr int kRunBlocks = kRun / kEach;
 constexpr int kMaxScales = 2;  // per block
 
@@ -89,16 +89,18 @@ class RunStepper {
       free += padded;
       return taken;
     };
-    run_.param = take(), run_.gradient = take();
-    for (int k = 0; k < rule_.moments; ++k) run_.moments[k] = take();
     const Weights weights = format_.weights(entry_, row, col, offset_);
-    load_weights(run_.param, weights, format_.weight(), n_);
+    const bool in_place = format_.weight() == WeightFormat::kFloat32 && n_ == padded && stores_;
+    run_.param = in_place ? reinterpret_cast<float*>(weights.words) : take();
+    run_.gradient = take();
+    for (int k = 0; k < rule_.moments; ++k) run_.moments[k] = take();
+    if (!in_place) load_weights(run_.param, weights, format_.weight(), n_);
     const char* gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(format_.gradient()) * offset_;
     const bool has_large = load_gradients(run_.gradient, gradient, format_.gradient(), group_.gradient_scale, n_);
     decode(padded);
     const bool skips = has_large && group_.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
     const int64_t skipped = rule_.update[codec_.root][skips](scalars_, run_, padded);
-    if (stores_) store_weights(weights, run_.param, format_.weight(), n_);
+    if (stores_ && !in_place) store_weights(weights, run_.param, format_.weight(), n_);
     for (int k = 0; k < rule_.moments; ++k) {  // what the rule made of missing elements is no number for a coder
       for (int i = n_; i < padded; ++i) run_.moments[k][i] = 0.0f;
     }
