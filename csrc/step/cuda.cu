@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "step/cuda_kernel.h"
+#include "step/cuda_prepare.h"
 
 namespace shardopt {
 namespace cuda {

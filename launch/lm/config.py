@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         if inner is bool:
             extra["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(inner) is tuple:
-            extra["nargs"] = len(typing.get_args(inner))
+            extra["nargs"] = "+"
         if name in _CHOICES:
             extra["metavar"] = "{" + ",".join(_CHOICES[name]) + "}"
         parser.add_argument(flag, **extra)
@@ -170,10 +170,10 @@ def _checked(name: str, value: Any, where: str) -> Any:
 def _convert(value: Any, hint: Any, where: str) -> Any:
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     if typing.get_origin(hint) is tuple:
-        parts = typing.get_args(hint)
-        if not isinstance(value, list | tuple) or len(value) != len(parts):
-            raise UserError(f"{where}: got {value!r}, expected {len(parts)} numbers")
-        return tuple(_convert(part, to, where) for part, to in zip(value, parts, strict=True))
+        to, _ = typing.get_args(hint)  # and an ellipsis
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where}: got {value!r}, expected a list of numbers")
+        return tuple(_convert(part, to, where) for part in value)
     wrong = UserError(f"{where}: got {value!r}, expected {expected[hint]}")
     if hint is bool or isinstance(value, bool):
         if hint is bool and isinstance(value, bool):

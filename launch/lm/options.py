@@ -66,10 +66,10 @@ class Config:
 
     # The optimizer. None stands for the library's default.
     optimizer: str = opt("adamw", "update rule")
-    betas: tuple[float, float] | None = opt(None, "moment decay rates of adamw, adam and lion")
-    eps: float | None = opt(None, "added to the denominator of adamw and adam")
+    betas: tuple[float, ...] | None = opt(None, "decay rates of moments, as many as the optimizer has")
+    eps: float | None = opt(None, "added to the denominator of adamw and its kin")
     weight_decay: float | None = opt(None, "weight decay of matrices; vectors do not decay")
-    momentum: float | None = opt(None, "momentum of sgd")
+    momentum: float | None = opt(None, "momentum of sgd, rmsprop and signum")
     dampening: float | None = opt(None, "dampening of sgd")
     nesterov: bool | None = opt(None, "Nesterov momentum of sgd")
     codec: str | None = opt(None, "codec of the state: log8 (default), fp32, ...")

@@ -93,6 +93,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("adamw", {"codec": "fp32"}),
     ("lion", {}),
     ("momentum", {}),
+    ("ademamix", {}),
+    ("centered_rmsprop_momentum", {"block_size": 32}),
 ]
 
 

@@ -154,6 +154,8 @@ def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
     path.write_text("steps: 300\nlr: 1e-4\nbetas: [0.9, 0.95]\ntied: true\ncodec: fp32\n")
     options = config.load(["--config", str(path), "--steps", "200", "--no-tied", "--codec", "none"])
     assert (options.steps, options.lr, options.betas) == (200, 1e-4, (0.9, 0.95))
+    path.write_text("optimizer: ademamix\nbetas: [0.9, 0.99, 0.999]\n")
+    assert config.load(["--config", str(path)]).betas == (0.9, 0.99, 0.999)
     assert options.tied is False
     assert options.codec is None
     assert options.batch == config.Config().batch
@@ -167,7 +169,7 @@ def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
         ("steps: 2.5", "expected a whole number"),
         ("tied: 1", "expected true or false"),
         ("lr: .nan", "expected a number"),
-        ("betas: 0.9", "expected 2 numbers"),
+        ("betas: 0.9", "expected a list of numbers"),
         ("backend: mpi", "expected one of"),
         ("[1, 2]", "lines"),
         ("a: [", "not valid YAML"),

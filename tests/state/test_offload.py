@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,16 @@ def assert_equal(got: tuple[nn.Module, ShardedOptimizer], expected: tuple[nn.Mod
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd", "momentum"])
-def test_same_bits(offload: str, codec: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "codec"),
+    [
+        *product(["adamw", "lion", "sgd", "momentum"], CODEC_NAMES),
+        *(("ademamix", codec) for codec in ("log8", "dynamic8", "bf16")),
+        ("amsgrad", "log8"),
+        ("adagrad", "companded8"),
+    ],
+)
+def test_same_bits(offload: str, rule: str, codec: str) -> None:
     runs = [make(how, rule, codec=codec) for how in (None, offload)]
     for pair in runs:
         run(*pair)

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "step/cuda_kernel.h"
+#include "step/cuda_prepare.h"
 
 namespace shardopt {
 

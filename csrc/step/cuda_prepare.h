@@ -1,0 +1,62 @@
+// The kernels that begin a CUDA step: they count it and compute the scalars of all entries.
+#pragma once
+
+#include "step/cuda_kernel.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kPrepareThreads = 256;
+
+template <class Rule>
+SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
+  const TensorEntry& entry = call.entries[i];
+  const GroupEntry& group = call.groups[entry.group];
+  double hyper[kMaxHyper];
+  float scale = group.gradient_scale;
+  for (int k = 0; k < kMaxHyper; ++k) hyper[k] = group.hyper[k];
+  if (group.lr) hyper[0] = *reinterpret_cast<const float*>(group.lr);
+  if (call.grad_scale) scale *= static_cast<float>(1.0 / static_cast<double>(*call.grad_scale));  // as on the CPU
+  Prepared<Rule> prepared;
+  prepared.step = *reinterpret_cast<const float*>(entry.step);
+  prepared.rule = Rule::make(hyper, prepared.step);
+  prepared.gradient_scale = scale;
+  prepared.skips = group.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
+  *const_cast<Prepared<Rule>*>(prepared_of<Rule>(call, i)) = prepared;
+}
+
+template <class... Rule>
+SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i, List<Rule...>) {
+  const int rule = call.groups[call.entries[i].group].rule;
+  int index = 0;
+  ((rule == index++ ? prepare_entry<Rule>(call, i) : void()), ...);
+}
+
+SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i, uint64_t gradient) {
+  call.entries[i].gradient = gradient;
+  prepare_entry(call, i, Rules{});
+}
+
+// The addresses of gradients as they go with a launch.
+struct LaunchedGradients {
+  uint64_t address[kLaunchedGradients];
+};
+
+// One thread block: the steps must be counted before an entry's is read.
+__global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call, const LaunchedGradients gradients) {
+  if (is_off(call)) return;
+  for (int64_t i = threadIdx.x; i < call.step_count; i += blockDim.x) *call.steps[i] += 1.0f;
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < call.entry_count; i += blockDim.x) prepare_entry(call, i, gradients.address[i]);
+}
+
+// For more entries than addresses go with a launch: two launches of many thread blocks do what prepare does.
+__global__ void __launch_bounds__(kPrepareThreads) count_steps(CudaCall call) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;
+  if (i < call.step_count && !is_off(call)) *call.steps[i] += 1.0f;
+}
+__global__ void __launch_bounds__(kPrepareThreads) prepare_entries(CudaCall call, const uint64_t* gradients) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;
+  if (i < call.entry_count && !is_off(call)) prepare_entry(call, i, gradients[i]);
+}
+
+SHARDOPT_END_NAMESPACE
