@@ -75,15 +75,26 @@ class AdamW(ShardedOptimizer):
         check_flag(group, "amsgrad")
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": group["eps"],
-            "coupled_decay": 0.0,
-            "decoupled_decay": group["weight_decay"],
-        }
+        return adam_hyper(group, decoupled=True)
+
+
+def adam_hyper(group: Mapping[str, Any], *, decoupled: bool) -> dict[str, float]:
+    """Hyper-parameters that Adam and its kin share, by the names in csrc/rules.
+
+    Args:
+        group: the param group.
+        decoupled: whether weight decay stays apart from the gradient.
+    """
+    beta1, beta2 = group["betas"]
+    decay = group["weight_decay"]
+    return {
+        "lr": float(group["lr"]),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": group["eps"],
+        "coupled_decay": 0.0 if decoupled else decay,
+        "decoupled_decay": decay if decoupled else 0.0,
+    }
 
 
 class Adam(AdamW):
@@ -105,8 +116,7 @@ class Adam(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        decay = group["weight_decay"]
-        return {**super().hyper(group), "coupled_decay": decay, "decoupled_decay": 0.0}
+        return adam_hyper(group, decoupled=False)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

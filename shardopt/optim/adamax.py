@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
+from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import Options, Unpack
 from shardopt.state.rule import Rule
@@ -51,14 +52,7 @@ class Adamax(ShardedOptimizer):
         return _ADAMAX
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": group["eps"],
-            "coupled_decay": group["weight_decay"],
-        }
+        return adam_hyper(group, decoupled=False)
 
 
 class Adamax8bit(Adamax):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
+from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import Options, Unpack, check_flag
 from shardopt.state.rule import Rule
@@ -61,16 +62,7 @@ class ADOPT(ShardedOptimizer):
         return _ADOPT
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        decoupled, decay = group["decoupled_weight_decay"], group["weight_decay"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": group["eps"],
-            "coupled_decay": 0.0 if decoupled else decay,
-            "decoupled_decay": decay if decoupled else 0.0,
-        }
+        return adam_hyper(group, decoupled=group["decoupled_weight_decay"])
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
+from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import Options, Unpack, check_flag, check_number
 from shardopt.state.rule import Rule
@@ -64,17 +65,8 @@ class NAdam(ShardedOptimizer):
         return _NADAM
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        decoupled, decay = group["decoupled_weight_decay"], group["weight_decay"]
-        return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": group["eps"],
-            "coupled_decay": 0.0 if decoupled else decay,
-            "decoupled_decay": decay if decoupled else 0.0,
-            "decay_base": _decay_base(group),
-        }
+        shared = adam_hyper(group, decoupled=group["decoupled_weight_decay"])
+        return {**shared, "decay_base": _decay_base(group)}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
