@@ -48,8 +48,9 @@ class EntryFormat(NamedTuple):
 class SliceState:
     """State of this rank's slice of one model parameter: all of it, a shard, or a range within a flat buffer.
 
-    A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape) and ``exp_avg_scales``
-    (float32, a scale or more per block); any other moment has one, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit
+    A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape; codes of 16 bits have a
+    last dimension of 2 for their bytes, as collectives do not take int16) and ``exp_avg_scales`` (float32, a scale or
+    more per block); any other moment has one, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit
     parameter with a master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``).
 
     All tensors here are plain ones with this rank's part; :class:`TensorState` has them as the optimizer keeps them.
@@ -92,19 +93,22 @@ class SliceState:
         formats = {"step": EntryFormat((), torch.float32, (0,))}
         for moment in self.moments:
             codes, scales = self._initial(moment)
-            dtype = moment.codec(self.codec).code_dtype
-            formats[self.codes_name(moment)] = EntryFormat(self.shard.local_shape, dtype, (codes,))
+            formats[self.codes_name(moment)] = codes
             if self.codec.blockwise:
                 formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, scales)
         low_bits = self.weights.low_bits_shape(self.shard.local_shape)
         return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
 
-    def _initial(self, moment: Moment) -> tuple[float, tuple[float, ...]]:
-        """The code of all elements before the first step, and the scales of all blocks."""
-        if moment.initial == 0:
-            return moment.codec(self.codec).zero_code(signed=moment.signed), (0,)
-        (coded,) = encode_moments(self.codec, [moment], [torch.full((1,), moment.initial)])
-        return coded.codes.item(), tuple([] if coded.scales is None else coded.scales.tolist())
+    def _initial(self, moment: Moment) -> tuple[EntryFormat, tuple[float, ...]]:
+        """A moment's codes before the first step, and the scales of each block."""
+        codec, shape = moment.codec(self.codec), self.shard.local_shape
+        code, scales = torch.tensor(codec.zero_code(signed=moment.signed), dtype=codec.code_dtype), (0.0,)
+        if moment.initial:
+            (coded,) = encode_moments(self.codec, [moment], [torch.full((1,), moment.initial)])
+            code, scales = coded.codes[0], tuple([] if coded.scales is None else coded.scales.tolist())
+        if codec.code_dtype != torch.int16:
+            return EntryFormat(shape, codec.code_dtype, (code.item(),)), scales
+        return EntryFormat((*shape, 2), torch.uint8, tuple(_as_bytes(code).tolist())), scales
 
     def codes_name(self, moment: Moment) -> str:
         """The state entry with a moment's codes."""
@@ -142,7 +146,7 @@ class SliceState:
         """
         local = [x.float() for x in values]
         if not self.codec.blockwise:
-            return self._entries(encode_moments(self.codec, self.moments, local))
+            return self.coded_entries(encode_moments(self.codec, self.moments, local))
         size, shape = self.grid.block_size, self.shard.local_shape
         codes = [
             torch.empty(x.numel(), dtype=m.codec(self.codec).code_dtype, device=x.device)
@@ -169,7 +173,7 @@ class SliceState:
                 codes[k][elements] = from_blocks(coded.codes, lead + rectangle.cols)[:, lead:].reshape(-1)
                 flat = scales[k].view(-1, coded.scales.shape[-1])
                 flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
-        return self._entries([Coded(c.view(shape), s) for c, s in zip(codes, scales, strict=True)])
+        return self.coded_entries([Coded(c.view(shape), s) for c, s in zip(codes, scales, strict=True)])
 
     def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The whole float moments, for :meth:`encode_whole`. All ranks must call this."""
@@ -185,7 +189,7 @@ class SliceState:
             scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
             codes, scales = self.shard.part(codes), self.shard.scales_part(scales, self.grid)
             parts.append(Coded(codes.contiguous(), scales.contiguous()))
-        return self._entries(parts)
+        return self.coded_entries(parts)
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The moments as float32."""
@@ -200,9 +204,17 @@ class SliceState:
         return [x.view(self.shard.local_shape) for x in moments]
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
-        """Codes and scales of a moment."""
+        """Codes, in the codec's dtype, and scales of a moment: views of the state."""
         scales = state[self.scales_name(moment)] if self.codec.blockwise else None
-        return Coded(state[self.codes_name(moment)], scales)
+        codes = state[self.codes_name(moment)]
+        if moment.codec(self.codec).code_dtype == torch.int16 and codes.dtype == torch.uint8:
+            if codes.storage_offset() % 2:
+                raise RuntimeError(
+                    f"got {self.codes_name(moment)} at an odd address, expected an even one for codes of 16 bits; load "
+                    "the state with load_state_dict"
+                )
+            codes = codes.view(torch.int16).squeeze(-1)
+        return Coded(codes, scales)
 
     def local_low_bits(self, state: Mapping[str, Any]) -> Tensor | None:
         """The low bits of the master weights; None where the format has none.
@@ -269,11 +281,11 @@ class SliceState:
         shape = self.grid.scales_shape(moment.codec(self.codec).scales(signed=moment.signed))
         return (*self.shard.scales_shape(self.grid), *shape[2:])
 
-    def _entries(self, coded: Sequence[Coded]) -> StateDict:
+    def coded_entries(self, coded: Sequence[Coded]) -> StateDict:
         """The state entries with the codes and scales of all moments."""
         state: StateDict = {}
         for moment, (codes, scales) in zip(self.moments, coded, strict=True):
-            state[self.codes_name(moment)] = codes
+            state[self.codes_name(moment)] = _as_bytes(codes) if codes.dtype == torch.int16 else codes
             if scales is not None:
                 state[self.scales_name(moment)] = scales
         return state
@@ -297,6 +309,11 @@ class SliceState:
                 per_block = rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
                 coded.append(Coded(blocks, per_block))
             yield rectangle, coded
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    """Codes of 16 bits as uint8, with a last dimension of 2."""
+    return codes.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _elements(rectangle: Rectangle) -> slice:

@@ -83,10 +83,10 @@ def quantize_state(
 class QuantizedState(Optimizer):
     """An optimizer whose state is quantized; made by :func:`quantize_state`.
 
-    ``state[param]`` has ``NAME_codes`` (uint8, or int16 of slow averages; the parameter's shape) and ``NAME_scales``
-    for each quantized entry, and the other entries as the optimizer has them. Hooks belong on this optimizer: those of
-    the one inside run once per chunk. The methods of that one, such as ``train()`` and ``eval()``, are methods of this
-    one, too.
+    ``state[param]`` has ``NAME_codes`` (uint8, of the parameter's shape; slow averages have a last dimension of 2) and
+    ``NAME_scales`` for each quantized entry, and the other entries as the optimizer has them. Hooks belong on this
+    optimizer: those of the one inside run once per chunk. The methods of that one, such as ``train()`` and ``eval()``,
+    are methods of this one, too.
     """
 
     #: torch.amp.GradScaler is to unscale gradients by itself: the optimizer inside does not see its scale.

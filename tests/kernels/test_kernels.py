@@ -119,7 +119,7 @@ def test_more_than_a_million_elements_everywhere(rule: str, codec: str, dtypes: 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "fp16-fp32"])
-@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("codec", [*EIGHT_BIT, "bf16", "fp32"])  # 16-bit codes begin at even addresses
 def test_unaligned_storage(codec: str, dtypes: str, target: str) -> None:
     param_dtype, gradient_dtype = DTYPES[dtypes]
     initial = start(param_dtype)

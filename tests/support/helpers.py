@@ -150,10 +150,7 @@ class ReferenceOptimizer:
             self.params[name] = stepped.param
             if stepped.low_bits is not None:
                 state[LOW_BITS] = stepped.low_bits
-            for moment, coded in zip(spec.moments, stepped.coded, strict=True):
-                state[spec.codes_name(moment)] = coded.codes
-                if coded.scales is not None:
-                    state[spec.scales_name(moment)] = coded.scales
+            state.update(spec.coded_entries(stepped.coded))
             self.nonfinite += stepped.nonfinite
 
     def snapshot(self) -> Snapshot:

@@ -26,14 +26,7 @@ def entries(params: Mapping[str, Tensor], optimizer: Optimizer) -> Snapshot:
 
 def in_full(tensor: Tensor) -> Tensor:
     """The global value of a tensor; where it is a DTensor, all ranks must call this."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.dtype != torch.int16:
-        return tensor.full_tensor()
-    bits = tensor.to_local().view(torch.float16)  # collectives do not take int16
-    shape, stride = tensor.shape, tensor.stride()
-    whole = DTensor.from_local(bits, tensor.device_mesh, tensor.placements, shape=shape, stride=stride)
-    return whole.full_tensor().view(torch.int16)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer) -> Snapshot:
