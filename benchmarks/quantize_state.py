@@ -8,6 +8,7 @@ whose package is installed (timm, pytorch-optimizer, schedulefree).
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from importlib.util import find_spec
@@ -22,12 +23,15 @@ from wrapped import SEPARABLE, TOGETHER, final_loss
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="optimizers, by their names in the table; default: all")
+    names = parser.parse_args().names
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     print(f"torch {torch.__version__}, MLP 64-128-128-64, 300 steps, block_size 128")
     print(f"{'optimizer':36} {'fp32':>8} {'log8':>8} {'dynamic8':>8}")
     for name, make in {**SEPARABLE, **TOGETHER}.items():
-        if find_spec(name.split()[0]) is None or (len(sys.argv) > 1 and name not in sys.argv[1:]):
+        if find_spec(name.split()[0]) is None or (names and name not in names):
             continue
         memory = None if name in TOGETHER else 0
         losses = [final_loss(lambda optimizer: optimizer, make)]

@@ -40,7 +40,6 @@ class RunStepper {
         format_(entry),
         rule_(passes_of_rule(group_.rule, Rules{})),
         codec_(passes_of_codec(entry.codec, Codecs{})) {
-    static_assert(kMaxMoments == 4, "each moment has its coder");
     rule_.make(scalars_, group_.hyper, *reinterpret_cast<const float*>(entry.step));
     for (int k = 0; k < rule_.moments; ++k) {
       const CodecPasses& of = codec_of(rule_.kinds[k]);

@@ -125,7 +125,7 @@ REFUSED = {
     "fp16": ({"fp16": {"enabled": True}}, "got fp16, but the job computes in float32 or bfloat16"),
     "another optimizer": (
         {"optimizer": {"type": "OneBitAdam"}},
-        "got optimizer.type 'OneBitAdam', expected one of Adam8bit, AdamW8bit",
+        "got optimizer.type 'OneBitAdam', expected one of Adagrad8bit, Adam8bit, AdamW8bit",
     ),
     "a bad value": ({"optimizer": {"params": {"lr": "fast"}}}, "optimizer.params.lr: got 'fast', expected a number"),
     "sizes": (
