@@ -106,7 +106,7 @@ struct Moments {
     return -1;
   }();
 
-  // Which of the kUnsigned moments the k-th one is.
+  // The index of the k-th moment among the kUnsigned ones.
   static constexpr int root_of(int k) {
     int index = 0;
     for (int i = 0; i < k; ++i) index += kKinds[i] == MomentKind::kUnsigned;

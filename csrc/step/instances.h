@@ -26,8 +26,8 @@ struct List {
   static constexpr int kCount = sizeof...(Types);
 };
 
-// Those that have kernels of their own, in which a rule and a codec are compiled together: as fast as they can be, but
-// each pair takes the compiler seconds per instruction set.
+// Rules and codecs that are compiled together into kernels of their own: the fastest ones, but each pair takes the
+// compiler seconds per instruction set.
 using UsualRules = List<Adam, Lion, Momentum>;
 using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 

@@ -20,7 +20,7 @@ _LARGEST = 10**13
 
 
 class Form(NamedTuple):
-    """What a parameter's state depends on, beside the options.
+    """Shape of a parameter, and whether options apply to its state.
 
     Attributes:
         shape: the parameter's global shape.

@@ -179,7 +179,7 @@ class Shard:
         return (self.rows, self.local_blocks(grid).per_row)
 
     def with_float32_state(self: _S) -> _S:
-        """The same part, with moments that stay float32: one object, however often it is asked for."""
+        """Returns the shard of the same elements whose moments stay float32: one cached object per shard."""
         if self.float32_state:
             return self
         twin: _S | None = self.__dict__.get("_float32_twin")

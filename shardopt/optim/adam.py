@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,6 +96,17 @@ def adam_hyper(group: Mapping[str, Any], *, decoupled: bool) -> dict[str, float]
         "coupled_decay": 0.0 if decoupled else decay,
         "decoupled_decay": decay if decoupled else 0.0,
     }
+
+
+class AdamKin(ShardedOptimizer, ABC):
+    """Base class of rules with Adam's hyper-parameters and the option ``decoupled_weight_decay``."""
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return adam_hyper(group, decoupled=group["decoupled_weight_decay"])
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        check_flag(group, "decoupled_weight_decay")
 
 
 class Adam(AdamW):

@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
-from shardopt.optim.adam import adam_hyper
-from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import Options, Unpack, check_flag
+from shardopt.optim.adam import AdamKin
+from shardopt.state.options import Options, Unpack
 from shardopt.state.rule import Rule
 
 _ADOPT = Rule("adopt", (Moment("exp_avg", signed=True, own_units=True), Moment("exp_avg_sq", signed=False)))
 
 
-class ADOPT(ShardedOptimizer):
+class ADOPT(AdamKin):
     """ADOPT (arXiv 2411.02853, algorithm 2): normalizes each gradient by the second moment of those before it.
 
     The first step only makes the second moment. Normalized gradients are clipped at ``(step - 1) ** 0.25``. Bytes of
@@ -60,13 +59,6 @@ class ADOPT(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _ADOPT
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return adam_hyper(group, decoupled=group["decoupled_weight_decay"])
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_flag(group, "decoupled_weight_decay")
 
 
 class ADOPT8bit(ADOPT):

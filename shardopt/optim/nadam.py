@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
-from shardopt.optim.adam import adam_hyper
-from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import Options, Unpack, check_flag, check_number
+from shardopt.optim.adam import AdamKin
+from shardopt.state.options import Options, Unpack, check_number
 from shardopt.state.rule import Rule
 
 _NADAM = Rule("nadam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
 
 
-class NAdam(ShardedOptimizer):
+class NAdam(AdamKin):
     """NAdam as in torch: Adam with Nesterov's momentum, whose decay rate rises to ``betas[0]``.
 
     Bytes of state as for :class:`shardopt.AdamW`. torch's ``mu_product`` follows from the step count and is not kept.
@@ -65,13 +64,11 @@ class NAdam(ShardedOptimizer):
         return _NADAM
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        shared = adam_hyper(group, decoupled=group["decoupled_weight_decay"])
-        return {**shared, "decay_base": _decay_base(group)}
+        return {**super().hyper(group), "decay_base": _decay_base(group)}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         check_number(group, "momentum_decay")
-        check_flag(group, "decoupled_weight_decay")
 
     def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
         """``mu_product``: the product of the first decay rates of all steps so far."""

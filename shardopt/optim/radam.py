@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
-from shardopt.optim.adam import adam_hyper
-from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import Options, Unpack, check_flag
+from shardopt.optim.adam import AdamKin
+from shardopt.state.options import Options, Unpack
 from shardopt.state.rule import Rule
 
 _RADAM = Rule("radam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
 
 
-class RAdam(ShardedOptimizer):
+class RAdam(AdamKin):
     """RAdam as in torch: Adam that leaves out the second moment until its variance is known.
 
     Bytes of state as for :class:`shardopt.AdamW`.
@@ -57,13 +56,6 @@ class RAdam(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _RADAM
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return adam_hyper(group, decoupled=group["decoupled_weight_decay"])
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_flag(group, "decoupled_weight_decay")
 
 
 class RAdam8bit(RAdam):

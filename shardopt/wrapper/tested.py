@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 
 class Kind(Enum):
-    """Which elements the update of an element depends on."""
+    """The elements that the update of an element depends on."""
 
     ELEMENTWISE = "no others"
     BY_PARAMETER = "others of the parameter, through norms or products of matrices"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Plain(Optimizer):
+class Plain(Optimizer, ABC):
     """Calls :meth:`update` for each parameter; moments are zeros before the first step."""
 
     def __init__(self, params: Any, **hyper: Any) -> None:
         super().__init__(params, hyper)
 
+    @abstractmethod
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        raise NotImplementedError
+        """Steps a parameter in place; ``state["step"]`` counts from 1."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

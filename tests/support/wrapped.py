@@ -23,12 +23,12 @@ def of(module: str, name: str, **options: Any) -> Make:
 
 
 def _matrices(module: str, name: str, **options: Any) -> Make:
-    """The same for an optimizer of matrices only."""
+    """Makes an optimizer over the matrices only."""
     return lambda params: of(module, name, **options)([p for p in params if p.dim() == 2])
 
 
 def _by_dim(module: str, name: str, **options: Any) -> Make:
-    """The same for an optimizer with two kinds of param groups."""
+    """Makes an optimizer with two kinds of param groups."""
     return lambda params: getattr(import_module(module), name)(
         [{"params": [p for p in params if (p.dim() == 2) is muon], "use_muon": muon} for muon in (True, False)],
         **options,
@@ -108,13 +108,13 @@ SEPARABLE = {**ELEMENTWISE, **BY_PARAMETER}
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    """The same parameters at every call."""
+    """Makes parameters with the same values at every call."""
     generator = torch.Generator().manual_seed(0)
     return [Parameter((0.1 * torch.randn(shape, generator=generator)).to(dtype)) for shape in SHAPES]
 
 
 def set_gradients(params: list[Parameter], step: int) -> None:
-    """The same gradients for the same step; in step 2, the first parameter has none."""
+    """Sets gradients that depend on the step alone; in step 2, the first parameter has none."""
     generator = torch.Generator().manual_seed(1 + step)
     for index, param in enumerate(params):
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)

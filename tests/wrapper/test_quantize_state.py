@@ -1,4 +1,4 @@
-"""What quantize_state quantizes, what it keeps, what it refuses, and how it stands in the place of an optimizer."""
+"""quantize_state: which entries are quantized or kept, refusals, and the interface of an optimizer."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ class TestStateDict:
             assert not again.state
 
     def test_states_of_our_optimizers_are_other_codes(self) -> None:
-        """Those code exp_avg in units of exp_avg_sq: neither may take the other's codes."""
+        """AdamW8bit codes exp_avg in units of exp_avg_sq, the wrapper in its own: each refuses the other's codes."""
         params, others = parameters(), parameters()
         optimizer = trained(quantize_state(AdamW(params)), params)
         ours = trained(shardopt.AdamW8bit(others), others)

@@ -91,7 +91,7 @@ def test_kinds(name: str, kind: Kind) -> None:
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_step_parts_alike(name: str) -> None:
-    """What steps local shards relies on: rows of a parameter can be stepped as parameters of their own."""
+    """Rows of a parameter step as parameters of their own do, which stepping local shards relies on."""
     skip_unless_installed(name)
     whole = parameters()
     parts = [torch.nn.Parameter(x.detach().clone()) for p in whole for x in p.detach().chunk(3)]
