@@ -82,17 +82,17 @@ constexpr CoderPasses coder_passes() {
 }
 
 struct CodecPasses {
-  int index, code_bytes;
-  bool has_blocks, root, relative;
+  int index, wide, code_bytes;  // wide: index of the codec of wide moments
+  bool root, relative;
   CoderPasses of_signed, of_unsigned;
 };
 
 template <class Codec>
-constexpr CodecPasses codec_passes(int index) {
+constexpr CodecPasses codec_passes(int index, int wide) {
   using Code = typename Codec::Code;
   return {index,
+          wide,
           sizeof(Code),
-          Codec::Signed::kScales > 0,
           Codec::kRoot,
           Codec::kRelative,
           coder_passes<typename Codec::Signed, Code>(),

@@ -19,7 +19,7 @@ const CodecPasses& passes_of_codec(int codec, List<Codec...>) {
       CodecPasses of[sizeof...(Codec)];
     };
     int index = 0;
-    return All{{codec_passes<Codec>(index++)...}};
+    return All{{codec_passes<Codec>(index++, index_of<WideCodec<Codec>>(Codecs{}))...}};
   }();
   return passes.of[codec];
 }
@@ -66,9 +66,7 @@ class RunStepper {
 
  private:
   const CodecPasses& codec_of(MomentKind kind) const {
-    if (kind != MomentKind::kWide) return codec_;
-    return codec_.has_blocks ? passes_of_codec(index_of<Companded16>(Codecs{}), Codecs{})
-                             : passes_of_codec(index_of<Float32>(Codecs{}), Codecs{});
+    return kind == MomentKind::kWide ? passes_of_codec(codec_.wide, Codecs{}) : codec_;
   }
 
   bool is_relative(int k) const {

@@ -57,8 +57,7 @@ struct KeptMoment {
   using Kept = typename Rule::Kept;
   static constexpr MomentKind kKind = Kept::kKinds[k];
   static constexpr bool kIsUnsigned = is_unsigned(kKind);
-  using Wide = std::conditional_t<(Codec::Signed::kScales > 0), Companded16, Float32>;
-  using Used = std::conditional_t<kKind == MomentKind::kWide, Wide, Codec>;
+  using Used = std::conditional_t<kKind == MomentKind::kWide, WideCodec<Codec>, Codec>;
   using Coder = std::conditional_t<kIsUnsigned, typename Used::Unsigned, typename Used::Signed>;
   using Code = typename Used::Code;
   static constexpr bool kIsRoot = Used::kRoot && kKind == MomentKind::kUnsigned;

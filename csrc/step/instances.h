@@ -1,6 +1,8 @@
 // Every rule and every codec that is built. A new one is its header and its name in the list.
 #pragma once
 
+#include <type_traits>
+
 #include "codecs/companded16.h"
 #include "codecs/companded8.h"
 #include "codecs/dynamic8.h"
@@ -41,23 +43,15 @@ List<First..., Second...> joined(List<First...>, List<Second...>);
 using Rules = decltype(joined(UsualRules{}, OtherRules{}));
 using Codecs = decltype(joined(UsualCodecs{}, OtherCodecs{}));
 
-template <class T>
-struct Type {};
-
-template <class T, class U>
-constexpr bool is_same(Type<T>, Type<U>) {
-  return false;
-}
-template <class T>
-constexpr bool is_same(Type<T>, Type<T>) {
-  return true;
-}
+// The codec of wide moments in a state of a codec.
+template <class Codec>
+using WideCodec = std::conditional_t<(Codec::Signed::kScales > 0), Companded16, Float32>;
 
 // The place of a type in a list; the list's length if it is not there.
 template <class T, class... Types>
 constexpr int index_of(List<Types...>) {
   int index = 0, found = sizeof...(Types);
-  ((is_same(Type<T>{}, Type<Types>{}) ? void(found = index) : void(), ++index), ...);
+  ((std::is_same_v<T, Types> ? void(found = index) : void(), ++index), ...);
   return found;
 }
 
