@@ -37,8 +37,9 @@ template <class... Rule>
 py::dict describe_rules(generic::List<Rule...>) {
   py::dict rules;
   int index = 0;
-  ((rules[Rule::kName] = py::dict(py::arg("index") = index++, py::arg("hyper") = hyper_names<Rule>(),
-                                  py::arg("moments") = moment_kinds(typename Rule::Kept{}))),
+  ((rules[Rule::kName] =
+        py::dict(py::arg("index") = index++, py::arg("hyper") = hyper_names<Rule>(),
+                 py::arg("moments") = moment_kinds(typename Rule::Kept{}), py::arg("sums") = generic::kSumsOf<Rule>)),
    ...);
   return rules;
 }
@@ -104,9 +105,9 @@ void bind_cuda(py::module_& m);  // bindings_cuda.cpp
 PYBIND11_MODULE(_C, m) {
   using namespace shardopt;
   m.doc() = "The compiled step of shardopt.";
-  PYBIND11_NUMPY_DTYPE(TensorEntry, param, gradient, step, low_bits, codes, scales, extremes, rows, cols, row_stride,
-                       scales_row_stride, first_element, global_row_numel, noise_key, block_size, weight_format,
-                       gradient_dtype, codec, group, cut);
+  PYBIND11_NUMPY_DTYPE(TensorEntry, param, gradient, step, low_bits, codes, scales, extremes, sums, numel, rows, cols,
+                       row_stride, scales_row_stride, first_element, global_row_numel, noise_key, block_size,
+                       weight_format, gradient_dtype, codec, group, cut);
   PYBIND11_NUMPY_DTYPE(GroupEntry, hyper, lr, gradient_scale, rule, nonfinite);
   m.attr("tensor_entry") = py::dtype::of<TensorEntry>();
   m.attr("group_entry") = py::dtype::of<GroupEntry>();
@@ -115,6 +116,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("max_block_size") = kMaxBlock;
   m.attr("max_moments") = kMaxMoments;
   m.attr("max_hyper") = kMaxHyper;
+  m.attr("sum_words") = sizeof(ExactSum) / sizeof(int64_t);
   py::enum_<DType>(m, "DType")
       .value("float32", DType::kFloat32)
       .value("bfloat16", DType::kBFloat16)
@@ -129,6 +131,7 @@ PYBIND11_MODULE(_C, m) {
       .value("float16_plus8", WeightFormat::kFloat16Plus8)
       .value("float16_plus16", WeightFormat::kFloat16Plus16);
   py::enum_<Phase>(m, "Phase")
+      .value("sums", Phase::kSums)
       .value("step", Phase::kStep)
       .value("relative", Phase::kRelative)
       .value("finish", Phase::kFinish);

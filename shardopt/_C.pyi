@@ -11,6 +11,7 @@ class _Rule(TypedDict):
     index: int
     hyper: tuple[str, ...]
     moments: tuple[str, ...]
+    sums: int
 
 class _Codec(TypedDict):
     index: int
@@ -35,6 +36,7 @@ class WeightFormat(enum.IntEnum):
     float16_plus16 = ...
 
 class Phase(enum.IntEnum):
+    sums = ...
     step = ...
     relative = ...
     finish = ...
@@ -50,6 +52,7 @@ group_entry: np.dtype[Any]
 max_block_size: int
 max_moments: int
 max_hyper: int
+sum_words: int
 with_cuda: bool
 
 # With CUDA only, up to step_cuda.

@@ -8,6 +8,14 @@ namespace shardopt {
 constexpr int kMaxMoments = 4;
 constexpr int kMaxHyper = 12;
 constexpr int kMaxBlock = 4096;
+constexpr int kMaxSums = 2;
+constexpr int kSumDigits = 22;
+
+// A sum over a parameter, in whole numbers that ranks can add up in any order (core/exact_sum.h).
+struct ExactSum {
+  int64_t digits[kSumDigits];  // of 32 bits, and room for carries
+  int64_t lost;                // terms that were NaN or Inf
+};
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -28,6 +36,7 @@ enum class NonFinite : int32_t { kSkip = 0, kPropagate = 1 };
 
 // A cut block is shared by several ranks: its extremes are exchanged between the phases.
 enum class Phase : int32_t {
+  kSums = -1,     // before the step is counted, entries with sums: adds to them and changes nothing else
   kStep = 0,      // whole blocks: everything. Cut blocks: the first extremes
   kRelative = 1,  // cut blocks of a relative codec: the extremes of the signed moments in units of the coded root
   kFinish = 2,    // cut blocks: update, encode, store
@@ -50,6 +59,8 @@ struct TensorEntry {
   uint64_t codes[kMaxMoments];
   uint64_t scales[kMaxMoments];
   uint64_t extremes[kMaxMoments];  // cut blocks only
+  uint64_t sums;                   // an ExactSum per sum of the rule, which other entries of the parameter share; or 0
+  double numel;                    // of the whole parameter, where there are sums
   int64_t rows;
   int64_t cols;
   int64_t row_stride;         // elements from row to row of param, gradient and codes

@@ -6,8 +6,14 @@
 //   make(hyper, step)  the scalars, computed once per step in double from operations that round alike everywhere
 //   update(...)        the mathematics of one element. roots[j] receives the square root of the j-th kUnsigned moment
 //   root_limit()       of a rule in UsualRules with an unsigned moment: see Adam
-// and knows nothing of codecs, devices or shards.
+// and, where its scalars depend on sums of squares over the whole parameter,
+//   kSums              how many
+//   terms(...)         the numbers whose squares one element adds to each
+//   with_sums(...)     takes the sums and the number of the parameter's elements
+// It knows nothing of codecs, devices or shards.
 #pragma once
+
+#include <type_traits>
 
 #include "core/numeric.h"
 
@@ -91,6 +97,12 @@ template <class F>
 SHARDOPT_HD F min_float(F a, F b) {
   return select(a < b, a, b);
 }
+
+// How many sums a rule needs.
+template <class Rule, class = void>
+constexpr int kSumsOf = 0;
+template <class Rule>
+constexpr int kSumsOf<Rule, std::void_t<decltype(Rule::kSums)>> = Rule::kSums;
 
 // The kinds of a rule's moments, in the order of `moment`.
 template <MomentKind... kinds>

@@ -146,13 +146,38 @@ int64_t update_run(const void* scalars, const RunFloats& run, int n) {
   return skipped;
 }
 
+// Computes n elements' terms of the rule's sums, a multiple of kEach. Those of updates that are lost are zero.
+template <class Rule, bool kRoots, bool kSkips>
+void terms_of_run(const void* scalars, const RunFloats& run, float* const* terms, int n) {
+  using F = Floats<kEachPack>;
+  using Kept = typename Rule::Kept;
+  const Rule rule = *static_cast<const Rule*>(scalars);
+  for (int i = 0; i < n; i += kEach) {
+    F moment[Kept::kCount + 1], x[kSumsOf<Rule>];
+    const F gradient = load_lanes<kEachPack>(run.gradient + i);
+#pragma GCC unroll 4
+    for (int k = 0; k < Kept::kCount; ++k) {
+      moment[k] = load_lanes<kEachPack>(run.moments[k] + i);
+      if (kRoots && Kept::kKinds[k] == MomentKind::kUnsigned) moment[k] = moment[k] * moment[k];
+    }
+    rule.terms(load_lanes<kEachPack>(run.param + i), gradient, moment, x);
+#pragma GCC unroll 2
+    for (int j = 0; j < kSumsOf<Rule>; ++j) {
+      if constexpr (kSkips) x[j] = select(is_lost<Kept::kCount>(gradient, x[j], moment), spread<F>(0.0f), x[j]);
+      store_lanes(terms[j] + i, x[j]);
+    }
+  }
+}
+
 constexpr size_t kRuleBytes = 64;
 
 struct RulePasses {
-  int moments, first_unsigned;
+  int moments, first_unsigned, sums;
   const MomentKind* kinds;
   void (*make)(void* rule, const double* hyper, float step);
-  int64_t (*update[2][2])(const void* rule, const RunFloats& run, int n);  // [kRoots][kSkips]
+  void (*with_sums)(void* rule, const double* sums, double numel);                          // of a rule with sums
+  int64_t (*update[2][2])(const void* rule, const RunFloats& run, int n);                   // [kRoots][kSkips]
+  void (*terms[2][2])(const void* rule, const RunFloats& run, float* const* terms, int n);  // the same
 };
 
 // The rule's scalars. Entries mostly share them with the one before, and to make them takes longer than to step a small
@@ -176,12 +201,27 @@ Rule rule_of(const double* hyper, float step) {
 template <class Rule>
 constexpr RulePasses rule_passes() {
   static_assert(sizeof(Rule) <= kRuleBytes && Rule::Kept::kCount <= kMaxMoments, "raise kRuleBytes or kMaxMoments");
-  return {Rule::Kept::kCount,
-          Rule::Kept::kUnsigned,
-          Rule::Kept::kKinds,
-          [](void* rule, const double* hyper, float step) { *static_cast<Rule*>(rule) = rule_of<Rule>(hyper, step); },
-          {{update_run<Rule, false, false>, update_run<Rule, false, true>},
-           {update_run<Rule, true, false>, update_run<Rule, true, true>}}};
+  RulePasses passes = {
+      Rule::Kept::kCount,
+      Rule::Kept::kUnsigned,
+      kSumsOf<Rule>,
+      Rule::Kept::kKinds,
+      [](void* rule, const double* hyper, float step) { *static_cast<Rule*>(rule) = rule_of<Rule>(hyper, step); },
+      nullptr,
+      {{update_run<Rule, false, false>, update_run<Rule, false, true>},
+       {update_run<Rule, true, false>, update_run<Rule, true, true>}},
+      {}};
+  if constexpr (kSumsOf<Rule> > 0) {
+    static_assert(kSumsOf<Rule> <= kMaxSums, "raise kMaxSums");
+    passes.with_sums = [](void* rule, const double* sums, double numel) {
+      static_cast<Rule*>(rule)->with_sums(sums, numel);
+    };
+    passes.terms[0][0] = terms_of_run<Rule, false, false>;
+    passes.terms[0][1] = terms_of_run<Rule, false, true>;
+    passes.terms[1][0] = terms_of_run<Rule, true, false>;
+    passes.terms[1][1] = terms_of_run<Rule, true, true>;
+  }
+  return passes;
 }
 
 // Gradients times `scale`, n of them and zeros up to a multiple of kEach. Returns whether one is large.

@@ -4,6 +4,7 @@
 
 #include "step/cpu_call.h"
 #include "step/cpu_passes.h"
+#include "step/cpu_sums.h"
 #include "step/instances.h"
 
 SHARDOPT_BEGIN_NAMESPACE
@@ -36,11 +37,17 @@ class RunStepper {
       : entry_(entry),
         group_(call.groups[entry.group]),
         phase_(call.phase),
-        stores_(!entry.cut || call.phase == Phase::kFinish),
+        stores_(call.phase == Phase::kFinish || (call.phase == Phase::kStep && !entry.cut)),
         format_(entry),
         rule_(passes_of_rule(group_.rule, Rules{})),
         codec_(passes_of_codec(entry.codec, Codecs{})) {
-    rule_.make(scalars_, group_.hyper, *reinterpret_cast<const float*>(entry.step));
+    const float counted = *reinterpret_cast<const float*>(entry.step);
+    rule_.make(scalars_, group_.hyper, phase_ == Phase::kSums ? counted + 1.0f : counted);
+    if (entry.sums && phase_ != Phase::kSums) {
+      double sums[kMaxSums];
+      for (int j = 0; j < rule_.sums; ++j) sums[j] = value_of(shared_sums()[j]);
+      rule_.with_sums(scalars_, sums, entry.numel);
+    }
     for (int k = 0; k < rule_.moments; ++k) {
       const CodecPasses& of = codec_of(rule_.kinds[k]);
       coders_[k] = is_unsigned(rule_.kinds[k]) ? &of.of_unsigned : &of.of_signed;
@@ -61,10 +68,25 @@ class RunStepper {
       skipped += step_run(row, in_row, blocks);
       begin += blocks;
     }
+    if (phase_ == Phase::kSums) share_sums();
     return phase_ == Phase::kStep ? skipped : 0;
   }
 
  private:
+  ExactSum* shared_sums() const { return reinterpret_cast<ExactSum*>(entry_.sums); }
+
+  // Other threads add theirs.
+  void share_sums() const {
+    constexpr int kWords = sizeof(ExactSum) / sizeof(int64_t);
+    for (int j = 0; j < rule_.sums; ++j) {
+      const auto from = reinterpret_cast<const int64_t*>(&sums_[j]);
+      const auto to = reinterpret_cast<int64_t*>(shared_sums() + j);
+      for (int i = 0; i < kWords; ++i) {
+        if (from[i]) __atomic_fetch_add(to + i, from[i], __ATOMIC_RELAXED);
+      }
+    }
+  }
+
   const CodecPasses& codec_of(MomentKind kind) const {
     return kind == MomentKind::kWide ? passes_of_codec(codec_.wide, Codecs{}) : codec_;
   }
@@ -96,6 +118,16 @@ class RunStepper {
     const bool has_large = load_gradients(run_.gradient, gradient, format_.gradient(), group_.gradient_scale, n_);
     decode(padded);
     const bool skips = has_large && group_.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
+    if (phase_ == Phase::kSums) {
+      float* terms[kMaxSums];
+      for (int j = 0; j < rule_.sums; ++j) terms[j] = take();
+      rule_.terms[codec_.root][skips](scalars_, run_, terms, padded);
+      for (int j = 0; j < rule_.sums; ++j) {
+        for (int i = n_; i < padded; ++i) terms[j][i] = 0.0f;
+        add_squares(sums_[j], terms[j], padded);
+      }
+      return 0;
+    }
     const int64_t skipped = rule_.update[codec_.root][skips](scalars_, run_, padded);
     if (stores_ && !in_place) store_weights(weights, run_.param, format_.weight(), n_);
     for (int k = 0; k < rule_.moments; ++k) {  // what the rule made of missing elements is no number for a coder
@@ -172,12 +204,13 @@ class RunStepper {
   int64_t offset_ = 0, scale_index_ = 0;
   RunFloats run_;
   alignas(64) char scalars_[kRuleBytes];
-  alignas(64) float floats_[(kMaxMoments + 2) * kMaxBlock];
+  ExactSum sums_[kMaxSums] = {};
+  alignas(64) float floats_[(kMaxMoments + 2 + kMaxSums) * kMaxBlock];
 };
 
 // Steps blocks [begin, end) of an entry; see CpuKernel.
 inline int64_t step_runs(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
-  if (call.phase != Phase::kStep && !entry.cut) return 0;
+  if (call.phase == Phase::kSums ? !entry.sums : call.phase != Phase::kStep && !entry.cut) return 0;
   return RunStepper(call, entry).step(begin, end);
 }
 

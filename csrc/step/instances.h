@@ -15,11 +15,15 @@
 #include "rules/ademamix.h"
 #include "rules/adopt.h"
 #include "rules/amsgrad.h"
+#include "rules/cautious.h"
+#include "rules/lamb.h"
+#include "rules/lars.h"
 #include "rules/lion.h"
 #include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
 #include "rules/sgd.h"
+#include "rules/stable_adamw.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
@@ -34,7 +38,8 @@ using UsualRules = List<Adam, Lion, Momentum>;
 using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 
 using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, RmsProp<false, false>,
-                        RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
+                        RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>, Lamb, Lars, StableAdamW,
+                        Cautious<Adam>, Cautious<Lion>>;
 using OtherCodecs = List<Companded16>;
 
 template <class... First, class... Second>

@@ -82,6 +82,13 @@ class Call(Protocol):
         """
 
 
+def runs_in(phase: _C.Phase, has_sums: bool, has_cut: bool) -> bool:
+    """Whether a phase concerns entries: one for sums those that have some, those after the step itself cut blocks."""
+    if phase == _C.Phase.sums:
+        return has_sums
+    return phase == _C.Phase.step or has_cut
+
+
 def check_device(name: str, device: torch.device) -> None:
     """Checks that this build has kernels for a device.
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables
+from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, runs_in
 
 #: How many bytes of memory a row of ``_C.tensor_entry`` refers to, from each of its addresses on. Of the gradient they
 #: are elements: its dtype may change from step to step.
@@ -184,9 +184,9 @@ class StreamedCall:
             chunk.update(groups, scaling)
 
     def run(self, phase: _C.Phase) -> None:
-        """Runs one phase; see :class:`Call`. Those after the first are for chunks with cut blocks."""
+        """Runs one phase; see :class:`Call`."""
         transfers = self._transfers
-        chunks = [chunk for chunk in self._chunks if phase == _C.Phase.step or chunk.has_cut]
+        chunks = [chunk for chunk in self._chunks if runs_in(phase, chunk.has_sums, chunk.has_cut)]
         if not chunks:
             return
         transfers.begin()
@@ -195,7 +195,7 @@ class StreamedCall:
         for index, chunk in enumerate(chunks):
             transfers.arrived(chunk.slot)
             chunk.call.run(phase)
-            chunk.give_back(transfers)
+            chunk.give_back(transfers, unchanged=phase == _C.Phase.sums)
             for following in chunks[index + _AHEAD : index + _AHEAD + 1]:
                 following.fetch(transfers)
         transfers.end()
@@ -239,7 +239,7 @@ class _Chunk:
         self._there = self._back = _no_copies()
         self._changed = True
         self._last: object = None
-        self.has_cut = bool(self._home["cut"].any())
+        self.has_cut, self.has_sums = bool(self._home["cut"].any()), bool(self._home["sums"].any())
         self.call = make(self._tables)
 
     @property
@@ -283,9 +283,9 @@ class _Chunk:
         """Begins to copy it in."""
         transfers.fetch(self.slot, self._there, self._last)
 
-    def give_back(self, transfers: Transfers) -> None:
-        """Begins to copy it out."""
-        self._last = transfers.give_back(self.slot, self._back)
+    def give_back(self, transfers: Transfers, *, unchanged: bool) -> None:
+        """Begins to copy it out, or only frees its slot where nothing was changed."""
+        self._last = transfers.give_back(self.slot, _no_copies() if unchanged else self._back)
 
 
 def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> list[npt.NDArray[np.int64]]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import Call, LossScaling, Tables
+from shardopt.kernels.dispatch import Call, LossScaling, Tables, runs_in
 
 
 class StridedCall:
@@ -29,7 +29,7 @@ class StridedCall:
         self._entries = tables.entries
         self._first_elements = first_elements.astype(np.uint64)
         self._call = call
-        self._has_cut = bool(tables.entries["cut"].any())
+        self._has_cut, self._has_sums = bool(tables.entries["cut"].any()), bool(tables.entries["sums"].any())
         self._last: tuple[int, int] | None = None  # addresses that the call knows
         #: This rank's parts of the parameter and its gradient, during a step.
         self.operands: tuple[Tensor, Tensor] | None = None
@@ -46,8 +46,8 @@ class StridedCall:
         return sum(t.nbytes for t in self.operands or () if not t.is_contiguous() or t.is_neg())
 
     def run(self, phase: _C.Phase) -> None:
-        """Runs one phase; see :class:`Call`. Phases after the first are for cut blocks."""
-        if phase != _C.Phase.step and not self._has_cut:
+        """Runs one phase; see :class:`Call`."""
+        if not runs_in(phase, self._has_sums, self._has_cut):
             return
         assert self.operands is not None
         param, gradient = (tensor.detach() for tensor in self.operands)
@@ -59,7 +59,7 @@ class StridedCall:
         self._call.update(addresses != self._last, self._groups, self._scaling)
         self._last = addresses
         self._call.run(phase)
-        if param_copy is not param:
+        if param_copy is not param and phase != _C.Phase.sums:
             param.copy_(param_copy)
 
     def nonfinite(self, *, wait: bool) -> int:

@@ -76,6 +76,10 @@ class FlatShard(_AssignedShard):
     def holders(self) -> Exchange | None:
         return self.exchange
 
+    @property
+    def parts(self) -> Exchange | None:
+        return self.exchange
+
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row = grid.row_numel, grid.blocks_per_row
         first_block = self.blocks(grid)[0]

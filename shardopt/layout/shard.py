@@ -23,13 +23,13 @@ class UnknownShardError(RuntimeError):
 
 
 class Exchange(Protocol):
-    """How the ranks that hold parts of the same rows agree on a maximum."""
+    """How the ranks that hold parts of the same rows, or of the same parameter, agree on numbers."""
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Replaces an int32 tensor by its elementwise maximum over those ranks. All of them must call it."""
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replaces a float32 tensor by its elementwise sum over those ranks. All of them must call it."""
+        """Replaces a float32 or int64 tensor by its elementwise sum over those ranks. All of them must call it."""
 
 
 class LocalBlocks(NamedTuple):
@@ -192,6 +192,11 @@ class Shard:
     @property
     def holders(self) -> Exchange | None:
         """All ranks that hold a part of the parameter or a copy of one; None where this rank knows of no other."""
+        return None
+
+    @property
+    def parts(self) -> Exchange | None:
+        """The ranks that hold the parameter's parts, one copy of each; None where this rank holds all of it."""
         return None
 
     def local(self, tensor: Tensor) -> Tensor:

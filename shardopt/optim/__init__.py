@@ -7,15 +7,20 @@ from shardopt.optim.adan import Adan, Adan8bit
 from shardopt.optim.ademamix import AdEMAMix, AdEMAMix8bit
 from shardopt.optim.adopt import ADOPT, ADOPT8bit
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.lamb import LAMB, LAMB8bit
+from shardopt.optim.lars import LARS, LARS8bit
 from shardopt.optim.lion import Lion, Lion8bit
 from shardopt.optim.nadam import NAdam, NAdam8bit
 from shardopt.optim.radam import RAdam, RAdam8bit
 from shardopt.optim.rmsprop import RMSprop, RMSprop8bit
 from shardopt.optim.sgd import SGD, SGD8bit
 from shardopt.optim.signum import Signum, Signum8bit
+from shardopt.optim.stable_adamw import StableAdamW, StableAdamW8bit
 
 __all__ = [
     "ADOPT",
+    "LAMB",
+    "LARS",
     "SGD",
     "ADOPT8bit",
     "AdEMAMix",
@@ -30,6 +35,8 @@ __all__ = [
     "Adamax8bit",
     "Adan",
     "Adan8bit",
+    "LAMB8bit",
+    "LARS8bit",
     "Lion",
     "Lion8bit",
     "NAdam",
@@ -42,6 +49,8 @@ __all__ = [
     "ShardedOptimizer",
     "Signum",
     "Signum8bit",
+    "StableAdamW",
+    "StableAdamW8bit",
 ]
 
 #: Every optimizer with float32 state unless ``codec`` says otherwise, by its name in configs: "adamw", ...

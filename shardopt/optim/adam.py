@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.cautious import cautious_hyper, cautious_rule, check_cautious, is_cautious
 from shardopt.state.options import Options, Unpack, check_flag
 from shardopt.state.rule import Rule
 
@@ -40,6 +41,10 @@ class AdamW(ShardedOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decay per unit of lr.
         amsgrad: divide by the largest second moment so far (arXiv 1904.09237), which is a third moment.
+        cautious: leave out elements whose update goes against their gradient, and scale the others up by the
+            parameter's elements over those that are left and one (arXiv 2411.16085, algorithm 1). They are counted over
+            the whole parameter, however it is sharded: a step takes a second pass and one collective.
+        cautious_weight_decay: decay only elements whose update does not go against that (arXiv 2510.12402).
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -57,6 +62,9 @@ class AdamW(ShardedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
+        *,
+        cautious: bool = False,
+        cautious_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
         defaults = {
@@ -65,18 +73,23 @@ class AdamW(ShardedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
+            "cautious": cautious,
+            "cautious_weight_decay": cautious_weight_decay,
         }
         super().__init__(params, defaults, options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _AMSGRAD if group["amsgrad"] else _ADAM
+        return _AMSGRAD if group["amsgrad"] else cautious_rule(_ADAM, group)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         check_flag(group, "amsgrad")
+        check_cautious(group)
+        if group["amsgrad"] and is_cautious(group):
+            raise ValueError("amsgrad: got True beside cautious or cautious_weight_decay, expected one or the other")
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return adam_hyper(group, decoupled=True)
+        return {**adam_hyper(group, decoupled=True), **cautious_hyper(group)}
 
 
 def adam_hyper(group: Mapping[str, Any], *, decoupled: bool) -> dict[str, float]:
@@ -112,7 +125,7 @@ class AdamKin(ShardedOptimizer, ABC):
 class Adam(AdamW):
     """Adam (arXiv 1412.6980, algorithm 1), its weight decay part of the gradient (L2).
 
-    Arguments, errors and bytes as for :class:`AdamW`.
+    Arguments, errors and bytes as for :class:`AdamW`, but for ``cautious_weight_decay``.
     """
 
     def __init__(
@@ -123,15 +136,19 @@ class Adam(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
+        *,
+        cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, cautious=cautious, **options)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return adam_hyper(group, decoupled=False)
+        return {**adam_hyper(group, decoupled=False), **cautious_hyper(group)}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
+        if group["cautious_weight_decay"]:
+            raise ValueError("cautious_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
         if group.get("decoupled_weight_decay"):  # of a torch.optim state dict
             raise ValueError("decoupled_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.cautious import cautious_hyper, cautious_rule, check_cautious
 from shardopt.state.options import Options, Unpack
 from shardopt.state.rule import Rule
 
@@ -26,6 +27,8 @@ class Lion(ShardedOptimizer):
         lr: learning rate, a float or a 0-d tensor; some 3 to 10 times below AdamW's.
         betas: weights of the momentum in the step's direction, and its decay rate.
         weight_decay: decay per unit of lr, apart from the gradient.
+        cautious: as for :class:`shardopt.AdamW`.
+        cautious_weight_decay: the same.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -41,12 +44,26 @@ class Lion(ShardedOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        *,
+        cautious: bool = False,
+        cautious_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, options)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "cautious": cautious,
+            "cautious_weight_decay": cautious_weight_decay,
+        }
+        super().__init__(params, defaults, options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _LION
+        return cautious_rule(_LION, group)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        check_cautious(group)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         beta1, beta2 = group["betas"]
@@ -55,6 +72,7 @@ class Lion(ShardedOptimizer):
             "beta1": float(beta1),
             "beta2": float(beta2),
             "decoupled_decay": group["weight_decay"],
+            **cautious_hyper(group),
         }
 
 

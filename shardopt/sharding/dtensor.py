@@ -96,6 +96,11 @@ class DTensorShard(Shard):
     def holders(self) -> RanksExchange:  # type: ignore[override]
         return _along(self._mesh, range(self._mesh.ndim))
 
+    @cached_property
+    def parts(self) -> RanksExchange | None:  # type: ignore[override]
+        sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
+        return _along(self._mesh, sharded) if sharded else None
+
     def local(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

@@ -11,15 +11,27 @@ from shardopt.codec import Moment
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of csrc/rules by name, with torch's names for its moments."""
+    """A rule of csrc/rules by name, with torch's names for its moments.
+
+    Attributes:
+        name: the rule's.
+        moments: what it keeps.
+        has_sums: whether its scalars depend on sums over the parameter: a step then takes one more pass.
+    """
 
     name: str
     moments: tuple[Moment, ...]
+    has_sums: bool = False
 
     @property
     def index(self) -> int:
         """The rule's place in the kernels' list."""
         return int(_C.rules[self.name]["index"])
+
+    @property
+    def sums(self) -> int:
+        """How many sums over the parameter a step needs."""
+        return int(_C.rules[self.name]["sums"]) if self.has_sums else 0
 
     def hyper_row(self, hyper: Mapping[str, float]) -> list[float]:
         """The hyper-parameters in the kernels' order, filled up to the table's width."""

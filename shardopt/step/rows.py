@@ -103,6 +103,7 @@ def rows_of(
     residency: Residency,
     flat_cuts: FlatCuts,
     noise: tuple[int, int],
+    sums: Sequence[int],
     indices: tuple[int, int],
 ) -> tuple[list[Row], CutParameter | None]:
     """The rows of one of the optimizer's parameters, by the names of :data:`ROW`.
@@ -115,6 +116,7 @@ def rows_of(
         residency: where its state lives.
         flat_cuts: the blocks that flat shards on its device cut.
         noise: ``stochastic_rounding_seed``, and the parameter's index among all of the model's.
+        sums: addresses of the sums over each of its slices' parameters; empty where its rule needs none.
         indices: the parameter's index in the step, and that of its param group.
 
     Returns:
@@ -132,11 +134,12 @@ def rows_of(
     _check(name, "step", state["step"], torch.float32, 1, residency.steps)
     rows: list[Row] = []
     cut = None
-    for part in spec.parts(param, state):
+    for number, part in enumerate(spec.parts(param, state)):
         cut = _cut_parameter(part)
         noise_of_part = noise_key(noise[0], noise[1] if part.number is None else part.number)
         first_unit = rows[-1]["unit"] + 1 if rows else 0
-        rows += _rows_of_part(name, part, cut, flat_cuts, residency, noise_of_part, indices, first_unit)
+        sums_of_part = sums[number] if sums else 0
+        rows += _rows_of_part(name, part, cut, flat_cuts, residency, noise_of_part, sums_of_part, indices, first_unit)
     return rows, cut
 
 
@@ -147,6 +150,7 @@ def _rows_of_part(
     flat_cuts: FlatCuts,
     residency: Residency,
     noise: int,
+    sums: int,
     indices: tuple[int, int],
     first_unit: int,
 ) -> Iterator[Row]:
@@ -182,6 +186,8 @@ def _rows_of_part(
                     "codes": _addresses(codes, rectangle.element),
                     "scales": _addresses(scales, rectangle.block, widths),
                     "extremes": extremes,
+                    "sums": sums,
+                    "numel": float(math.prod(spec.shard.global_shape)),
                     "rows": rectangle.rows,
                     "cols": rectangle.cols,
                     "row_stride": rectangle.row_stride,

@@ -25,6 +25,7 @@ from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
+from shardopt.step.exact_sums import ExactSums
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, rows_of, table_of
 
@@ -70,6 +71,7 @@ class StepTables:
         if scaling.found_inf is None:
             demand_finite(inputs, self._gradients, groups)
         self._flat_cuts = _flat_cuts(inputs)
+        self._sums = self._exact_sums(params)
         self._members: dict[int, _Member] = {}  # by the parameters' indices
         rows: list[Row] = []
         for index, param in enumerate(params):
@@ -112,13 +114,28 @@ class StepTables:
             self._residency.put(param, spec, own)
             flat_cuts = self._flat_cuts.get(param.device) or FlatCuts([], param.device)
             noise, indices = (group["stochastic_rounding_seed"], parameter.noise), (index, parameter.group)
-            rows, cut = rows_of(name, spec, local, own, self._residency.of(param), flat_cuts, noise, indices)
+            sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
+            rows, cut = rows_of(name, spec, local, own, self._residency.of(param), flat_cuts, noise, sums, indices)
         except RuntimeError as error:
             if has_gradient or isinstance(error, torch.OutOfMemoryError):
                 raise
             return []  # the error is raised when the parameter is stepped
         self._members[index] = _Member(own["step"].data_ptr(), self._residency.of(param).offload, cut)
         return rows
+
+    def _exact_sums(self, params: Sequence[Tensor]) -> dict[torch.device, ExactSums]:
+        """The sums that rules need, by the parameters' device; no entry for a device without any."""
+        found: dict[torch.device, ExactSums] = {}
+        for device in dict.fromkeys(parameter.device for parameter in self._inputs):
+            states, counts, devices = {}, {}, {}
+            for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
+                count = self.groups[parameter.group].rule.sums
+                if count and parameter.spec is not None and parameter.device == device:
+                    states[index], counts[index] = parameter.spec, count
+                    devices[index] = _kernels_of(device, self._residency.of(param).offload)
+            if states:
+                found[device] = ExactSums(states, counts, devices)
+        return found
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
         """Whether an option of a param group may have changed since the last call."""
@@ -193,7 +210,12 @@ class StepTables:
         exchange = self._exchanges[device]
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
         for call in calls:
-            self._skipped.keep_if_captured(call, (self._lr, exchange))
+            self._skipped.keep_if_captured(call, (self._lr, exchange, self._sums))
+        if device in self._sums:
+            self._sums[device].clear()
+            for call in calls:
+                call.run(_C.Phase.sums)
+            self._sums[device].exchange()
         exchange.clear_extremes()
         for call in calls:
             call.run(_C.Phase.step)
@@ -213,7 +235,9 @@ class StepTables:
         self._skipped.retire([b.call for batches in self._batches.values() for b in batches if b.call is not None])
         has_gradient = kinds != _C.Inputs.no_gradient
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
-        by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {d: {} for d in self._flat_cuts}
+        by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {
+            d: {} for d in (*self._flat_cuts, *self._sums)
+        }
         for index, member in self._members.items():
             alike = by_device.setdefault(self._inputs[index].device, {})
             if has_gradient[index]:
@@ -291,7 +315,7 @@ class _Batch:
     ) -> None:
         self.tables = Tables(rows["entry"].copy(), np.array(steps, dtype=np.uint64), _CODEC_TABLES)
         self.tensors, self._elements = rows["tensor"].copy(), rows["element"].copy()
-        self.kernels = _CPU if offload == "step" else device
+        self.kernels = _kernels_of(device, offload)
         self.call: Call | None = None
         self.strided = strided
         self._device, self._offload, self._rows = device, offload, rows
@@ -329,6 +353,11 @@ class _Batch:
             moves = residencies.MOVES[self._offload]
             call = StreamedCall(streamed, moves, transfers, residencies.CHUNK_BYTES, partial(make_call, self.kernels))
         return call if self.strided is None else StridedCall(self.tables, self._elements, call)
+
+
+def _kernels_of(device: torch.device, offload: Offload) -> torch.device:
+    """The device whose kernels step a parameter on a device."""
+    return _CPU if offload == "step" else device
 
 
 def _is_fixed(shard: Shard) -> bool:

@@ -1,0 +1,81 @@
+// Sums of squares over a parameter, added up in whole numbers: the same bits in any order, on any number of threads and
+// ranks. A square of a float32 is exact in double; its bits go to digits with room for carries.
+#pragma once
+
+#include "core/call.h"
+#include "core/numeric.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+constexpr int kDigitBits = 32;
+constexpr int kLowestBit = -384;  // digits[0] counts multiples of 2^-384. The least square is 2^-298
+constexpr int kWindowBits = 51;   // of a number below 2^top, adding 1.5 * 2^(top + 1) leaves this many
+
+SHARDOPT_HD int64_t bits(double x) {
+#if defined(__CUDA_ARCH__)
+  return __double_as_longlong(x);
+#else
+  int64_t b;
+  __builtin_memcpy(&b, &x, sizeof b);
+  return b;
+#endif
+}
+
+SHARDOPT_HD double double_from_bits(int64_t b) {
+#if defined(__CUDA_ARCH__)
+  return __longlong_as_double(b);
+#else
+  double x;
+  __builtin_memcpy(&x, &b, sizeof x);
+  return x;
+#endif
+}
+
+// 2^exponent, of a normal number.
+SHARDOPT_HD double power_of_two(int exponent) { return double_from_bits(static_cast<int64_t>(1023 + exponent) << 52); }
+
+// A whole number times 2^exponent, as what it adds to three digits, the first of which is digits[first].
+struct DigitParts {
+  int first;
+  int64_t part[3];
+};
+
+SHARDOPT_HD DigitParts digit_parts(int64_t number, int exponent) {
+  const int place = exponent - kLowestBit, shift = place % kDigitBits;
+  const int64_t mask = 0xffffffff;
+  const int64_t low = (number & mask) << shift, high = (number >> kDigitBits) * (int64_t{1} << shift);
+  return {place / kDigitBits, {low & mask, ((low >> kDigitBits) & mask) + (high & mask), high >> kDigitBits}};
+}
+
+// Adding it to a number of [0, 2^top) rounds that to a multiple of 2^(top - kWindowBits), and the bits of the result
+// count these multiples, from bits(rounder) on.
+SHARDOPT_HD double rounder_of(int top) { return 1.5 * power_of_two(top - kWindowBits + 52); }
+
+SHARDOPT_HD void add(ExactSum& sum, int64_t number, int exponent) {
+  const DigitParts parts = digit_parts(number, exponent);
+  for (int i = 0; i < 3; ++i) sum.digits[parts.first + i] += parts.part[i];
+}
+
+// The sum, rounded once to the nearest double; NaN if a term was none or infinite.
+SHARDOPT_HD double value_of(const ExactSum& sum) {
+  if (sum.lost != 0) return static_cast<double>(float_from_bits(0x7fc00000));
+  uint32_t digits[kSumDigits + 2] = {};  // two zeros first
+  int top = 0;
+  int64_t carry = 0;
+  for (int i = 0; i < kSumDigits; ++i) {
+    const int64_t digit = sum.digits[i] + carry;
+    digits[i + 2] = static_cast<uint32_t>(digit);
+    carry = digit >> kDigitBits;
+    if (digits[i + 2] != 0) top = i + 2;
+  }
+  if (top == 0) return 0.0;
+  uint64_t window = static_cast<uint64_t>(digits[top]) << kDigitBits | digits[top - 1];
+  uint32_t next = digits[top - 2];
+  int exponent = (top - 3) * kDigitBits + kLowestBit;
+  for (; window >> 63 == 0; window = window << 1 | next >> 31, next <<= 1) --exponent;
+  bool has_more = next != 0;
+  for (int i = 0; i < top - 2; ++i) has_more = has_more || digits[i] != 0;
+  return static_cast<double>(window | static_cast<uint64_t>(has_more)) * power_of_two(exponent);
+}
+
+SHARDOPT_END_NAMESPACE
