@@ -49,7 +49,8 @@ void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t gro
                       entry_count,
                       step_count,
                       phase};
-  if (phase == Phase::kStep) prepare_cuda(call, pointer<const uint64_t>(gradients), pointer<void>(stream));
+  if (phase == Phase::kStep || phase == Phase::kSums)
+    prepare_cuda(call, pointer<const uint64_t>(gradients), pointer<void>(stream));
   for (const auto& [rule, codec, format, aligned, begin, end] : batches)
     step_cuda(call, {rule, codec, format, aligned, begin, end}, pointer<void>(stream));
 }

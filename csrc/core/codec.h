@@ -4,8 +4,8 @@
 //   kName, Code        its name and the type of one code
 //   kCoderTable        floats of `table` that coders look up, except for the values of signed codes
 //   kRoot              whether unsigned moments are coded by their square root
-//   kRelative          whether a signed moment with an unsigned one beside it is coded in units of the latter's coded
-//   root Signed, Unsigned   a coder for each kind of moment:
+//   kRelative          whether signed moments are coded in units of the coded root of the unsigned one beside them
+//   Signed, Unsigned   a coder for each kind of moment:
 //     kZero              the code of zero, in a signed moment (in an unsigned one it is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
@@ -15,9 +15,10 @@
 //     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
 //     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
 //     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
-//     decode_above_zero, encode_above_zero   of unsigned coders: cheaper ones, for codes and numbers that are not zero
-//     is_even(e)         of unsigned codecs: whether those suffice for a block with these extremes, the smallest > 0
-// and knows nothing of rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
+//     decode_above_zero, encode_above_zero   cheaper ones, for codes and numbers that are not zero
+//     is_even(e)         whether those suffice for a block with these extremes, the smallest > 0
+// The last two lines are for unsigned coders of UsualCodecs only. A codec knows nothing of rules. `table` is what
+// shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
 
 #include "core/call.h"

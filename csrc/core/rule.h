@@ -43,6 +43,7 @@ SHARDOPT_HD double power(double base, double exponent) {
 
 // e^x of x <= 0, to 15 digits: the same bits on every device.
 SHARDOPT_HD double exponential(double x) {
+  if (x < -745.0) return 0.0;
   int halvings = 0;
   for (; x < -0.5; x *= 0.5) ++halvings;
   double sum = 1.0, term = 1.0;

@@ -29,9 +29,9 @@ struct Adopt {
   template <class F>
   SHARDOPT_HD void update(F& param, F gradient, F* moment, F* roots) const {
     const F g = add_scaled(coupled_decay, param, gradient);
-    const F denominator = max_float(square_root(moment[1]), spread<F>(eps));
+    const F denominator = max_float(spread<F>(eps), square_root(moment[1]));
     const F normalized = g * reciprocal(denominator);
-    const F clipped = max_float(min_float(normalized, spread<F>(largest)), spread<F>(-largest));
+    const F clipped = max_float(spread<F>(-largest), min_float(spread<F>(largest), normalized));  // NaN stays
     moment[0] = fma(one_minus_beta1, clipped - moment[0], moment[0]);
     moment[1] = fma(one_minus_beta2, fma(g, g, -moment[1]), moment[1]);
     roots[0] = square_root(moment[1]);

@@ -83,7 +83,8 @@ struct Cautious {
     F kept = decayed(param, decoupled_decay);
     if (decays_cautiously) kept = select(agree(change, param), param, kept);
     F applied = change;
-    if (is_cautious) applied = select(differ(change, gradient), scale * change, spread<F>(0.0f));
+    if (is_cautious)
+      applied = select(differ(change, gradient), spread<F>(scale), spread<F>(0.0f)) * change;  // NaN stays
     param = kept + applied;
   }
 

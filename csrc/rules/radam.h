@@ -8,7 +8,7 @@ SHARDOPT_BEGIN_NAMESPACE
 struct RAdam : Adam {
   static constexpr const char* kName = "radam";
 
-  float root_weight, floor;  // of the denominator: 1 and eps, or, where it is left out, 0 and 1
+  float root_weight, floor;  // the denominator is root * root_weight + floor: 1 where the variance is not known
 
   SHARDOPT_HD static RAdam make(const double* hyper, double step) {
     RAdam rule{Adam::make(hyper, step), 0.0f, 1.0f};

@@ -34,15 +34,14 @@ template <bool kCentered, bool kMomentum>
 struct RmsProp {
   static constexpr const char* kName = rmsprop::kNames[kCentered][kMomentum];
   using Kept = typename rmsprop::KeptMoments<kCentered, kMomentum>::Kept;
-  static constexpr const char* kHyper[] = {"lr", "alpha", "eps", "coupled_decay", "momentum"};
-
-  static constexpr float kLeastVariance = 0x1p-10f;  // of the mean square
+  static constexpr const char* kHyper[] = {"lr", "alpha", "eps", "coupled_decay", "momentum", "least_variance"};
 
   float lr, one_minus_alpha, eps, coupled_decay, momentum;
+  float least_variance;  // as a share of the mean square
 
   SHARDOPT_HD static RmsProp make(const double* hyper, double) {
     return {static_cast<float>(hyper[0]), static_cast<float>(1.0 - hyper[1]), static_cast<float>(hyper[2]),
-            static_cast<float>(hyper[3]), static_cast<float>(hyper[4])};
+            static_cast<float>(hyper[3]), static_cast<float>(hyper[4]),       static_cast<float>(hyper[5])};
   }
 
   template <class F>
@@ -54,7 +53,7 @@ struct RmsProp {
     if constexpr (kCentered) {
       moment[1] = fma(one_minus_alpha, g - moment[1], moment[1]);
       // The difference of two averages, each with the errors of its codes, must not come near zero by them.
-      const F variance = max_float(fma(-moment[1], moment[1], v), kLeastVariance * v);
+      const F variance = max_float(fma(-moment[1], moment[1], v), least_variance * v);
       deviation = square_root(variance);
     }
     const F step = g * reciprocal(deviation + eps);

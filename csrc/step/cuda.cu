@@ -40,9 +40,10 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream)
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream) {
   constexpr int64_t kTasks = cuda::kThreads / cuda::kWarp;
   const auto grid = static_cast<unsigned>((batch.end - batch.begin + kTasks - 1) / kTasks);
-  const int other = batch.rule - cuda::UsualRules::kCount;
-  const cuda::Kernel kernel =
-      other < 0 ? cuda::kernel_of(batch, batch.rule, cuda::UsualRules{}) : cuda::other_kernel_of(batch, other);
+  const int other = batch.rule - cuda::UsualRules::kCount, with_sums = other - cuda::OtherRules::kCount;
+  const cuda::Kernel kernel = other < 0       ? cuda::kernel_of(batch, batch.rule, cuda::UsualRules{})
+                              : with_sums < 0 ? cuda::other_kernel_of(batch, other)
+                                              : cuda::sum_kernel_of(batch, with_sums);
   kernel<<<grid, cuda::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call, batch);
   cuda::check(cudaGetLastError(), "the step's kernel");
 }

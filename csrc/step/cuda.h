@@ -73,8 +73,9 @@ CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const
 // As many addresses as go with a kernel's launch: in 4 KiB beside the call itself.
 constexpr int kLaunchedGradients = 448;
 
-// Counts up the steps, computes the scalars of each entry and notes its gradient's address. Once per step, before the
-// first phase. gradients: one per entry, on the host for up to kLaunchedGradients entries, else on the device.
+// Counts up the steps, computes the scalars of each entry and notes its gradient's address: at the beginning of
+// Phase::kStep. Phase::kSums, if there is one, begins with it, too, and counts nothing. gradients: one per entry, on
+// the host for up to kLaunchedGradients entries, else on the device.
 void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream);
 
 // Steps a batch. Both only launch, in the given stream of the current device, and throw std::runtime_error if that

@@ -53,6 +53,21 @@ SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const 
   return skipped;
 }
 
+template <class Rule, class Codec>
+__device__ __noinline__ void add_task_to_sums(const CudaTask task, const TensorEntry& entry,
+                                              const Prepared<Rule>& prepared, const float* table) {
+  WarpStepper<Rule, Codec>(entry, prepared, table, Phase::kSums).add_to_sums(task);
+}
+
+template <class Rule, class... Codec>
+SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task, const TensorEntry& entry,
+                                      List<Codec...>) {
+  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
+  int index = 0;
+  ((entry.codec == index++ ? add_task_to_sums<Rule, Codec>(task, entry, prepared, call.tables[entry.codec]) : void()),
+   ...);
+}
+
 // A rule without moments has no use for codecs: any of them stands for all.
 template <class Rule>
 using CodecsOf = std::conditional_t<Rule::Kept::kCount == 0, List<Float32>, Codecs>;
@@ -64,6 +79,12 @@ __global__ void __launch_bounds__(kThreads, kResident) step_tasks(CudaCall call,
   if (i >= batch.end || is_off(call)) return;
   const CudaTask task = call.tasks[i];
   const TensorEntry& entry = call.entries[task.entry];
+  if (call.phase == Phase::kSums) {
+    if constexpr (kSumsOf<Rule> > 0) {
+      if (entry.sums) add_task_to_sums<Rule>(call, task, entry, Codecs{});
+    }
+    return;
+  }
   if (call.phase != Phase::kStep && !entry.cut) return;
   count_skipped(call, step_task<Rule>(call, task, entry, CodecsOf<Rule>{}));
 }
@@ -176,7 +197,8 @@ Kernel kernel_of(const CudaBatch& batch, int rule, List<Rule...>) {
   return kernels[rule];
 }
 
-// Of OtherRules, which have a source of their own: step/cuda_rules.cu.
+// Of OtherRules and SumRules, which have sources of their own: step/cuda_rules.cu and step/cuda_sum_rules.cu.
 Kernel other_kernel_of(const CudaBatch& batch, int rule);
+Kernel sum_kernel_of(const CudaBatch& batch, int rule);
 
 SHARDOPT_END_NAMESPACE

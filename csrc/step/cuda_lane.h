@@ -18,6 +18,10 @@ SHARDOPT_BEGIN_NAMESPACE
 #define SHARDOPT_DEVICE __device__ __forceinline__
 
 constexpr int kLane = 8;  // elements of a lane
+constexpr int kWarp = 32;
+
+// The value of the lane whose number differs in these bits. All lanes of the warp take part.
+SHARDOPT_DEVICE int32_t exchange(int32_t x, int lane_bits) { return __shfl_xor_sync(0xffffffffu, x, lane_bits); }
 
 // A code as what codecs decode.
 SHARDOPT_DEVICE int32_t as_number(uint8_t code) { return code; }

@@ -17,8 +17,15 @@ SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
   if (group.lr) hyper[0] = *reinterpret_cast<const float*>(group.lr);
   if (call.grad_scale) scale *= static_cast<float>(1.0 / static_cast<double>(*call.grad_scale));  // as on the CPU
   Prepared<Rule> prepared;
-  prepared.step = *reinterpret_cast<const float*>(entry.step);
+  prepared.step = *reinterpret_cast<const float*>(entry.step) + (call.phase == Phase::kSums ? 1.0f : 0.0f);
   prepared.rule = Rule::make(hyper, prepared.step);
+  if constexpr (kSumsOf<Rule> > 0) {
+    if (entry.sums && call.phase != Phase::kSums) {
+      double sums[kSumsOf<Rule>];
+      for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j] = value_of(reinterpret_cast<const ExactSum*>(entry.sums)[j]);
+      prepared.rule.with_sums(sums, entry.numel);
+    }
+  }
   prepared.gradient_scale = scale;
   prepared.skips = group.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
   *const_cast<Prepared<Rule>*>(prepared_of<Rule>(call, i)) = prepared;
@@ -41,10 +48,14 @@ struct LaunchedGradients {
   uint64_t address[kLaunchedGradients];
 };
 
+SHARDOPT_DEVICE void count_step(const CudaCall& call, int64_t i) {
+  if (call.phase != Phase::kSums) *call.steps[i] += 1.0f;
+}
+
 // One thread block: the steps must be counted before an entry's is read.
 __global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call, const LaunchedGradients gradients) {
   if (is_off(call)) return;
-  for (int64_t i = threadIdx.x; i < call.step_count; i += blockDim.x) *call.steps[i] += 1.0f;
+  for (int64_t i = threadIdx.x; i < call.step_count; i += blockDim.x) count_step(call, i);
   __syncthreads();
   for (int64_t i = threadIdx.x; i < call.entry_count; i += blockDim.x) prepare_entry(call, i, gradients.address[i]);
 }
@@ -52,7 +63,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call, const 
 // For more entries than addresses go with a launch: two launches of many thread blocks do what prepare does.
 __global__ void __launch_bounds__(kPrepareThreads) count_steps(CudaCall call) {
   const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;
-  if (i < call.step_count && !is_off(call)) *call.steps[i] += 1.0f;
+  if (i < call.step_count && !is_off(call)) count_step(call, i);
 }
 __global__ void __launch_bounds__(kPrepareThreads) prepare_entries(CudaCall call, const uint64_t* gradients) {
   const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;

@@ -6,20 +6,14 @@
 // blocks, whose passes are launches of their own.
 #pragma once
 
-#include <type_traits>
-#include <utility>
-
 #include "step/cuda.h"
+#include "step/cuda_kept.h"
 #include "step/cuda_lane.h"
-#include "step/instances.h"
+#include "step/cuda_sums.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kWarp = 32;
 constexpr int kChunk = kWarp * kLane;
-
-// The value of the lane whose number differs in these bits. All lanes of the warp take part.
-SHARDOPT_DEVICE int32_t exchange(int32_t x, int lane_bits) { return __shfl_xor_sync(0xffffffffu, x, lane_bits); }
 
 // Rule and scalars of an entry's tasks, from its group and its step count.
 template <class Rule>
@@ -28,53 +22,6 @@ struct Prepared {
   float gradient_scale;
   float step;
   bool skips;
-};
-
-// Passes over a block, one after the other: the extremes of all moments but relative ones, those of relative ones,
-// codes.
-enum Pass { kMeasure = 0, kRelate = 1, kEncode = 2 };
-
-// A number that is known when compiling: index().
-template <int k>
-struct Index {
-  SHARDOPT_HD constexpr int operator()() const { return k; }
-};
-
-template <int... k, class Take>
-SHARDOPT_DEVICE void each_index(std::integer_sequence<int, k...>, Take take) {
-  (take(Index<k>{}), ...);
-}
-
-// Calls take(Index<k>{}) for k = 0 ... kCount - 1.
-template <int kCount, class Take>
-SHARDOPT_DEVICE void each_of(Take take) {
-  each_index(std::make_integer_sequence<int, kCount>{}, take);
-}
-
-// How the k-th moment of a rule is kept in a state of this codec.
-template <class Rule, class Codec, int k>
-struct KeptMoment {
-  using Kept = typename Rule::Kept;
-  static constexpr MomentKind kKind = Kept::kKinds[k];
-  static constexpr bool kIsUnsigned = is_unsigned(kKind);
-  using Used = std::conditional_t<kKind == MomentKind::kWide, WideCodec<Codec>, Codec>;
-  using Coder = std::conditional_t<kIsUnsigned, typename Used::Unsigned, typename Used::Signed>;
-  using Code = typename Used::Code;
-  static constexpr bool kIsRoot = Used::kRoot && kKind == MomentKind::kUnsigned;
-  static constexpr int kRoot = Kept::root_of(k);  // which of the rule's roots it is
-  static constexpr bool kRelates = Codec::kRelative && Kept::kUnsigned >= 0;
-  static constexpr bool kIsUnit = kRelates && k == Kept::kUnsigned;
-  static constexpr bool kIsRelative = kRelates && kKind == MomentKind::kSigned;
-  static constexpr int kPass = kIsRelative ? kRelate : kMeasure;  // in which it is measured
-  static constexpr bool kNeedsSmallest = kIsUnsigned && Coder::kMeasuresSmallest;
-};
-
-// The scales of a block with these extremes.
-template <class Coder>
-struct Scales {
-  float x[Coder::kScales + 1];
-
-  SHARDOPT_DEVICE explicit Scales(const Extremes& extremes) { Coder::measure(extremes, x); }
 };
 
 template <class Rule, class Codec>
@@ -106,6 +53,33 @@ class WarpStepper {
   // Returns how many elements this lane has skipped.
   template <bool kOnce>
   SHARDOPT_DEVICE int step(const CudaTask& task) {
+    each_turn(task, [this] {
+      if constexpr (!kBlockwise) {
+        step_plain();
+      } else {
+        step_block<kOnce>();
+      }
+    });
+    return skipped_;
+  }
+
+  // Adds the task's elements to the sums of their parameter, and changes nothing else.
+  SHARDOPT_DEVICE void add_to_sums(const CudaTask& task) {
+    WarpSum sums[kSumsOf<Rule>];
+    each_turn(task, [&] {
+      for (int begin = 0; begin < entry_.block_size; begin += kChunk) {
+        float terms[kSumsOf<Rule>][kLane];
+        compute_terms(terms, begin);
+        for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j].add_squares(terms[j]);
+      }
+    });
+    for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j].add_to(reinterpret_cast<ExactSum*>(entry_.sums) + j);
+  }
+
+ private:
+  // Calls take() with the lane at each of the task's blocks in turn.
+  template <class Take>
+  SHARDOPT_DEVICE void each_turn(const CudaTask& task, Take take) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int block_size = entry_.block_size;
     lanes_ = block_size < kChunk ? block_size / kLane : kWarp;
@@ -119,11 +93,7 @@ class WarpStepper {
     scale_index_ = row * entry_.scales_row_stride + block;
     for (int i = group; i < task.blocks + group; i += groups) {  // every lane takes every turn, to exchange extremes
       n_ = i >= task.blocks ? 0 : static_cast<int>(left_ < block_size ? left_ : block_size);
-      if constexpr (!kBlockwise) {
-        step_plain();
-      } else {
-        step_block<kOnce>();
-      }
+      take();
       left_ -= groups * block_size;
       element_ += groups * block_size;
       scale_index_ += groups;
@@ -134,10 +104,8 @@ class WarpStepper {
         scale_index_ += entry_.scales_row_stride - blocks;
       }
     }
-    return skipped_;
   }
 
- private:
   // A codec without blocks.
   SHARDOPT_DEVICE void step_plain() {
     const float no_scales[2] = {};
@@ -186,12 +154,40 @@ class WarpStepper {
 
   // Reads and updates the lane's elements of the chunk that begins there. Missing elements are zeros.
   SHARDOPT_DEVICE void compute(int begin, bool counts) {
+    find_span(begin);
+    const int32_t largest_gradient = update<false>(counts);
+    if (largest_gradient >= kLargeGradientBits && prepared_.skips) update<true>(counts);
+  }
+
+  // The lane's elements of the chunk that begins there.
+  SHARDOPT_DEVICE void find_span(int begin) {
     const int left = n_ - begin - lane_ * kLane;
     span_.element = element_ + begin;
     span_.n = left < 0 ? 0 : left < kLane ? left : kLane;
     span_.in_words = aligned_ && left >= kLane;
-    const int32_t largest_gradient = update<false>(counts);
-    if (largest_gradient >= kLargeGradientBits && prepared_.skips) update<true>(counts);
+  }
+
+  // The terms of the lane's elements of the chunk that begins there: zeros for missing ones and lost updates.
+  SHARDOPT_DEVICE void compute_terms(float (*terms)[kLane], int begin) {
+    find_span(begin);
+    float gradient[kLane], old[kMoments + 1][kLane];
+    load_weights(param_, streams_, span_);
+    load_gradients(gradient, streams_, span_);
+    decode(old);
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      const float g = gradient[i] * gradient_scale_;
+      float moment[kMoments + 1], x[kSumsOf<Rule>];
+      each_of<kMoments>([&](auto k) {
+        const float decoded = old[k()][i];
+        moment[k()] = Moment<k()>::kIsRoot ? decoded * decoded : decoded;
+      });
+      rule_.terms(param_[i], g, moment, x);
+      each_of<kSumsOf<Rule>>([&](auto j) {
+        const bool lost = prepared_.skips && is_lost<kMoments>(g, x[j()], moment);
+        terms[j()][i] = i >= span_.n || lost ? 0.0f : x[j()];
+      });
+    }
   }
 
   // Nothing is written: this can be done again. kSkips: elements whose update is lost stay as they are. Returns the

@@ -38,14 +38,15 @@ using UsualRules = List<Adam, Lion, Momentum>;
 using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 
 using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, RmsProp<false, false>,
-                        RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>, Lamb, Lars, StableAdamW,
-                        Cautious<Adam>, Cautious<Lion>>;
+                        RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
+// Those that need sums over the parameter.
+using SumRules = List<Lamb, Lars, StableAdamW, Cautious<Adam>, Cautious<Lion>>;
 using OtherCodecs = List<Companded16>;
 
 template <class... First, class... Second>
 List<First..., Second...> joined(List<First...>, List<Second...>);
 
-using Rules = decltype(joined(UsualRules{}, OtherRules{}));
+using Rules = decltype(joined(joined(UsualRules{}, OtherRules{}), SumRules{}));
 using Codecs = decltype(joined(UsualCodecs{}, OtherCodecs{}));
 
 // The codec of wide moments in a state of a codec.

@@ -17,7 +17,7 @@ from shardopt.state.rule import Rule
 class Adagrad(ShardedOptimizer):
     """Adagrad as in torch: steps by gradients over the root of the sum of all their squares.
 
-    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.063 with log8 in blocks of 128. Sums end at 2^126.
+    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.062 with log8 in blocks of 128. Sums end at 2^126.
 
     Args:
         params: parameters or param groups, as for torch.optim.

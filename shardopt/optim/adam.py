@@ -53,6 +53,7 @@ class AdamW(ShardedOptimizer):
     """
 
     updates_by_lr = True
+    optional_moments = ("max_exp_avg_sq",)
 
     def __init__(
         self,

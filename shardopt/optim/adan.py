@@ -27,13 +27,17 @@ _ADAN = Rule(
 class Adan(ShardedOptimizer):
     """Adan (arXiv 2208.06677, algorithm 1): Nesterov's momentum from differences of successive gradients.
 
+    In the step after one in which an element was skipped (``nonfinite``), its difference is that from the last gradient
+    that was not, or from zero where there was none.
+
     Bytes of state per parameter: 16 with ``codec="fp32"``, 4.156 with log8 in blocks of 128.
 
     Args:
         params: parameters or param groups, as for torch.optim.
         lr: learning rate, a float or a 0-d tensor.
-        betas: decay rates of the averages of gradients, of their differences and of squares. One minus the paper's.
-        eps: added to the root of the last.
+        betas: decay rates of the averages of gradients, of their differences and of squares; the paper writes one minus
+            each.
+        eps: added to the root of the average of squares.
         weight_decay: decay per unit of lr, apart from the gradient.
         no_prox: decay before the step, as AdamW does, not by a proximal step after it.
         **options: see :class:`shardopt.state.options.Options`.

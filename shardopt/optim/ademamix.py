@@ -23,6 +23,9 @@ _ADEMAMIX = Rule(
     ),
 )
 
+#: The kernels count steps in float32.
+MOST_STEPS = 2**24
+
 
 class AdEMAMix(ShardedOptimizer):
     """AdEMAMix (arXiv 2409.03137, algorithm 1): AdamW with a second, slow average of gradients.
@@ -96,8 +99,8 @@ class AdEMAMix(ShardedOptimizer):
         check_number(group, "alpha")
         for name in ("alpha_steps", "beta3_steps"):
             steps = group[name]
-            if steps is not None and not (is_whole(steps) and steps >= 0):
-                raise ValueError(f"{name}: got {steps!r}, expected a whole number >= 0, or None")
+            if steps is not None and not (is_whole(steps) and 0 <= steps <= MOST_STEPS):
+                raise ValueError(f"{name}: got {steps!r:.80}, expected a whole number from 0 to {MOST_STEPS}, or None")
 
 
 class AdEMAMix8bit(AdEMAMix):

@@ -47,6 +47,9 @@ class ShardedOptimizer(Optimizer, ABC):
     #: How many decay rates ``betas`` has.
     beta_count = 2
 
+    #: Moments that only some settings of the hyper-parameters keep: loading leaves them out where they are not kept.
+    optional_moments: tuple[str, ...] = ()
+
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         """The rule's hyper-parameters, by the names in csrc/rules."""
@@ -197,7 +200,11 @@ class ShardedOptimizer(Optimizer, ABC):
                 if index in state:
                     spec = self._internals.state_of(param, group)
                     steps = state[index]["step"]
-                    state[index] = {"step": steps, **self.derived_state(group, steps), **spec.decode(state[index])}
+                    state[index] = {
+                        "step": steps.clone(),
+                        **self.derived_state(group, steps),
+                        **spec.decode(state[index]),
+                    }
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -102,12 +102,22 @@ def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict
                 param, options
             )  # as it will be: SGD's momentum says what state there is
             name = listed_name(group, number, position)
-            entries = checked_entries(states.get(index), name)
+            entries = _kept_entries(optimizer, spec, checked_entries(states.get(index), name))
             loaded.append(_Loaded(param, index, name, spec, entries))
         held = held_elements(group["params"])
         with reading(f"param group {number}"):
             is_own &= held is None or saved_group.get(HELD) in (None, held)
     return groups, loaded, is_own
+
+
+def _kept_entries(
+    optimizer: ShardedOptimizer, spec: TensorState, entries: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """The entries without those of moments that the optimizer would keep with other hyper-parameters."""
+    left_out = set(optimizer.optional_moments) - {moment.name for moment in spec.moments}
+    if not entries or not left_out:
+        return entries
+    return {key: value for key, value in entries.items() if not any(key.startswith(name) for name in left_out)}
 
 
 def _demand_own(exchanges: Sequence[Exchange], is_own: bool) -> None:

@@ -76,7 +76,7 @@ class NAdam(AdamKin):
         for _ in range(int(step)):
             decay *= base
             product *= float(group["betas"][0]) * (1 - 0.5 * decay)
-            if product == 0:
+            if product < 2.0**-150:  # zero in float32
                 break
         return {"mu_product": torch.full_like(step, product)}
 

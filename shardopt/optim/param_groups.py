@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from shardopt.layout import FlatBuffer, assigned, keeps_float32_state, read_model
 from shardopt.layout.names import all_parameter_names
-from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import DEFAULTS
 
 _Options = dict[str, Any]
@@ -103,8 +102,8 @@ def param_groups(
             different options (FSDP1 with ``use_orig_params=False``).
     """
     overrides = {} if overrides is None else overrides
-    if isinstance(no_decay, str):
-        raise ValueError(f"no_decay: got the text {no_decay!r}, expected several patterns; write ({no_decay!r},)")
+    if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
+        raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
     rules: list[tuple[str, Mapping[str, Any]]] = [(pattern, {"weight_decay": 0.0}) for pattern in no_decay]
     rules += overrides.items()
     _check_options(overrides)
@@ -182,7 +181,7 @@ def _is_same(one: _Options, other: _Options) -> bool:
 
 def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
     """Checks the names of options; their values are checked by the optimizer."""
-    known = {*DEFAULTS, *_hyper_parameters(ShardedOptimizer)}  # type: ignore[type-abstract]
+    known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)}
     for pattern, options in overrides.items():
         if not isinstance(options, Mapping):
             raise ValueError(f"overrides[{pattern!r}]: got {options!r}, expected a dict of options")
@@ -197,7 +196,7 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
     """The hyper-parameters of all optimizers that there are, the user's own included."""
     found: set[str] = set()
     for kind in base.__subclasses__():
-        parameters = inspect.signature(kind).parameters.values()
+        parameters = () if inspect.isabstract(kind) else inspect.signature(kind).parameters.values()
         found |= {p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD}
         found |= _hyper_parameters(kind)
     return found
@@ -206,7 +205,7 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(_near(pattern, names) or names[:3])
+            near = ", ".join(_near(pattern, names) or names[:3]) or "those of a model that has parameters"
             raise ValueError(
                 f"got pattern {pattern!r}, which matches no parameter, expected one for names such as {near}; correct "
                 "the pattern or leave it out"

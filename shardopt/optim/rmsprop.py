@@ -16,6 +16,7 @@ from shardopt.state.rule import Rule
 _SQUARES = Moment("square_avg", signed=False)
 _MEAN = Moment("grad_avg", signed=True)
 _BUFFER = Moment("momentum_buffer", signed=True, own_units=True)  # sums up gradients over their root mean square
+_LEAST_VARIANCE = 2.0**-10  # of the mean square
 _RULES = {
     (False, False): Rule("rmsprop", (_SQUARES,)),
     (False, True): Rule("rmsprop_momentum", (_SQUARES, _BUFFER)),
@@ -27,7 +28,7 @@ _RULES = {
 class RMSprop(ShardedOptimizer):
     """RMSprop as in torch: steps by gradients over the root of their mean square, or of their variance.
 
-    Bytes of state per parameter in blocks of 128: 1.063 with log8, and 1.031 more for each of ``centered`` and
+    Bytes of state per parameter in blocks of 128: 1.062 with log8, and 1.031 more for each of ``centered`` and
     ``momentum``; 4 each with ``codec="fp32"``.
 
     Args:
@@ -37,8 +38,9 @@ class RMSprop(ShardedOptimizer):
         eps: added to the root.
         weight_decay: L2 penalty, part of the gradient.
         momentum: decay rate of the momentum buffer.
-        centered: divide by the root of the variance (Graves, arXiv 1308.0850), which is at least 2^-10 of the mean
-            square here: beyond that its 8-bit averages, and torch's float32 ones some steps later, know nothing of it.
+        centered: divide by the root of the variance (Graves, arXiv 1308.0850). It is the difference of two averages,
+            which rounding makes wrong where it is small: unless ``codec="fp32"``, it counts as 2^-10 of the mean square
+            where it is less.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -47,6 +49,7 @@ class RMSprop(ShardedOptimizer):
     """
 
     updates_by_lr = True
+    optional_moments = ("grad_avg", "momentum_buffer")
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class RMSprop(ShardedOptimizer):
             "eps": group["eps"],
             "coupled_decay": group["weight_decay"],
             "momentum": group["momentum"],
+            "least_variance": 0.0 if group["codec"] == "fp32" else _LEAST_VARIANCE,
         }
 
     def check_group(self, group: Mapping[str, Any]) -> None:

@@ -37,6 +37,8 @@ class SGD(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
+    optional_moments = ("momentum_buffer",)
+
     def __init__(
         self,
         params: ParamsT,

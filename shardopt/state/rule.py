@@ -23,6 +23,13 @@ class Rule:
     moments: tuple[Moment, ...]
     has_sums: bool = False
 
+    def __post_init__(self) -> None:
+        kinds, expected = tuple(moment.kind for moment in self.moments), _C.rules[self.name]["moments"]
+        if kinds != expected:
+            raise ValueError(
+                f"rule {self.name!r}: got moments of the kinds {kinds}, expected {expected}, as csrc/rules has"
+            )
+
     @property
     def index(self) -> int:
         """The rule's place in the kernels' list."""

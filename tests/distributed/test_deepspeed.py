@@ -107,6 +107,8 @@ def test_given_gradients_on_other_worlds(
         ("SGD8bit", "momentum", {"momentum": 0.9, "codec": "dynamic8"}),
         ("AdEMAMix8bit", "ademamix", {"alpha_steps": 3, "beta3_steps": 4}),
         ("AdamW8bit", "amsgrad", {"amsgrad": True, "block_size": 32}),
+        ("LAMB8bit", "lamb", {"weight_decay": 0.1}),
+        ("Lion8bit", "cautious_lion", {"lr": 1e-3, "cautious": True, "block_size": 32}),
         ("AdamW8bit", "adamw", {"codec": "bf16"}),
         ("AdamW8bit", "adamw", {"codec": "fp32"}),
     ],

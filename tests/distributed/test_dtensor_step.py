@@ -80,6 +80,11 @@ RULES_AND_CODECS = [
     ("adamax", "log8"),
     ("centered_rmsprop_momentum", "log8"),
     ("adagrad", "dynamic8"),
+    ("lamb", "log8"),
+    ("lars", "dynamic8"),
+    ("stable_adamw", "companded8"),
+    ("cautious_adamw", "log8"),
+    ("cautious_lion", "log8"),
 ]
 
 

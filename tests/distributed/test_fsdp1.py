@@ -94,10 +94,14 @@ def _odds(orig: bool, rule: str, codec: str, block_sizes: list[int], dtype: torc
         *(("momentum", codec, *on) for codec in ("log8", "companded8", "fp32") for on in FEW_WORLDS),
         *(
             (rule, "log8", *on)
-            for rule in ("ademamix", "adan", "amsgrad", "adamax", "adagrad")
+            for rule in ("ademamix", "adan", "amsgrad", "adamax", "adagrad", "lamb", "lars", "cautious_adamw")
             for on in FEW_WORLDS[:1]
         ),
-        *((rule, "log8", *on) for rule in ("centered_rmsprop_momentum", "adopt") for on in FEW_WORLDS[1:2]),
+        *(
+            (rule, "log8", *on)
+            for rule in ("centered_rmsprop_momentum", "adopt", "stable_adamw", "lamb")
+            for on in FEW_WORLDS[1:2]
+        ),
         ("ademamix", "bf16", *FEW_WORLDS[0]),
     ],
 )

@@ -85,7 +85,7 @@ def test_as_ordinary_steps(ranks: Pool, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp"), (3, "fsdp columns"), (2, "tp")])
-@pytest.mark.parametrize("rule", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["adamw", "lamb", pytest.param("lion", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [{"master_weight_bits": 24}, {"stochastic_rounding": True}, {"codec": "fp32", "stochastic_rounding": True}],

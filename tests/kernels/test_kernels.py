@@ -90,6 +90,31 @@ def compare(
         assert_same(snapshot(params, optimizer), wanted)
 
 
+@pytest.mark.parametrize("codec", ["log8", "fp32"])
+@pytest.mark.parametrize("rule", RULES)
+def test_many_steps_of_steady_gradients(rule: str, codec: str) -> None:
+    """Branches that first steps and gradients around zero do not reach: RAdam's rectified rate, the least variance."""
+    shapes = ((3, 257), (5,))
+    steps = [
+        {name: 1 + 1e-3 * gradient for name, gradient in gradients(t + 10, FP32, shapes).items()} for t in range(14)
+    ]
+    compare(rule, codec, start(FP32, shapes), steps, [(_C.cpu_targets()[0], 1)])
+
+
+@pytest.mark.parametrize("codec", ["log8", "fp32"])
+@pytest.mark.parametrize("rule", RULES)
+def test_nan_propagates(rule: str, codec: str) -> None:
+    params, optimizer = make(rule, codec, start(FP32, ((3, 257),)), nonfinite="propagate")
+    for t in range(1, 4):
+        gradient = gradients(t + 10, FP32, ((3, 257),))
+        if t == 3:
+            for value in gradient.values():
+                value[1, 100] = torch.nan
+        step(optimizer, params, gradient)
+    for param in params.values():
+        assert torch.isnan(param[1, 100])
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 256, 1024, 4096])
 @pytest.mark.parametrize("codec", EIGHT_BIT)
 @pytest.mark.parametrize("rule", ["adamw", "momentum"])

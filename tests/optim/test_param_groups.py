@@ -232,5 +232,6 @@ def test_hyper_parameters_of_every_rule_are_known() -> None:
 
 
 def test_a_text_for_no_decay_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no_decay: got the text '\*\.bias'.*write \('\*\.bias',\)"):
-        shardopt.param_groups(Net(), no_decay="*.bias")
+    for no_decay in ("*.bias", None):
+        with pytest.raises(ValueError, match=r"no_decay: got .*write \(\"\*\.bias\",\) for one"):
+            shardopt.param_groups(Net(), no_decay=no_decay)

@@ -57,7 +57,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     "Adan": {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False},
     "Signum": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.0},
+    "LAMB": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2},
+    "LARS": {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0, "trust_coefficient": 1e-3},
+    "StableAdamW": {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-2},
 }
+#: Hyper-parameters that torch.optim's classes have not, by keyword only.
+CAUTIOUS = {"cautious": False, "cautious_weight_decay": False}
+BY_KEYWORD: dict[str, dict[str, Any]] = {"AdamW": CAUTIOUS, "Adam": {"cautious": False}, "Lion": CAUTIOUS}
 PRESETS = {f"{name}8bit": name for name in OPTIMIZERS}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
@@ -97,8 +103,10 @@ def test_signatures(name: str) -> None:
     """Positional parameters and defaults are torch.optim's; the options are keyword-only."""
     _, params, *own, options = inspect.signature(getattr(shardopt, name).__init__).parameters.values()
     assert params.name == "params"
-    assert {p.name: p.default for p in own} == OPTIMIZERS[PRESETS.get(name, name)]
-    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in own)
+    rule = PRESETS.get(name, name)
+    by_keyword = {p.name: p.default for p in own if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    positional = {p.name: p.default for p in own if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert (positional, by_keyword) == (OPTIMIZERS[rule], BY_KEYWORD.get(rule, {}))
     assert options.kind is inspect.Parameter.VAR_KEYWORD
     assert "Options" in str(options.annotation)
 
@@ -125,7 +133,8 @@ def test_options() -> None:
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *PRESETS])
 def test_groups_have_every_default(name: str) -> None:
     optimizer = getattr(shardopt, name)(one())
-    expected = {**OPTIMIZERS[PRESETS.get(name, name)], **OPTIONS}
+    rule = PRESETS.get(name, name)
+    expected = {**OPTIMIZERS[rule], **(CAUTIOUS if rule in BY_KEYWORD else {}), **OPTIONS}
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
     assert optimizer.defaults == expected
     assert isinstance(optimizer, torch.optim.Optimizer)

@@ -62,7 +62,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("codec", ["log8", "dynamic8", "fp32"])
-@pytest.mark.parametrize("rule", ["adamw", "lion", "nesterov", "ademamix", "adopt"])
+@pytest.mark.parametrize("rule", ["adamw", "lion", "nesterov", "ademamix", "adopt", "lamb"])
 def test_as_ordinary_steps(rule: str, codec: str) -> None:
     Pair(make_net(), rule, codec=codec).run()
 

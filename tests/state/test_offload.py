@@ -85,6 +85,8 @@ def assert_equal(got: tuple[nn.Module, ShardedOptimizer], expected: tuple[nn.Mod
         *(("ademamix", codec) for codec in ("log8", "dynamic8", "bf16")),
         ("amsgrad", "log8"),
         ("adagrad", "companded8"),
+        *(("lamb", codec) for codec in ("log8", "bf16")),
+        ("cautious_adamw", "companded8"),
     ],
 )
 def test_same_bits(offload: str, rule: str, codec: str) -> None:

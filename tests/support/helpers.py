@@ -46,7 +46,7 @@ RULES: dict[str, RuleCase] = {
     "sgd": RuleCase(shardopt.SGD, {"lr": 1e-2, "weight_decay": 0.01}),
     "amsgrad": RuleCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
     "nadam": RuleCase(shardopt.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1}),
-    "radam": RuleCase(shardopt.RAdam, {"lr": 1e-2, "betas": (0.9, 0.6), "weight_decay": 0.1}),
+    "radam": RuleCase(shardopt.RAdam, {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
     "adamax": RuleCase(shardopt.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
     "ademamix": RuleCase(shardopt.AdEMAMix, {"lr": 1e-2, "weight_decay": 0.1, "alpha_steps": 3, "beta3_steps": 4}),
     "adopt": RuleCase(shardopt.ADOPT, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
@@ -56,8 +56,19 @@ RULES: dict[str, RuleCase] = {
     ),
     "rmsprop": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "weight_decay": 0.1}),
     "rmsprop_momentum": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "momentum": 0.9}),
-    "centered_rmsprop": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "centered": True, "weight_decay": 0.1}),
-    "centered_rmsprop_momentum": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "centered": True, "momentum": 0.9}),
+    "centered_rmsprop": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "alpha": 0.5, "centered": True, "weight_decay": 0.1}),
+    "centered_rmsprop_momentum": RuleCase(
+        shardopt.RMSprop, {"lr": 1e-2, "alpha": 0.5, "centered": True, "momentum": 0.9}
+    ),
+    "lamb": RuleCase(shardopt.LAMB, {"lr": 1e-2, "weight_decay": 0.1}),
+    "lars": RuleCase(shardopt.LARS, {"lr": 10.0, "weight_decay": 0.1}),
+    "stable_adamw": RuleCase(shardopt.StableAdamW, {"lr": 1e-2, "betas": (0.9, 0.5), "weight_decay": 0.1}),
+    "cautious_adamw": RuleCase(
+        shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True, "cautious_weight_decay": True}
+    ),
+    "cautious_adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
+    "cautious_decay_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}),
+    "cautious_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
     "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 

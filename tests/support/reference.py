@@ -6,13 +6,14 @@ are handed in, since this layer lies below them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from reference_rules import RULES, Scalars, Updated
+from reference_rules import RULES, TERMS, Scalars, Sums, Updated
 from shardopt.kernels.numeric import float32, from_blocks, to_blocks
 from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
 
@@ -36,6 +37,14 @@ def lost(g: Tensor, new: Updated) -> Tensor:
     for moment in new.moments:
         finite &= torch.isfinite(moment)
     return ~(g.abs() < LARGE_GRADIENT) & ~finite
+
+
+def sum_of_squares(x: Tensor, lost: Tensor, nonfinite: str) -> float:
+    """The sum of all squares, rounded once; without those of lost updates where they are skipped."""
+    terms = torch.where(lost, 0.0, x) if nonfinite == "skip" else x
+    if not torch.isfinite(terms).all():
+        return math.nan
+    return math.fsum(terms.double().square().flatten().tolist())
 
 
 def step(
@@ -100,7 +109,12 @@ def step(
         blocks_of(gradient.float()) * float32(gradient_scale),
     )
     old = coding.decode_moments(codec, moments, [as_blocks(s, m) for s, m in zip(coded, moments, strict=True)])
-    new = RULES[rule](p, g, old.values, hyper, step)
+    more: dict[str, Any] = {}
+    if rule in TERMS:
+        terms = TERMS[rule](p, g, old.values, hyper, step)
+        totals = [sum_of_squares(x, lost(g, Updated(x, terms.moments, [])), nonfinite) for x in terms.x]
+        more["sums"] = Sums(totals, param.numel())
+    new = RULES[rule](p, g, old.values, hyper, step, **more)
     skip = lost(g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
     exists = blocks_of(torch.ones_like(param, dtype=torch.bool))
 

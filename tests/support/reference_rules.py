@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ class Updated(NamedTuple):
     param: Tensor
     moments: list[Tensor]
     roots: list[Tensor]
+
+
+class Terms(NamedTuple):
+    """What a rule with sums over the parameter adds up: numbers whose squares count, per sum; and the new moments."""
+
+    x: list[Tensor]
+    moments: list[Tensor]
+
+
+class Sums(NamedTuple):
+    """The sums of squares over a parameter, rounded once, and the number of its elements."""
+
+    totals: list[float]
+    numel: int
 
 
 def power(base: float, exponent: int) -> float:
@@ -44,8 +58,10 @@ def decayed(p: Tensor, decay: float) -> Tensor:
     return add_scaled(-decay, p, p)
 
 
-def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
-    """Adam (arXiv 1412.6980, algorithm 1) and AdamW (arXiv 1711.05101, algorithm 2)."""
+def adam(
+    p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int, *, divisor: float = 1.0
+) -> Updated:
+    """Adam (arXiv 1412.6980, algorithm 1) and AdamW (arXiv 1711.05101, algorithm 2). divisor: of the learning rate."""
     beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
     m, v = moments
     g = add_scaled(hyper["coupled_decay"], p, g)
@@ -54,8 +70,10 @@ def adam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: 
     root = square_root(v)
     inverse_root_correction2 = float32(1 / math.sqrt(1 - power(beta2, step)))
     denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
-    rate = float32(lr / (1 - power(beta1, step)))
-    p = fma(-rate, m * reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
+    rate, decay = float32(lr / (1 - power(beta1, step))), lr * hyper["decoupled_decay"]
+    if divisor != 1.0:
+        rate, decay = float32(float(rate) / divisor), float(float32(decay)) / divisor
+    p = fma(-rate, m * reciprocal(denominator), decayed(p, decay))
     return Updated(p, [m, v], [root])
 
 
@@ -153,6 +171,8 @@ def adamax(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step
 
 def exponential(x: float) -> float:
     """``e ** x`` for ``x <= 0``, in the order of csrc/core/rule.h."""
+    if x < -745:
+        return 0.0
     halvings = 0
     while x < -0.5:
         x *= 0.5
@@ -192,9 +212,9 @@ def adopt(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step:
     largest = float32(0.0 if first else math.sqrt(math.sqrt(step - 1)))
     g = add_scaled(hyper["coupled_decay"], p, g)
     root, eps = square_root(v), float32(hyper["eps"])
-    normalized = g * reciprocal(torch.where(root > eps, root, eps))
-    low = torch.where(normalized < largest, normalized, largest)
-    clipped = torch.where(low > -largest, low, -largest)
+    normalized = g * reciprocal(torch.where(root < eps, eps, root))
+    low = torch.where(normalized > largest, largest, normalized)
+    clipped = torch.where(low < -largest, -largest, low)
     m = fma(float32(1 - hyper["beta1"]), clipped - m, m)
     v = fma(float32(1 if first else 1 - hyper["beta2"]), fma(g, g, -v), v)
     decay = 0.0 if first else hyper["lr"] * hyper["decoupled_decay"]
@@ -245,7 +265,7 @@ def rmsprop(
     if centered:
         mean = fma(share, g - others[0], others[0])
         variance = fma(-mean, mean, v)
-        least = float32(2.0**-10) * v
+        least = float32(hyper["least_variance"]) * v
         deviation = square_root(torch.where(variance > least, variance, least))
         new.append(mean)
     change = g * reciprocal(deviation + float32(hyper["eps"]))
@@ -254,6 +274,105 @@ def rmsprop(
         new.append(change)
     return Updated(fma(-float32(hyper["lr"]), change, p), new, [root])
 
+
+def _lamb_direction(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
+    beta1, beta2 = hyper["beta1"], hyper["beta2"]
+    m, v = moments
+    m = fma(float32(1 - beta1), g - m, m)
+    v = fma(float32(1 - beta2), fma(g, g, -v), v)
+    root = square_root(v)
+    denominator = fma(root, float32(1 / math.sqrt(1 - power(beta2, step))), float32(hyper["eps"]))
+    scaled = float32(1 / (1 - power(beta1, step))) * m * reciprocal(denominator)
+    return Updated(add_scaled(hyper["weight_decay"], p, scaled), [m, v], [root])
+
+
+def lamb_terms(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Terms:
+    new = _lamb_direction(p, g, moments, hyper, step)
+    return Terms([p, new.param], new.moments)
+
+
+def lamb(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int, sums: Sums) -> Updated:
+    """LAMB (arXiv 1904.00962, algorithm 2)."""
+    new, rate = _lamb_direction(p, g, moments, hyper, step), float32(hyper["lr"])
+    weights, directions = sums.totals
+    if weights and directions:
+        rate = float32(float(rate) * (math.sqrt(weights) / math.sqrt(directions)))
+    return new._replace(param=fma(-rate, new.param, p))
+
+
+def lars_terms(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Terms:
+    return Terms([p, g], list(moments))
+
+
+def lars(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int, sums: Sums) -> Updated:
+    """LARS (arXiv 1708.03888, algorithm 1)."""
+    (buffer,), rate = moments, float32(hyper["lr"])
+    weight, gradient = (math.sqrt(total) for total in sums.totals)
+    if weight and gradient:
+        trust, decay = float(float32(hyper["trust_coefficient"])), float(float32(hyper["weight_decay"]))
+        rate = float32(float(rate) * (trust * weight / (gradient + decay * weight)))
+    buffer = fma(float32(hyper["momentum"]), buffer, rate * add_scaled(hyper["weight_decay"], p, g))
+    return Updated(p - buffer, [buffer], [])
+
+
+def stable_adamw_terms(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Terms:
+    new = adam(p, g, moments, hyper, step)
+    denominator = new.roots[0] * float32(1 / math.sqrt(1 - power(hyper["beta2"], step)))
+    denominator = torch.where(denominator > float32(hyper["eps"]), denominator, float32(hyper["eps"]))
+    ratio = torch.where(denominator < 2.0**-126, 0.0, g * reciprocal(denominator))
+    return Terms([ratio], new.moments)
+
+
+def stable_adamw(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int, sums: Sums) -> Updated:
+    """StableAdamW (arXiv 2304.13013, algorithm 2)."""
+    rms = math.sqrt(sums.totals[0] / max(sums.numel, 1))
+    return adam(p, g, moments, hyper, step, divisor=rms if rms > 1 else 1.0)
+
+
+def _change(rule: Callable[..., Updated], p: Tensor, g: Tensor, moments: Any, hyper: Scalars, step: int) -> Updated:
+    """What a rule adds to a parameter that does not decay."""
+    without_decay = {**hyper, "coupled_decay": 0.0, "decoupled_decay": 0.0}
+    return rule(torch.zeros_like(p), g, moments, without_decay, step)
+
+
+def cautious_terms(
+    rule: Callable[..., Updated], p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int
+) -> Terms:
+    g = add_scaled(hyper.get("coupled_decay", 0.0), p, g)
+    new = _change(rule, p, g, moments, hyper, step)
+    return Terms([(torch.sign(new.param) * torch.sign(g) < 0).float()], new.moments)
+
+
+def cautious(
+    rule: Callable[..., Updated],
+    p: Tensor,
+    g: Tensor,
+    moments: Sequence[Tensor],
+    hyper: Scalars,
+    step: int,
+    sums: Sums | None,
+) -> Updated:
+    """Cautious optimizers (arXiv 2411.16085) and cautious weight decay (arXiv 2510.12402)."""
+    g = add_scaled(hyper.get("coupled_decay", 0.0), p, g)
+    new = _change(rule, p, g, moments, hyper, step)
+    change, kept = new.param, decayed(p, hyper["lr"] * hyper["decoupled_decay"])
+    if hyper["cautious_weight_decay"]:
+        kept = torch.where(torch.sign(change) * torch.sign(p) > 0, p, kept)
+    if hyper["cautious"]:
+        assert sums is not None
+        scale = float32(sums.numel / (sums.totals[0] + 1))
+        change = torch.where(torch.sign(change) * torch.sign(g) < 0, scale, 0.0) * change
+    return new._replace(param=kept + change)
+
+
+#: The terms of rules with sums, by name.
+TERMS: dict[str, Callable[..., Terms]] = {
+    "lamb": lamb_terms,
+    "lars": lars_terms,
+    "stable_adamw": stable_adamw_terms,
+    "cautious_adam": partial(cautious_terms, adam),
+    "cautious_lion": partial(cautious_terms, lion),
+}
 
 RULES: dict[str, Callable[..., Updated]] = {
     "adam": adam,
@@ -268,6 +387,11 @@ RULES: dict[str, Callable[..., Updated]] = {
     "adopt": adopt,
     "adan": adan,
     "adagrad": adagrad,
+    "lamb": lamb,
+    "lars": lars,
+    "stable_adamw": stable_adamw,
+    "cautious_adam": partial(cautious, adam),
+    "cautious_lion": partial(cautious, lion),
     "rmsprop": partial(rmsprop, centered=False, momentum=False),
     "rmsprop_momentum": partial(rmsprop, centered=False, momentum=True),
     "centered_rmsprop": partial(rmsprop, centered=True, momentum=False),

@@ -1,0 +1,59 @@
+// How a kernel on CUDA keeps the moments of a rule, known when compiling.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "step/cuda_lane.h"
+#include "step/instances.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+// Passes over a block, one after the other: the extremes of all moments but relative ones, those of relative ones,
+// codes.
+enum Pass { kMeasure = 0, kRelate = 1, kEncode = 2 };
+
+// A number that is known when compiling: index().
+template <int k>
+struct Index {
+  SHARDOPT_HD constexpr int operator()() const { return k; }
+};
+
+template <int... k, class Take>
+SHARDOPT_DEVICE void each_index(std::integer_sequence<int, k...>, Take take) {
+  (take(Index<k>{}), ...);
+}
+
+// Calls take(Index<k>{}) for k = 0 ... kCount - 1.
+template <int kCount, class Take>
+SHARDOPT_DEVICE void each_of(Take take) {
+  each_index(std::make_integer_sequence<int, kCount>{}, take);
+}
+
+// How the k-th moment of a rule is kept in a state of this codec.
+template <class Rule, class Codec, int k>
+struct KeptMoment {
+  using Kept = typename Rule::Kept;
+  static constexpr MomentKind kKind = Kept::kKinds[k];
+  static constexpr bool kIsUnsigned = is_unsigned(kKind);
+  using Used = std::conditional_t<kKind == MomentKind::kWide, WideCodec<Codec>, Codec>;
+  using Coder = std::conditional_t<kIsUnsigned, typename Used::Unsigned, typename Used::Signed>;
+  using Code = typename Used::Code;
+  static constexpr bool kIsRoot = Used::kRoot && kKind == MomentKind::kUnsigned;
+  static constexpr int kRoot = Kept::root_of(k);  // which of the rule's roots it is
+  static constexpr bool kRelates = Codec::kRelative && Kept::kUnsigned >= 0;
+  static constexpr bool kIsUnit = kRelates && k == Kept::kUnsigned;
+  static constexpr bool kIsRelative = kRelates && kKind == MomentKind::kSigned;
+  static constexpr int kPass = kIsRelative ? kRelate : kMeasure;  // in which it is measured
+  static constexpr bool kNeedsSmallest = kIsUnsigned && Coder::kMeasuresSmallest;
+};
+
+// The scales of a block with these extremes.
+template <class Coder>
+struct Scales {
+  float x[Coder::kScales + 1];
+
+  SHARDOPT_DEVICE explicit Scales(const Extremes& extremes) { Coder::measure(extremes, x); }
+};
+
+SHARDOPT_END_NAMESPACE
