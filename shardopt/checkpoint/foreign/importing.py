@@ -73,12 +73,14 @@ def import_state(
 ) -> ImportReport:
     """Loads the ``state_dict()`` of another package's optimizer.
 
-    Reads state of bitsandbytes (Adam, AdamW, Lion, SGD), torchao (8-bit, 4-bit, fp8), flashoptim (compressed or not)
-    and torch.optim, also in the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Copies
-    codes and scales unchanged if the optimizer's codec has the same codes and scales and no block crosses a row: from
-    bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
-    flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to
-    float32, and encodes them anew if the optimizer quantizes the parameter.
+    Reads state of bitsandbytes (all but LAMB and LARS in 32 bits), torchao (8-bit, 4-bit, fp8), flashoptim (compressed
+    or not) and torch.optim, also in the form of
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Copies codes and scales unchanged if the
+    optimizer's codec has the same codes and scales and no block crosses a row: from bitsandbytes and torchao with
+    ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from flashoptim with
+    ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to float32, and
+    encodes them anew if the optimizer quantizes the parameter: always for bitsandbytes' RMSprop and Adagrad, whose map
+    is the signed one, and for its AdEMAMix, whose slow average has 16 bits here.
     A second moment that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
 
     Takes over the hyper-parameters that the optimizer has; options such as ``codec`` stay. Does not import low bits of
@@ -124,7 +126,7 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
     peer = _recognize([state for source in sources for state in source.states])
     imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
-    number = 0
+    number, unwrapped = 0, []
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _hyper(optimizer, own, source.group, peer)
         imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
@@ -136,6 +138,8 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
             if not state:
                 continue
             name = known.get(id(param)) or listed_name(own, index, position)
+            state = peer.unwrapped(state, name)
+            unwrapped.append(state)
             moments = peer.moments(state, expected, name)
             spec = tensor_state_of(param, own, expected)
             _check_layout(spec, param, moments, name)
@@ -144,6 +148,7 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
             step = {"step": state["step"]} if "step" in state else {}
             imports.states[ids[position]] = _Imported(name, spec, moments, step)
             imports.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
+    peer.check_together(unwrapped)
     return imports
 
 
@@ -272,7 +277,7 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     """
     own = spec.slices[0].spec
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
-    if len(coded) == len(spec.moments) and all(_is_ours(own, value) for value in coded.values()):
+    if len(coded) == len(spec.moments) and all(_is_ours(own, moment, coded[moment.name]) for moment in spec.moments):
         entries: StateDict = {}
         for moment in spec.moments:
             entries |= _entries(own, moment, coded[moment.name])
@@ -287,8 +292,8 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
-def _is_ours(spec: SliceState, moment: CodedMoment) -> bool:
-    return moment.codec == spec.codec.name and moment.is_laid_out_as(spec.grid)
+def _is_ours(spec: SliceState, moment: Moment, coded: CodedMoment) -> bool:
+    return coded.codec == moment.codec(spec.codec).name and coded.is_laid_out_as(spec.grid)
 
 
 def _entries(spec: SliceState, moment: Moment, coded: CodedMoment) -> StateDict:
