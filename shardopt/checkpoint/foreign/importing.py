@@ -79,8 +79,8 @@ def import_state(
     optimizer's codec has the same codes and scales and no block crosses a row: from bitsandbytes and torchao with
     ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from flashoptim with
     ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to float32, and
-    encodes them anew if the optimizer quantizes the parameter: always for bitsandbytes' RMSprop and Adagrad, whose map
-    is the signed one, and for its AdEMAMix, whose slow average has 16 bits here.
+    encodes them anew if the optimizer quantizes the parameter: always those of bitsandbytes' RMSprop and Adagrad, whose
+    map is the signed one, and the slow average of its AdEMAMix, which has 16 bits here.
     A second moment that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
 
     Takes over the hyper-parameters that the optimizer has; options such as ``codec`` stay. Does not import low bits of
@@ -277,18 +277,19 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     """
     own = spec.slices[0].spec
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
-    if len(coded) == len(spec.moments) and all(_is_ours(own, moment, coded[moment.name]) for moment in spec.moments):
-        entries: StateDict = {}
-        for moment in spec.moments:
-            entries |= _entries(own, moment, coded[moment.name])
-        return entries, "exact"
+    taken: StateDict = {}
+    for moment in spec.moments:
+        if moment.name in coded and _is_ours(own, moment, coded[moment.name]):
+            taken |= _entries(own, moment, coded[moment.name])
+    if all(own.codes_name(moment) in taken for moment in spec.moments):
+        return taken, "exact"
     values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
     for moment in spec.moments:
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)
     in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
     if own.codec.name != "fp32":
-        return spec.encode(in_parts), "requantized" if coded else "quantized"
+        return spec.encode(in_parts) | taken, "requantized" if coded else "quantized"
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
