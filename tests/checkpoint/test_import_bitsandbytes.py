@@ -6,6 +6,7 @@ From state dicts made by hand in bitsandbytes' form.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,36 @@ def test_entries_keep_no_other_memory(codec: str) -> None:
     for state in ours.state.values():
         for key, entry in state.items():
             assert entry.untyped_storage().nbytes() == entry.nbytes, key
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("shape", [(33, 130), (16, 512)])
+def test_scales_of_ademamix_on_cuda(shape: tuple[int, ...], zero: bool) -> None:
+    """Its kernels put the slow average's scales at ``(numel + element) // 256``, as if the last block were whole.
+
+    With a slow average that is zero at the end, whose last scales are zero in both layouts.
+    """
+    x = made_up(shape, 1)
+    if zero:
+        x.signed.view(-1)[:700] = 0  # the slow average's end
+    state, _ = bitsandbytes_ademamix(x)
+    on_cuda = copy.deepcopy(state)
+    scales, blocks = on_cuda[WRAPPED]["absmax1"].view(-1), -(-math.prod(shape) // 256)
+    first = math.prod(shape) // 256
+    slow = scales[blocks:].clone()
+    scales[blocks:] = 0
+    scales[first : first + blocks] = slow
+    is_shared = first != blocks
+    found = []
+    for each in (state, on_cuda):
+        ours = shardopt.AdEMAMix([Parameter(torch.zeros(shape))], codec="fp32")
+        import_state(ours, {"state": {0: each}, "param_groups": [{"params": [0], **KINDS["AdEMAMix"].group}]})
+        found.append(next(iter(ours.state.values())))
+    if is_shared:  # the fast average's last block has the scale of the slow one's first
+        last = slice(256 * (blocks - 1), None)
+        for entries in found:
+            entries["exp_avg_fast"].view(-1)[last] = 0
+    assert_same(*found)
 
 
 def test_older_forms() -> None:

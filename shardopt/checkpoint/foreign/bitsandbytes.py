@@ -18,6 +18,7 @@ from shardopt.checkpoint.foreign.peer import Moments, Peer
 from shardopt.checkpoint.foreign.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import few, kind_of, shown
 from shardopt.codec import Moment
+from shardopt.kernels.numeric import to_blocks
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCK_SIZES = (256, 2048)  # of today and of versions before 0.44
@@ -187,7 +188,22 @@ def _read(state: Mapping[str, Any], place: _Place, moment: Moment, name: str) ->
     size = next((size for size in _BLOCK_SIZES if scales.numel() == -(-codes.numel() // size)), _BLOCK_SIZES[0])
     scales, values = scales.float().to(codes.device), values.to(codes.device)  # codes may be paged: in host memory
     check_blocks(codes, scales, size, what)
+    if place.half == 1 and _is_one_place_early(codes, scales, values, size):
+        scales = torch.cat([state["absmax1"][0, -1:].to(scales), scales[:-1]])
+        check_blocks(codes, scales, size, what)
     return of_map(codes, scales, values, size, signed=moment.signed)
+
+
+def _is_one_place_early(codes: Tensor, scales: Tensor, values: Tensor, size: int) -> bool:
+    """Whether the scales of the slow average begin at the last place of the fast one's.
+
+    CUDA kernels of bitsandbytes write and read them there if the last block is not whole. The last place then is zero,
+    and so is the scale of some block that has codes of the map's ends.
+    """
+    if codes.numel() % size == 0 or scales[-1] != 0:
+        return False
+    (at_ends,) = to_blocks((values.abs() > 0.9)[codes.reshape(1, -1).int()], size)
+    return bool((at_ends.any(1) & (scales == 0)).any())
 
 
 def _half(stacked: Any, half: int, what: str) -> Any:
