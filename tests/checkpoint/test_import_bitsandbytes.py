@@ -252,7 +252,7 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         lambda s: s.update(state1=s["state1"].view(2, 32, 256)),
         r"got exp_avg_fast of shape \(32, 256\), expected \(16, 512\)",
     ),
-    "averages in a list": ("AdEMAMix", lambda s: s.update(state1=[*s["state1"]]), "got list of shape"),
+    "averages in a list": ("AdEMAMix", lambda s: s.update(state1=[*s["state1"]]), "got list, expected two"),
     "scales of one average": ("AdEMAMix", lambda s: s.update(absmax1=s["absmax1"][0]), "expected two averages"),
     "too few scales": ("AdEMAMix", lambda s: s.update(absmax1=s["absmax1"][:, 1:]), "got scales of shape"),
     "no scales": ("AdEMAMix", lambda s: s.pop("absmax1"), "with qmap1 and absmax1"),

@@ -141,11 +141,12 @@ class Bitsandbytes(Peer):
     def hyper(self, group: Mapping[str, Any], expected: Sequence[Moment]) -> dict[str, Any]:
         kind = _kind(expected)
         betas, eps = group.get("betas"), group.get("eps", 0)
-        known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, eps))
+        numbers = [eps, *(group[key] for key in ("alpha", "t_alpha", "t_beta3") if group.get(key) is not None)]
+        known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, *numbers))
         if not known or not kind.fits(tuple(betas or ()), eps):
             raise ValueError(
-                f"got the param group of another optimizer of bitsandbytes (betas={shown(betas)}, eps={shown(eps)}), "
-                f"expected {kind.words}; import it into the optimizer of the same kind"
+                f"got the param group of another optimizer of bitsandbytes (betas={shown(betas)}, eps={shown(eps)}, "
+                f"alpha={shown(group.get('alpha'))}), expected {kind.words}; import it into the optimizer of that kind"
             )
         return {key: value for key, value in group.items() if key not in _HYPER} | kind.hyper(group)
 
@@ -215,8 +216,8 @@ def _half(stacked: Any, half: int, what: str) -> Any:
     if stacked is None:
         return None
     if not is_dense(stacked) or stacked.shape[:1] != (2,):
+        got = f"shape {tuple(stacked.shape)}" if is_dense(stacked) else kind_of(stacked)
         raise ValueError(
-            f"{what}: got {kind_of(stacked)} of shape {tuple(getattr(stacked, 'shape', ()))}, expected two averages "
-            "(2, ...) and their scales; save the state dict again"
+            f"{what}: got {got}, expected two averages (2, ...) and their scales; save the state dict again"
         )
     return stacked[half]
