@@ -375,6 +375,18 @@ def test_decay_apart_from_the_gradient_is_not_adam() -> None:
         import_state(ours, theirs.state_dict())
 
 
+@pytest.mark.parametrize("package", [*STATES, "torch"])
+def test_averages_in_other_units_are_refused(package: str) -> None:
+    """ADOPT's exp_avg has the name of Adam's, and averages gradients over the root of their mean square."""
+    theirs = torch.optim.AdamW(params_of())
+    stepped(theirs, 1)
+    state_dict = theirs.state_dict() if package == "torch" else by_hand(package)[0]
+    ours = shardopt.ADOPT8bit(params_of(), decoupled_weight_decay=True)
+    with pytest.raises(ValueError, match="over their root mean square, as adopt keeps it"):
+        import_state(ours, state_dict)
+    assert not ours.state
+
+
 def test_flat_parameters_are_refused() -> None:
     param = Parameter(torch.zeros(16, 512))
     param._fsdp_flattened = True

@@ -25,6 +25,7 @@ from shardopt.state.agreement import agreeing, all_or_none
 from shardopt.state.loaded_entries import check_dense, check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
+from shardopt.state.rule import Rule
 from shardopt.state.slice_state import SliceState, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
@@ -133,7 +134,7 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
         ids = list(range(number, number + len(own["params"])))
         number += len(ids)
         imports.groups.append({**taken, "params": ids})
-        expected = optimizer.rule(own).moments
+        expected = _expected(optimizer.rule(own), peer)
         for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):
             if not state:
                 continue
@@ -150,6 +151,21 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
             imports.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
     peer.check_together(unwrapped)
     return imports
+
+
+def _expected(rule: Rule, peer: Peer) -> tuple[Moment, ...]:
+    """The moments of a rule.
+
+    Raises:
+        ValueError: one is an average of other numbers than gradients, which no package has under its name.
+    """
+    for moment in rule.moments:
+        if moment.own_units:
+            raise ValueError(
+                f"got the state of {peer.name}, whose averages are of gradients, expected {moment.name} of gradients "
+                f"over their root mean square, as {rule.name} keeps it; begin with new state"
+            )
+    return rule.moments
 
 
 def _sources(
