@@ -24,6 +24,7 @@ from foreign_states import (
     assert_imported,
     bitsandbytes_ademamix,
     bitsandbytes_state,
+    in_blocks,
     made_up,
     of_kind,
     params_of,
@@ -91,6 +92,10 @@ def test_only_the_slow_average_of_ademamix_is_coded_anew() -> None:
                 ("exp_avg_sq", saved["state2"], saved["absmax2"]),
             ):
                 expected |= {f"{name}_codes": codes, f"{name}_scales": scales}
+            slow = decoded[index][1]
+            error = in_blocks(spec.decode(state)["exp_avg_slow"] - slow, 256).abs().amax(1)
+            assert (error > 0).all()
+            assert (error <= 2**-15 * in_blocks(slow, 256).abs().amax(1)).all()
         found = {key: value for key, value in state.items() if key != "step"}
         assert_same(found, {key: expected[key].view(found[key].shape) for key in expected})
 
