@@ -25,7 +25,6 @@ from foreign_states import (
     OTHERS,
     SHAPES,
     STATES,
-    STEP,
     assert_imported,
     bitsandbytes_state,
     by_hand,
@@ -142,17 +141,6 @@ def test_float32_state_takes_any_codec_in() -> None:
     report = import_state(ours, state_dict)
     assert_imported(ours, decoded, set(SHAPES))
     assert report.counts == {"as float32": 6, "exact": 2}
-
-
-def test_older_forms_of_bitsandbytes() -> None:
-    """Not wrapped, and in blocks of 2048."""
-    x = made_up((4, 4096), 1)
-    state, decoded = bitsandbytes_state(x, size=2048)
-    state = {"step": STEP, **state["__bnb_optimizer_quant_state__"]}
-    ours = shardopt.AdamW8bit([Parameter(torch.zeros(4, 4096))], codec="dynamic8", block_size=2048)
-    report = import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.99)}]})
-    assert report.counts == {"exact": 1}
-    assert_imported(ours, [decoded], {(4, 4096)})
 
 
 def test_another_map_is_no_codec_of_ours() -> None:
@@ -326,7 +314,6 @@ def wrong_state_dicts() -> dict[str, tuple[dict[str, Any], str]]:
             broken(lambda s: s["state"].update({0: flashoptim_state(made_up((16, 512), 0))[0]})),
             "got the state of flashoptim and bitsandbytes",
         ),
-        "LAMB": (broken(lambda s: inner(s).update(unorm_vec=torch.ones(1))), "unorm_vec"),
         "a scale per tensor": (broken(lambda s: inner(s).update(max1=torch.ones(1))), "scale per tensor"),
         "AdEMAMix": (broken(lambda s: s["param_groups"][0].update(ademamix)), "another optimizer of bitsandbytes"),
         "Lion's state": (
@@ -374,27 +361,6 @@ def test_a_wrong_state_dict_changes_nothing(name: str) -> None:
     assert [dict(group) for group in ours.param_groups] == groups
 
 
-@pytest.mark.parametrize(
-    ("make", "group", "message"),
-    [
-        (shardopt.Lion8bit, {"betas": (0.99, 0.9), "eps": 1e-8}, "another optimizer of bitsandbytes"),  # RMSprop
-        (shardopt.Lion8bit, {"betas": (0.9, 0), "eps": 0.0}, "another optimizer of bitsandbytes"),  # SGD
-        (lambda p: shardopt.SGD8bit(p, momentum=0.9), {"betas": (0.9, 0.99), "eps": 0.0}, "another optimizer"),  # Lion
-        (
-            lambda p: shardopt.SGD8bit(p, momentum=0.9),
-            {"betas": (0.0, 0), "eps": 0.0},
-            "make the optimizer keep no mom",
-        ),
-        (shardopt.SGD8bit, {"betas": (0.9, 0), "eps": 0.0}, "another optimizer"),
-        (shardopt.AdamW8bit, {"betas": (0.9, 0.99), "eps": 0.0}, "got state1, expected"),
-    ],
-)
-def test_states_with_one_moment_are_told_apart(make: Any, group: dict[str, Any], message: str) -> None:
-    ours = make([Parameter(torch.zeros(16, 512))])
-    with pytest.raises(ValueError, match=message):
-        import_state(ours, one_moment("bitsandbytes", "", **group))
-
-
 def test_decay_apart_from_the_gradient_is_not_adam() -> None:
     """bitsandbytes decays so in Adam, too; torch.optim says it."""
     state_dict, _ = by_hand("bitsandbytes")
@@ -407,6 +373,18 @@ def test_decay_apart_from_the_gradient_is_not_adam() -> None:
     stepped(theirs, 1)
     with pytest.raises(ValueError, match="use AdamW"):
         import_state(ours, theirs.state_dict())
+
+
+@pytest.mark.parametrize("package", [*STATES, "torch"])
+def test_averages_in_other_units_are_refused(package: str) -> None:
+    """ADOPT's exp_avg has the name of Adam's, and averages gradients over the root of their mean square."""
+    theirs = torch.optim.AdamW(params_of())
+    stepped(theirs, 1)
+    state_dict = theirs.state_dict() if package == "torch" else by_hand(package)[0]
+    ours = shardopt.ADOPT8bit(params_of(), decoupled_weight_decay=True)
+    with pytest.raises(ValueError, match="over their root mean square, as adopt keeps it"):
+        import_state(ours, state_dict)
+    assert not ours.state
 
 
 def test_flat_parameters_are_refused() -> None:

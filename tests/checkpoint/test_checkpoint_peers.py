@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +16,9 @@ from torch import Tensor
 
 import shardopt
 from foreign_states import ALIGNED, MATRICES, OTHERS, SHAPES, STEP, assert_imported, params_of, specification, stepped
-from helpers import with_gradient
+from helpers import everything, with_gradient
 from ranks.layouts import values
+from ranks.snapshot import assert_same
 from shardopt.checkpoint.foreign import import_state
 from shardopt.optim import ShardedOptimizer
 
@@ -60,10 +63,40 @@ def sgd_step(moments: list[Tensor], p: Tensor, g: Tensor) -> tuple[Tensor, Tenso
     return stepped, p.abs() + lr * (momentum * moments[0].abs() + g.abs() + decay * p.abs())
 
 
+def rmsprop_step(moments: list[Tensor], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    lr, alpha, eps, decay = 1e-2, 0.9, 1e-8, 0.1
+    return squares_step(moments[0], p, g + decay * p, g.abs() + decay * p.abs(), lr, alpha, 1 - alpha, eps)
+
+
+def adagrad_step(moments: list[Tensor], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    lr, eps, decay = 1e-2, 1e-10, 0.1
+    return squares_step(moments[0], p, g + decay * p, g.abs() + decay * p.abs(), lr, 1.0, 1.0, eps)
+
+
+def squares_step(
+    v: Tensor, p: Tensor, g: Tensor, sizes: Tensor, lr: float, kept: float, added: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient counts twice, as its rounding goes into the root, too: where it cancels, by the size of its sum."""
+    denominator = (kept * v + added * g * g).sqrt() + eps
+    return p - lr * g / denominator, p.abs() + 2 * lr * sizes / denominator
+
+
+def ademamix_step(moments: list[Tensor], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    lr, (b1, b2, b3), alpha, eps, decay, t = 1e-2, (0.9, 0.99, 0.999), 4.0, 1e-8, 0.1, STEP + 1
+    fast, slow, v = moments
+    denominator = ((b2 * v + (1 - b2) * g * g) / (1 - b2**t)).sqrt() + eps
+    mixed = (b1 * fast + (1 - b1) * g) / (1 - b1**t) + alpha * (b3 * slow + (1 - b3) * g)
+    sizes = (b1 * fast.abs() + (1 - b1) * g.abs()) / (1 - b1**t) + alpha * (b3 * slow.abs() + (1 - b3) * g.abs())
+    return p - lr * decay * p - lr * mixed / denominator, p.abs() + lr * sizes / denominator
+
+
 PEER_RULES = {
     "AdamW": Rule(2, {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}, adamw_step),
     "Lion": Rule(1, {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}, lion_step),
     "SGD": Rule(1, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, sgd_step),
+    "RMSprop": Rule(1, {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1}, rmsprop_step),
+    "Adagrad": Rule(1, {"lr": 1e-2, "weight_decay": 0.1}, adagrad_step),
+    "AdEMAMix": Rule(3, {"lr": 1e-2, "betas": (0.9, 0.99, 0.999), "alpha": 4.0, "weight_decay": 0.1}, ademamix_step),
 }
 
 
@@ -113,22 +146,80 @@ def test_bitsandbytes_itself(rule: str, codec: str, block_size: int) -> None:
     start = {"momentum": 0.5} if rule == "SGD" else {}
     ours = getattr(shardopt, f"{rule}8bit")(params_of(), codec=codec, block_size=block_size, **start)
     report = import_state(ours, through_a_file(theirs.state_dict()))
-    dequantize = package.functional.dequantize_blockwise
-    decoded = []
-    for state in copy.deepcopy(list(theirs.state.values())):  # the next step changes it
-        indices = range(1, PEER_RULES[rule].moments + 1)
-        moments = [(state[f"state{i}"], state.get(f"absmax{i}"), state.get(f"qmap{i}")) for i in indices]
-        decoded.append(
-            [
-                codes if absmax is None else dequantize(codes, absmax=absmax, code=qmap, blocksize=256)
-                for codes, absmax, qmap in moments
-            ]
-        )
-    exact = [codec == "fp32" or shape in OTHERS or (block_size == 256 and shape in ALIGNED[256]) for shape in SHAPES]
+    decoded = of_bitsandbytes(theirs)
+    codes_are_ours = codec == "dynamic8" and block_size == 256 and rule in ("AdamW", "Lion", "SGD")
+    exact = [codec == "fp32" or shape in OTHERS or (codes_are_ours and shape in ALIGNED[256]) for shape in SHAPES]
     outcomes = list(report.parameters.values())
     assert [outcome in ("exact", "as float32") for outcome in outcomes] == exact
     assert report.ignored == ()
     go_on(theirs, ours, decoded, PEER_RULES[rule], exact)
+
+
+def of_bitsandbytes(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """The moments of each parameter, decoded by bitsandbytes, in memory of their own: the next step changes it."""
+    dequantize = pytest.importorskip("bitsandbytes").functional.dequantize_blockwise
+    stacked = len(optimizer.param_groups[0]["betas"]) == 3
+    places = [(1, 0), (1, 1), (2, ...)] if stacked else [(1, ...), (2, ...)]
+    found = []
+    for state in optimizer.state.values():
+        moments: list[Tensor] = []
+        for i, part in places:
+            if f"absmax{i}" in state:
+                codes, absmax = state[f"state{i}"][part].contiguous(), state[f"absmax{i}"][part]
+                moments.append(dequantize(codes, absmax=absmax, code=state[f"qmap{i}"], blocksize=256))
+            elif f"state{i}" in state:
+                moments.append(state[f"state{i}"][part].clone())
+        found.append(moments)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW32bit", "Lion8bit", "AdEMAMix8bit", "AdEMAMix"])
+def test_paged_optimizers_of_bitsandbytes(name: str) -> None:
+    """On the CPU they warn, and are the others."""
+    package = pytest.importorskip("bitsandbytes")
+    found = []
+    for prefix in ("", "Paged"):
+        theirs = getattr(package.optim, prefix + name)(params_of(), lr=1e-2)
+        with pytest.warns(UserWarning, match="Paged") if prefix else nullcontext():
+            stepped(theirs)
+        ours = getattr(shardopt, name.removesuffix("32bit"))(params_of(), codec="dynamic8", block_size=256)
+        report = import_state(ours, theirs.state_dict())
+        for param, moments in zip(ours.param_groups[0]["params"], of_bitsandbytes(theirs), strict=True):
+            if tuple(param.shape) in OTHERS:
+                mine = specification(ours, param).decode(ours.state[param]).values()
+                assert [torch.equal(*both) for both in zip(mine, moments, strict=True)] == [True] * len(moments)
+        found.append((report, everything(ours)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(("theirs", "same", "hyper"), [("LAMB", "Adam", {}), ("LARS", "SGD", {"momentum": 0.9})])
+def test_lamb_and_lars_of_bitsandbytes(theirs: str, same: str, hyper: dict[str, Any]) -> None:
+    """With 8 bits their steps are those of Adam and SGD: not for small parameters, whose state has 32."""
+    package = pytest.importorskip("bitsandbytes")
+    limited, plain = (
+        getattr(package.optim, f"{name}8bit")(params_of(), lr=1e-2, weight_decay=0.1, **hyper)
+        for name in (theirs, same)
+    )
+    stepped(limited)
+    stepped(plain)
+    are_same = [
+        torch.equal(*both) for both in zip(*(o.param_groups[0]["params"] for o in (limited, plain)), strict=True)
+    ]
+    assert [shape for shape, same in zip(SHAPES, are_same, strict=True) if not same] == [(7,), ()]
+    ours = getattr(shardopt, f"{same.replace('Adam', 'AdamW')}8bit")(params_of(), **hyper)
+    report = import_state(ours, limited.state_dict())
+    assert report.ignored == tuple(f"unorm_vec of parameter {index} of param group 0" for index in range(len(SHAPES)))
+    in_32_bits = getattr(package.optim, f"{theirs}32bit")(params_of(), lr=1e-2, **hyper)
+    stepped(in_32_bits)
+    with pytest.raises(ValueError, match="LAMB or LARS in 32 bits"):
+        import_state(ours, in_32_bits.state_dict())
+
+
+def test_the_page_names_every_optimizer_of_bitsandbytes() -> None:
+    package = pytest.importorskip("bitsandbytes")
+    named = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "bitsandbytes.md").read_text()))
+    assert {name for name in vars(package.optim) if name[0].isupper()} <= named
 
 
 @pytest.mark.parametrize(("codec", "block_size"), [("dynamic8", 256), ("log8", 128)])

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 import shardopt
-from foreign_states import GROUPS, STATES, made_up, stepped
+from foreign_states import GROUPS, KINDS, STATES, made_up, stepped
 from helpers import everything
 from ranks.layouts import values
 from ranks.snapshot import assert_same
@@ -24,7 +24,8 @@ from shardopt.optim import ShardedOptimizer
 
 #: A matrix that all packages quantize, and a vector that none does.
 SHAPES = ((8, 512), (7,))
-PACKAGES = [*STATES, "torch"]
+#: Packages, and the kind of optimizer of bitsandbytes whose state has another form.
+SOURCES = [*STATES, "torch", "AdEMAMix"]
 
 
 def nested(depth: int) -> list[Any]:
@@ -69,21 +70,25 @@ THINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def state_dict_of(package: str) -> dict[str, Any]:
-    if package == "torch":
+def state_dict_of(source: str) -> dict[str, Any]:
+    if source == "torch":
         theirs = torch.optim.AdamW(params())
         stepped(theirs)
         return theirs.state_dict()
-    states = {index: STATES[package](made_up(shape, index))[0] for index, shape in enumerate(SHAPES)}
-    return {"state": states, "param_groups": [{"lr": 0.5, **GROUPS[package], "params": [0, 1]}]}
+    state_of, group = (
+        (STATES[source], GROUPS[source]) if source in STATES else (KINDS[source].state, KINDS[source].group)
+    )
+    states = {index: state_of(made_up(shape, index))[0] for index, shape in enumerate(SHAPES)}
+    return {"state": states, "param_groups": [{"lr": 0.5, **group, "params": [0, 1]}]}
 
 
 def params() -> list[Parameter]:
     return [Parameter(values(shape, seed)) for seed, shape in enumerate(SHAPES)]
 
 
-def target() -> ShardedOptimizer:
-    optimizer = shardopt.AdamW8bit(params(), codec="dynamic8", block_size=256, min_quantized_numel=64)
+def target(source: str) -> ShardedOptimizer:
+    ours = shardopt.AdEMAMix8bit if source == "AdEMAMix" else shardopt.AdamW8bit
+    optimizer = ours(params(), codec="dynamic8", block_size=256, min_quantized_numel=64)
     stepped(optimizer, 1)
     return optimizer
 
@@ -190,25 +195,25 @@ def fault(optimizer: ShardedOptimizer, state_dict: Any) -> tuple[str | None, boo
     return None, True
 
 
-def assert_harmless(found: list[Mutation]) -> None:
-    optimizer, faults, imported = target(), [], 0
+def assert_harmless(source: str, found: list[Mutation]) -> None:
+    optimizer, faults, imported = target(source), [], 0
     for name, state_dict in found:
         wrong, was_imported = fault(optimizer, state_dict())
         if wrong is not None:
             faults.append(f"{name}: {wrong}")
         if wrong is not None or was_imported:
-            optimizer = target()
+            optimizer = target(source)
         imported += was_imported
     assert not faults, f"{len(faults)} of {len(found)}:\n" + "\n".join(faults[:40])
     assert 0 < imported < len(found) / 2  # neither is for want of trying
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_mutations(package: str) -> None:
-    assert_harmless(random.Random(0).sample(list(mutations(state_dict_of(package))), 150))
+@pytest.mark.parametrize("source", SOURCES)
+def test_mutations(source: str) -> None:
+    assert_harmless(source, random.Random(0).sample(list(mutations(state_dict_of(source))), 150))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", PACKAGES)
-def test_all_mutations(package: str) -> None:
-    assert_harmless(list(mutations(state_dict_of(package))))
+@pytest.mark.parametrize("source", SOURCES)
+def test_all_mutations(source: str) -> None:
+    assert_harmless(source, list(mutations(state_dict_of(source))))

@@ -81,22 +81,45 @@ def companded(x: Tensor, signed: bool) -> Coded:
     return Coded(from_blocks(codes, x), scales.half(), from_blocks(decoded.float(), x))
 
 
+def bitsandbytes_moment(
+    place: int, value: Tensor, *, signed: bool, size: int = 256, least: int = 4096
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The entries of one moment, and what they stand for."""
+    if value.numel() < least:
+        return {f"state{place}": value}, value
+    coded = dynamic(value, signed, size)
+    entries = {f"state{place}": coded.codes, f"absmax{place}": coded.scales, f"qmap{place}": dynamic_map(signed=signed)}
+    return entries, coded.decoded
+
+
 def bitsandbytes_state(x: Moments, count: int = 2, size: int = 256, least: int = 4096) -> tuple[dict, list[Tensor]]:
     """The state of one parameter, and what it stands for."""
     state: dict[str, Any] = {}
     decoded = []
-    for index, (signed, value) in enumerate(zip((True, False), x, strict=True), start=1):
-        if index > count:
-            break
-        if value.numel() < least:
-            state[f"state{index}"] = value
-            decoded.append(value)
-            continue
-        coded = dynamic(value, signed, size)
-        state |= {f"state{index}": coded.codes, f"absmax{index}": coded.scales}
-        state[f"qmap{index}"] = dynamic_map(signed=signed)
-        decoded.append(coded.decoded)
+    for place, value in enumerate(x[:count], start=1):
+        entries, stands_for = bitsandbytes_moment(place, value, signed=place == 1, size=size, least=least)
+        state |= entries
+        decoded.append(stands_for)
     return {"step": STEP, "__bnb_optimizer_quant_state__": state}, decoded
+
+
+def bitsandbytes_squares(x: Moments) -> tuple[dict, list[Tensor]]:
+    """The state of a parameter of RMSprop or Adagrad: averages or sums of squares in codes of the signed map."""
+    entries, decoded = bitsandbytes_moment(1, x.unsigned, signed=True)
+    return {"step": STEP, "__bnb_optimizer_quant_state__": entries}, [decoded]
+
+
+def bitsandbytes_ademamix(x: Moments) -> tuple[dict, list[Tensor]]:
+    """The state of a parameter of AdEMAMix: a fast and a slow average in one tensor."""
+    averages = [
+        bitsandbytes_moment(1, value, signed=True)
+        for value in (x.signed, x.signed.reshape(-1).flip(0).view(x.signed.shape) / 512)
+    ]
+    (fast, _), (slow, _) = averages
+    stacked = {key: value if key == "qmap1" else torch.stack([value, slow[key]]) for key, value in fast.items()}
+    squares, decoded = bitsandbytes_moment(2, x.unsigned, signed=False)
+    state = {"step": STEP, "__bnb_optimizer_quant_state__": {**stacked, **squares}}
+    return state, [*(stands_for for _, stands_for in averages), decoded]
 
 
 class OptimState8bit:
@@ -126,8 +149,59 @@ def flashoptim_state(x: Moments, bfloat16: bool = False) -> tuple[dict, list[Ten
     return state, [c.decoded for c in coded]
 
 
+class Kind(NamedTuple):
+    """A kind of optimizer of bitsandbytes.
+
+    Attributes:
+        state: makes the state of a parameter, and what it stands for.
+        group: its hyper-parameters.
+        taken: what becomes of them here.
+    """
+
+    state: Callable[[Moments], tuple[dict, list[Tensor]]]
+    group: dict[str, Any]
+    taken: dict[str, Any]
+
+
+_NOT_MIXED = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
+_MIXED = {"betas": (0.8, 0.99, 0.995), "eps": 1e-7}
+#: The kinds of optimizer that bitsandbytes has.
+KINDS: dict[str, Kind] = {
+    "AdamW": Kind(
+        bitsandbytes_state,
+        {"betas": (0.8, 0.99), "eps": 1e-7, **_NOT_MIXED},
+        {"betas": (0.8, 0.99), "eps": 1e-7},
+    ),
+    "AdEMAMix": Kind(
+        bitsandbytes_ademamix,
+        {**_MIXED, "alpha": 4.0, "t_alpha": 50, "t_beta3": None},
+        {**_MIXED, "alpha": 4.0, "alpha_steps": 50, "beta3_steps": None},
+    ),
+    "Lion": Kind(lambda x: bitsandbytes_state(x, 1), {"betas": (0.8, 0.9), "eps": 0.0}, {"betas": (0.8, 0.9)}),
+    "SGD": Kind(
+        lambda x: bitsandbytes_state(x, 1), {"betas": (0.8, 0), "eps": 0.0}, {"momentum": 0.8, "dampening": 0.0}
+    ),
+    "RMSprop": Kind(
+        bitsandbytes_squares,
+        {"betas": (0.8, 0), "eps": 1e-7},
+        {"alpha": 0.8, "eps": 1e-7, "momentum": 0.0, "centered": False},
+    ),
+    "Adagrad": Kind(bitsandbytes_squares, {"betas": (0.0, 0.0), "eps": 1e-7}, {"eps": 1e-7, "lr_decay": 0.0}),
+}
+
+
+def of_kind(kind: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
+    """A state dict of bitsandbytes, and per parameter the moments it stands for."""
+    return copy.deepcopy(_of_kind(kind))
+
+
+@lru_cache
+def _of_kind(kind: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
+    return _state_dict(KINDS[kind].state, KINDS[kind].group)
+
+
 GROUPS: dict[str, dict[str, Any]] = {
-    "bitsandbytes": {"betas": (0.8, 0.99), "eps": 1e-7, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
+    "bitsandbytes": KINDS["AdamW"].group,
     "torchao": {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": False, "lr": torch.tensor(0.5)},
     "flashoptim": {"betas": (0.8, 0.99), "eps": 1e-7, "initial_lr": 1.0, "master_bytewidth": 3, "quantize": True},
 }
@@ -151,8 +225,14 @@ def by_hand(package: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
 
 @lru_cache
 def _by_hand(package: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    made = [STATES[package](made_up(shape, seed)) for seed, shape in enumerate(SHAPES)]
-    group = {"lr": 0.5, "weight_decay": 0.25, **GROUPS[package], "params": list(range(len(SHAPES)))}
+    return _state_dict(STATES[package], GROUPS[package])
+
+
+def _state_dict(
+    state_of: Callable[[Moments], tuple[dict, list[Tensor]]], hyper: dict[str, Any]
+) -> tuple[dict[str, Any], list[list[Tensor]]]:
+    made = [state_of(made_up(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    group = {"lr": 0.5, "weight_decay": 0.25, **hyper, "params": list(range(len(SHAPES)))}
     return {"state": {i: state for i, (state, _) in enumerate(made)}, "param_groups": [group]}, [d for _, d in made]
 
 

@@ -1,14 +1,14 @@
 """bitsandbytes: codes of the dynamic map in ``state1`` and ``state2``, in blocks of the flattened parameter.
 
-The state does not name its optimizer. What the number of moments does not tell apart, the hyper-parameters do: RMSprop
-and Adagrad have an eps, Lion has a betas[1], SGD neither; LAMB and LARS have ``unorm_vec``; AdEMAMix has three betas.
+The state does not name its optimizer. The moments of the optimizer that imports say which kind is expected, and the
+hyper-parameters of the state must be those of this kind: see :data:`_KINDS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,79 +18,206 @@ from shardopt.checkpoint.foreign.peer import Moments, Peer
 from shardopt.checkpoint.foreign.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import few, kind_of, shown
 from shardopt.codec import Moment
+from shardopt.kernels.numeric import to_blocks
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCK_SIZES = (256, 2048)  # of today and of versions before 0.44
-_ADAM, _LION, _SGD = ("exp_avg", "exp_avg_sq"), ("exp_avg",), ("momentum_buffer",)
+_UPDATE_NORM, _GRADIENT_NORMS = "unorm_vec", "gnorm_vec"
+_HYPER = ("betas", "eps", "alpha", "t_alpha", "t_beta3")  # as it names them, whatever they mean to an optimizer
+
+
+class _Place(NamedTuple):
+    """A moment's place: ``state1`` or ``state2``, or one half of it where two moments are stacked."""
+
+    state: int
+    half: int | None = None
+
+
+class _Kind(NamedTuple):
+    """A kind of optimizer in bitsandbytes.
+
+    Attributes:
+        words: its name, and what tells it from the others.
+        fits: whether betas and eps are those of this kind.
+        hyper: its hyper-parameters of :data:`_HYPER` under torch.optim's names, from a param group.
+        places: of its moments.
+    """
+
+    words: str
+    fits: Callable[[tuple[float, ...], float], bool]
+    hyper: Callable[[Mapping[str, Any]], dict[str, Any]]
+    places: tuple[_Place, ...] = (_Place(1),)
+
+
+def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
+    decays = not _is_zero(group.get("weight_decay", 0))
+    return _some(group, "betas", "eps") | ({"decoupled_weight_decay": True} if decays else {})  # in its Adam too
+
+
+def _ademamix(group: Mapping[str, Any]) -> dict[str, Any]:
+    warm_ups = {"alpha_steps": group.get("t_alpha"), "beta3_steps": group.get("t_beta3")}
+    return _some(group, "betas", "eps", "alpha") | warm_ups
+
+
+def _rmsprop(group: Mapping[str, Any]) -> dict[str, Any]:
+    alpha, momentum = group["betas"]
+    unused = _some(group, "betas") if momentum else {}  # it never applies its momentum
+    return _some(group, "eps") | {"alpha": alpha, "momentum": 0.0} | unused
+
+
+def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"momentum": group["betas"][0], "dampening": 0.0}  # it never applies its dampening, betas[1]
+
+
+#: The kinds, by the names of the moments that their optimizers have here.
+_KINDS: dict[tuple[str, ...], _Kind] = {
+    ("exp_avg", "exp_avg_sq"): _Kind(
+        "Adam's (two betas)", lambda betas, eps: len(betas) == 2, _adam, (_Place(1), _Place(2))
+    ),
+    ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"): _Kind(
+        "AdEMAMix's (three betas)",
+        lambda betas, eps: len(betas) == 3,
+        _ademamix,
+        (_Place(1, half=0), _Place(1, half=1), _Place(2)),
+    ),
+    ("exp_avg",): _Kind(
+        "Lion's (eps 0, betas[1] above 0)",
+        lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] > 0,
+        lambda group: _some(group, "betas"),
+    ),
+    ("momentum_buffer",): _Kind(
+        "that of SGD with momentum (eps 0, betas[1] 0)",
+        lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] == 0,
+        _sgd,
+    ),
+    ("square_avg",): _Kind(
+        "RMSprop's (eps and betas[0] above 0)",
+        lambda betas, eps: len(betas) == 2 and eps > 0 and betas[0] > 0,
+        _rmsprop,
+    ),
+    ("sum",): _Kind(
+        "Adagrad's (betas 0)", lambda betas, eps: betas == (0, 0), lambda group: _some(group, "eps") | {"lr_decay": 0.0}
+    ),
+}
 
 
 class Bitsandbytes(Peer):
     name = "bitsandbytes"
     form = f"state1, or {_WRAPPED} with it"
+    extra = frozenset([_UPDATE_NORM, _GRADIENT_NORMS])
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return "state1" in state or _WRAPPED in state
 
-    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
+    def unwrapped(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         wrapped = state.get(_WRAPPED, {})
         if not isinstance(wrapped, Mapping):
             raise ValueError(
                 f"{name}: got {_WRAPPED} as {kind_of(wrapped)}, expected a dict; save the state dict again"
             )
-        state = {**state, **wrapped}
+        return {key: value for key, value in {**state, **wrapped}.items() if key != _WRAPPED}
+
+    def check_together(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses 32-bit LAMB and LARS: they limit the norm of updates, and with codes they are Adam and SGD."""
+        limited = any(_UPDATE_NORM in state for state in states)
+        if limited and not any(kind_of(state.get("state1")) == "torch.uint8" for state in states):
+            raise ValueError(
+                f"got state with {_UPDATE_NORM} and without codes, of LAMB or LARS in 32 bits, expected an optimizer "
+                "that does not limit the norm of its updates; begin with new state"
+            )
+
+    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
+        places = _kind(expected).places
         found = [key for key in ("state1", "state2") if key in state]
-        if len(found) != len(expected):
+        if found != sorted({f"state{place.state}" for place in places}):
             raise ValueError(
                 f"{name}: got {', '.join(found)}, expected the state of an optimizer with "
-                f"{', '.join(moment.name for moment in expected) or 'no moments'}; import it into one of the same kind"
+                f"{', '.join(moment.name for moment in expected)}; import it into one of the same kind"
             )
-        for key, kind in (("unorm_vec", "LAMB's, LARS's or a max_unorm's"), ("max1", "one with a scale per tensor")):
-            if key in state:
-                raise ValueError(f"{name}: got state with {key}, {kind}; expected block-wise Adam's, Lion's or SGD's")
-        return {m.name: _read(state, index, m, name) for index, m in enumerate(expected, start=1)}
+        if "max1" in state:
+            raise ValueError(f"{name}: got state with max1, one with a scale per tensor; expected scales per block")
+        return {m.name: _read(state, place, m, name) for place, m in zip(places, expected, strict=True)}
 
     def hyper(self, group: Mapping[str, Any], expected: Sequence[Moment]) -> dict[str, Any]:
-        hyper = dict(group)
-        moments = tuple(moment.name for moment in expected)
-        betas = hyper.get("betas", ())
-        mixed = {key: hyper.pop(key, None) for key in ("alpha", "t_alpha", "t_beta3")}
-        right = moments in (_ADAM, _LION, _SGD) and all(value is None or _is_zero(value) for value in mixed.values())
-        right = right and isinstance(betas, tuple | list) and [isinstance(beta, Real) for beta in betas] == [True, True]
-        if moments != _ADAM:
-            right = right and _is_zero(hyper.pop("eps", 0))
-        if right and moments == _SGD:
-            right = betas[1] == 0  # dampening, which it never applies
-        elif right and moments == _LION:
-            right = betas[1] > 0
-        if not right:
+        kind = _kind(expected)
+        betas, eps = group.get("betas"), group.get("eps", 0)
+        numbers = [eps, *(group[key] for key in ("alpha", "t_alpha", "t_beta3") if group.get(key) is not None)]
+        known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, *numbers))
+        if not known or not kind.fits(tuple(betas or ()), eps):
             raise ValueError(
-                f"got the param group of another optimizer of bitsandbytes (betas={shown(betas)}, "
-                f"eps={shown(group.get('eps'))}, alpha={shown(mixed['alpha'])}), expected one with "
-                f"{', '.join(moments) or 'no moments'}; import Adam's into AdamW, Lion's (eps 0, betas[1] above 0) "
-                "into Lion, SGD's (eps 0, betas[1] 0) into SGD with momentum"
+                f"got the param group of another optimizer of bitsandbytes (betas={shown(betas)}, eps={shown(eps)}, "
+                f"alpha={shown(group.get('alpha'))}), expected {kind.words}; import it into the optimizer of that kind"
             )
-        if moments == _SGD:
-            hyper |= {"momentum": hyper.pop("betas")[0], "dampening": 0.0}
-        elif moments == _ADAM and not _is_zero(hyper.get("weight_decay", 0)):
-            hyper["decoupled_weight_decay"] = True  # in its Adam too
-        return hyper
+        return {key: value for key, value in group.items() if key not in _HYPER} | kind.hyper(group)
+
+
+def _kind(expected: Sequence[Moment]) -> _Kind:
+    """The kind of optimizer in bitsandbytes that keeps these moments.
+
+    Raises:
+        ValueError: none does.
+    """
+    names = tuple(moment.name for moment in expected)
+    if names not in _KINDS:
+        raise ValueError(
+            f"got the state of another optimizer, as bitsandbytes has none with {', '.join(names) or 'no moments'}, "
+            f"expected {'; '.join(kind.words for kind in _KINDS.values())}; import it into the optimizer of that kind"
+        )
+    return _KINDS[names]
 
 
 def _is_zero(value: object) -> bool:
     return isinstance(value, Real) and value == 0
 
 
-def _read(state: Mapping[str, Any], index: int, moment: Moment, name: str) -> Tensor | CodedMoment:
-    """``state1`` or ``state2``."""
-    what = f"{name}: state{index}"
-    codes, values, scales = (state.get(f"{key}{index}") for key in ("state", "qmap", "absmax"))
+def _some(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: group[key] for key in keys if key in group}
+
+
+def _read(state: Mapping[str, Any], place: _Place, moment: Moment, name: str) -> Tensor | CodedMoment:
+    what = f"{name}: state{place.state}"
+    codes, values, scales = (state.get(f"{key}{place.state}") for key in ("state", "qmap", "absmax"))
+    if place.half is not None:
+        codes, scales = (_half(x, place.half, what) for x in (codes, scales))
     if are_floats(codes):
         return codes
     if not is_dense(codes) or codes.dtype != torch.uint8 or not is_map(values) or not are_floats(scales):
         raise ValueError(
-            f"{what}: got {kind_of(codes)} and {few(state)}, expected uint8 with qmap{index} and absmax{index} in "
-            "floats, of which the map has 256"
+            f"{what}: got {kind_of(codes)} and {few(state)}, expected uint8 with qmap{place.state} and "
+            f"absmax{place.state} in floats, of which the map has 256"
         )
     size = next((size for size in _BLOCK_SIZES if scales.numel() == -(-codes.numel() // size)), _BLOCK_SIZES[0])
+    scales, values = scales.float().to(codes.device), values.to(codes.device)  # codes may be paged: in host memory
     check_blocks(codes, scales, size, what)
-    return of_map(codes, scales.float(), values, size, signed=moment.signed)
+    if place.half == 1 and _is_one_place_early(codes, scales, values, size):
+        scales = torch.cat([state["absmax1"][0, -1:].to(scales), scales[:-1]])
+        check_blocks(codes, scales, size, what)
+    return of_map(codes, scales, values, size, signed=moment.signed)
+
+
+def _is_one_place_early(codes: Tensor, scales: Tensor, values: Tensor, size: int) -> bool:
+    """Whether the scales of the slow average begin at the last place of the fast one's.
+
+    CUDA kernels of bitsandbytes write and read them there if the last block is not whole. The last place then is zero,
+    and so is the scale of some block that has codes of the map's ends.
+    """
+    if codes.numel() % size == 0 or scales[-1] != 0:
+        return False
+    (at_ends,) = to_blocks((values.abs() > 0.9)[codes.reshape(1, -1).int()], size)
+    return bool((at_ends.any(1) & (scales == 0)).any())
+
+
+def _half(stacked: Any, half: int, what: str) -> Any:
+    """One of two moments, or of their scales; None if there is none.
+
+    Raises:
+        ValueError: there are not two.
+    """
+    if stacked is None:
+        return None
+    if not is_dense(stacked) or stacked.shape[:1] != (2,):
+        got = f"shape {tuple(stacked.shape)}" if is_dense(stacked) else kind_of(stacked)
+        raise ValueError(
+            f"{what}: got {got}, expected two averages (2, ...) and their scales; save the state dict again"
+        )
+    return stacked[half]

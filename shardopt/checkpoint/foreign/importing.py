@@ -25,6 +25,7 @@ from shardopt.state.agreement import agreeing, all_or_none
 from shardopt.state.loaded_entries import check_dense, check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
+from shardopt.state.rule import Rule
 from shardopt.state.slice_state import SliceState, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
@@ -73,12 +74,14 @@ def import_state(
 ) -> ImportReport:
     """Loads the ``state_dict()`` of another package's optimizer.
 
-    Reads state of bitsandbytes (Adam, AdamW, Lion, SGD), torchao (8-bit, 4-bit, fp8), flashoptim (compressed or not)
-    and torch.optim, also in the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Copies
-    codes and scales unchanged if the optimizer's codec has the same codes and scales and no block crosses a row: from
-    bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
-    flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to
-    float32, and encodes them anew if the optimizer quantizes the parameter.
+    Reads state of bitsandbytes (all but LAMB and LARS in 32 bits), torchao (8-bit, 4-bit, fp8), flashoptim (compressed
+    or not) and torch.optim, also in the form of
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Copies codes and scales unchanged if the
+    optimizer's codec has the same codes and scales and no block crosses a row: from bitsandbytes and torchao with
+    ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from flashoptim with
+    ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to float32, and
+    encodes them anew if the optimizer quantizes the parameter: always those of bitsandbytes' RMSprop and Adagrad, whose
+    map is the signed one, and the slow average of its AdEMAMix, which has 16 bits here.
     A second moment that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
 
     Takes over the hyper-parameters that the optimizer has; options such as ``codec`` stay. Does not import low bits of
@@ -124,18 +127,20 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
     peer = _recognize([state for source in sources for state in source.states])
     imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
-    number = 0
+    number, unwrapped = 0, []
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _hyper(optimizer, own, source.group, peer)
         imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
         ids = list(range(number, number + len(own["params"])))
         number += len(ids)
         imports.groups.append({**taken, "params": ids})
-        expected = optimizer.rule(own).moments
+        expected = _expected(optimizer.rule(own), peer)
         for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):
             if not state:
                 continue
             name = known.get(id(param)) or listed_name(own, index, position)
+            state = peer.unwrapped(state, name)
+            unwrapped.append(state)
             moments = peer.moments(state, expected, name)
             spec = tensor_state_of(param, own, expected)
             _check_layout(spec, param, moments, name)
@@ -144,7 +149,23 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
             step = {"step": state["step"]} if "step" in state else {}
             imports.states[ids[position]] = _Imported(name, spec, moments, step)
             imports.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
+    peer.check_together(unwrapped)
     return imports
+
+
+def _expected(rule: Rule, peer: Peer) -> tuple[Moment, ...]:
+    """The moments of a rule.
+
+    Raises:
+        ValueError: one is an average of other numbers than gradients, which no package has under its name.
+    """
+    for moment in rule.moments:
+        if moment.own_units:
+            raise ValueError(
+                f"got the state of {peer.name}, whose averages are of gradients, expected {moment.name} of gradients "
+                f"over their root mean square, as {rule.name} keeps it; begin with new state"
+            )
+    return rule.moments
 
 
 def _sources(
@@ -272,23 +293,24 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     """
     own = spec.slices[0].spec
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
-    if len(coded) == len(spec.moments) and all(_is_ours(own, value) for value in coded.values()):
-        entries: StateDict = {}
-        for moment in spec.moments:
-            entries |= _entries(own, moment, coded[moment.name])
-        return entries, "exact"
+    taken: StateDict = {}
+    for moment in spec.moments:
+        if moment.name in coded and _is_ours(own, moment, coded[moment.name]):
+            taken |= _entries(own, moment, coded[moment.name])
+    if all(own.codes_name(moment) in taken for moment in spec.moments):
+        return taken, "exact"
     values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
     for moment in spec.moments:
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)
     in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
     if own.codec.name != "fp32":
-        return spec.encode(in_parts), "requantized" if coded else "quantized"
+        return spec.encode(in_parts) | taken, "requantized" if coded else "quantized"
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
-def _is_ours(spec: SliceState, moment: CodedMoment) -> bool:
-    return moment.codec == spec.codec.name and moment.is_laid_out_as(spec.grid)
+def _is_ours(spec: SliceState, moment: Moment, coded: CodedMoment) -> bool:
+    return coded.codec == moment.codec(spec.codec).name and coded.is_laid_out_as(spec.grid)
 
 
 def _entries(spec: SliceState, moment: Moment, coded: CodedMoment) -> StateDict:

@@ -32,11 +32,26 @@ class Peer:
             isinstance(state[key], Tensor) for key in moments & set(state)
         )
 
+    def unwrapped(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """The entries of one parameter's state, without wrapping.
+
+        Raises:
+            ValueError: the wrapping is damaged.
+        """
+        return state
+
+    def check_together(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Checks the unwrapped states of all parameters for a kind of optimizer that only all of them tell.
+
+        Raises:
+            ValueError: shardopt has no such optimizer.
+        """
+
     def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
         """The moments of one parameter.
 
         Args:
-            state: a state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
+            state: an unwrapped state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
             expected: the moments of the optimizer that imports.
             name: the parameter's name, for errors.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-#: "exact": the same codes and scales, or float32 as float32. "requantized": decoded, then encoded anew.
+#: "exact": the same codes and scales, or float32 as float32. "requantized": a moment was decoded, then encoded anew.
 #: "quantized": encoded from float32. "as float32": decoded, and kept in float32.
 Outcome = Literal["exact", "requantized", "quantized", "as float32"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -56,14 +55,15 @@ def sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) -> 
     """
     if scales_of is None:
         return shard.like_parameter(part_of(shard, whole))
-    return shard.like_scales(_apart(shard.scales_part(whole, scales_of), whole), scales_of)
+    return shard.like_scales(_apart(shard.scales_part(whole, scales_of)), scales_of)
 
 
 def part_of(shard: Shard, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor of the parameter's shape."""
-    return _apart(shard.part(whole), whole)
+    return _apart(shard.part(whole))
 
 
-def _apart(part: Tensor, whole: Tensor) -> Tensor:
-    """A part as a tensor that does not keep the memory of the whole."""
-    return part.contiguous() if part.numel() == whole.numel() else part.clone(memory_format=torch.contiguous_format)
+def _apart(part: Tensor) -> Tensor:
+    """A part as a tensor that does not keep the memory of anything larger."""
+    part = part.contiguous()
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
