@@ -11,6 +11,7 @@ difference to float32 state over the mean movement.
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -39,6 +40,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD momentum": ("SGD", {"momentum": 0.9}),
     "Lion": ("Lion", {}),
     "Signum": ("Signum", {}),
+    "LAMB": ("LAMB", {}),
+    "LARS": ("LARS", {}),
+    "StableAdamW": ("StableAdamW", {}),
+    "AdamW cautious": ("AdamW", {"cautious": True}),
+    "AdamW cautious decay": ("AdamW", {"cautious_weight_decay": True}),
+    "Lion cautious": ("Lion", {"cautious": True}),
 }
 COLS = 4096
 
@@ -51,7 +58,7 @@ def params_of(numel: int) -> list[Parameter]:
 
 def torchs(name: str, options: dict[str, Any], numel: int) -> Optimizer | None:
     kind = getattr(torch.optim, name, None)
-    if kind is None:
+    if kind is None or not options.keys() <= inspect.signature(kind).parameters.keys():
         return None
     try:
         return kind(params_of(numel), **options, fused=True)
