@@ -17,7 +17,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
 import shardopt
-from plain_optimizers import PlainAdan, PlainAdEMAMix, PlainADOPT, PlainLion, PlainSignum
+from plain_optimizers import (
+    PlainAdan,
+    PlainAdEMAMix,
+    PlainADOPT,
+    PlainCautiousAdamW,
+    PlainCautiousLion,
+    PlainLAMB,
+    PlainLARS,
+    PlainLion,
+    PlainSignum,
+    PlainStableAdamW,
+)
 
 STEPS = 100
 
@@ -111,6 +122,30 @@ PAIRS: dict[str, Pair] = {
         PlainAdan,
         shardopt.Adan,
         {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "weight_decay": 0.1, "no_prox": True},
+    ),
+    "lamb": Pair(PlainLAMB, shardopt.LAMB, {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "lars": Pair(
+        PlainLARS,
+        shardopt.LARS,
+        {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.1, "trust_coefficient": 1e-2},
+    ),
+    "stable-adamw": Pair(
+        PlainStableAdamW, shardopt.StableAdamW, {"lr": 1e-2, "betas": (0.9, 0.9), "weight_decay": 0.1}
+    ),
+    "cautious-adamw": Pair(
+        PlainCautiousAdamW,
+        shardopt.AdamW,
+        {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "cautious": True},
+    ),
+    "cautious-decay-adamw": Pair(
+        PlainCautiousAdamW,
+        shardopt.AdamW,
+        {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "cautious_weight_decay": True},
+    ),
+    "cautious-lion": Pair(
+        PlainCautiousLion,
+        shardopt.Lion,
+        {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "cautious": True, "cautious_weight_decay": True},
     ),
 }
 STATEFUL = ["adamw", "momentum"]

@@ -108,3 +108,75 @@ class PlainAdan(Plain):
         step = lr * (m / (1 - beta1**t) + beta2 * d / (1 - beta2**t)) / denominator
         decay = lr * hyper["weight_decay"]
         p.copy_(p * (1 - decay) - step if hyper["no_prox"] else (p - step) / (1 + decay))
+
+
+class PlainLAMB(Plain):
+    """LAMB (arXiv 1904.00962, algorithm 2), with phi(x) = x."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2), t = hyper["betas"], state["step"]
+        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        ratio = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + hyper.get("eps", 1e-6))
+        direction = ratio + hyper["weight_decay"] * p
+        weight, norm = p.norm(), direction.norm()
+        p.sub_(hyper["lr"] * (weight / norm if weight > 0 and norm > 0 else 1.0) * direction)
+
+
+class PlainLARS(Plain):
+    """LARS (arXiv 1708.03888, algorithm 1)."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        buffer, decay = moment(state, "momentum_buffer", p), hyper["weight_decay"]
+        weight, norm = p.norm(), g.norm()
+        local = hyper["trust_coefficient"] * weight / (norm + decay * weight) if weight > 0 and norm > 0 else 1.0
+        buffer.mul_(hyper["momentum"]).add_(hyper["lr"] * local * (g + decay * p))
+        p.sub_(buffer)
+
+
+class PlainStableAdamW(Plain):
+    """StableAdamW (arXiv 2304.13013, algorithm 2)."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2), t, eps = hyper["betas"], state["step"], hyper.get("eps", 1e-8)
+        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        corrected = v / (1 - beta2**t)
+        rms = (g * g / corrected.clamp(min=eps * eps)).mean().sqrt() if p.numel() else 1.0
+        lr = hyper["lr"] / max(1.0, float(rms))
+        p.sub_(lr * (hyper["weight_decay"] * p + m / (1 - beta1**t) / (corrected.sqrt() + eps)))
+
+
+def cautious_step(p: Tensor, g: Tensor, change: Tensor, decay: float, **hyper: Any) -> None:
+    """Adds an optimizer's change and decoupled decay to a parameter, cautiously as the options say."""
+    decaying = torch.full_like(p, decay)
+    if hyper.get("cautious_weight_decay"):
+        decaying[change * p > 0] = 0
+    if hyper.get("cautious"):
+        goes_with = (change * g < 0).to(p.dtype)
+        change = change * goes_with * (p.numel() / (goes_with.sum() + 1))
+    p.copy_(p * (1 - decaying) + change)
+
+
+class PlainCautiousAdamW(Plain):
+    """AdamW with cautious updates (arXiv 2411.16085) and decay (arXiv 2510.12402)."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2), t = hyper["betas"], state["step"]
+        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        change = -hyper["lr"] * m / (1 - beta1**t) / (v.sqrt() / math.sqrt(1 - beta2**t) + hyper.get("eps", 1e-8))
+        cautious_step(p, g, change, hyper["lr"] * hyper["weight_decay"], **hyper)
+
+
+class PlainCautiousLion(Plain):
+    """Lion, likewise."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
+        (beta1, beta2), m = hyper["betas"], moment(state, "exp_avg", p)
+        change = -hyper["lr"] * (beta1 * m + (1 - beta1) * g).sign()
+        cautious_step(p, g, change, hyper["lr"] * hyper["weight_decay"], **hyper)
+        m.copy_(beta2 * m + (1 - beta2) * g)
