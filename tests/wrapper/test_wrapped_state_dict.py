@@ -1,0 +1,118 @@
+"""State dicts of quantize_state: of its own, and from and to those of the bare optimizer."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardopt
+from shardopt import quantize_state
+from wrapped import ELEMENTWISE, Custom, bits, parameters, quietly, same, trained
+
+AdamW = ELEMENTWISE["torch AdamW foreach"]
+
+
+def test_round_trip() -> None:
+    params, others = parameters(), parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    again = quantize_state(AdamW(others), working_memory=0)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    with torch.no_grad():
+        for x, y in zip(others, params, strict=True):
+            x.copy_(y)
+    for each, own in ((optimizer, params), (again, others)):
+        trained(each, own, range(4, 7))
+    assert same(bits(others, again), bits(params, optimizer))
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    saved = optimizer.state_dict()
+    before = saved["state"][0]["exp_avg_codes"].clone()
+    again = quantize_state(AdamW(parameters()))
+    again.load_state_dict(saved)
+    trained(again, again.param_groups[0]["params"], range(1))
+    assert torch.equal(before, optimizer.state[params[0]]["exp_avg_codes"])
+
+
+def test_to_the_bare_optimizer_and_back() -> None:
+    params, others = parameters(), parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    bare = AdamW(others)
+    bare.load_state_dict(optimizer.state_dict(dequantize=True))
+    trained(bare, others, range(1))
+    back = quantize_state(AdamW(parameters()))
+    back.load_state_dict(optimizer.state_dict(dequantize=True))
+    assert same(bits([], back), bits([], optimizer))
+
+
+def test_copies_of_weights_stay_what_they_are() -> None:
+    params = parameters()
+    optimizer = trained(quietly(Custom(params)), params)
+    again = quietly(Custom(parameters()))
+    again.load_state_dict(optimizer.state_dict())
+    assert same(bits([], again), bits([], optimizer))
+    trained(again, again.param_groups[0]["params"])
+    assert "start" in again.state[again.param_groups[0]["params"][0]]
+
+
+def test_another_format() -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    for options, name in (({"codec": "dynamic8"}, "codec"), ({"block_size": 64}, "block_size")):
+        again = quantize_state(AdamW(parameters()), **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"saved with {name}="):
+            again.load_state_dict(optimizer.state_dict())
+        assert not again.state
+
+
+def test_states_of_our_optimizers_are_other_codes() -> None:
+    """AdamW8bit codes exp_avg in units of exp_avg_sq, the wrapper in its own: each refuses the other's codes."""
+    params, others = parameters(), parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    ours = trained(shardopt.AdamW8bit(others), others)
+    with pytest.raises(ValueError, match="dequantize=True"):
+        optimizer.load_state_dict(ours.state_dict())
+    with pytest.raises(ValueError, match="dequantize=True"):
+        ours.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(ours.state_dict(dequantize=True))
+    ours.load_state_dict(optimizer.state_dict(dequantize=True))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("exp_avg_codes", torch.zeros(3, 3, dtype=torch.uint8), "exp_avg_codes"),
+        ("exp_avg_codes", torch.zeros(64, 128), "exp_avg_codes of torch.float32"),
+        ("exp_avg_scales", torch.full((64, 1), torch.nan), "exp_avg_scales"),
+    ],
+)
+def test_damage(key: str, value: Tensor, message: str) -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    saved = optimizer.state_dict()
+    before = [x.clone() for x in bits([], optimizer)]
+    saved["state"][0] = {**saved["state"][0], key: value}
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert same(bits([], optimizer), before)
+
+
+def test_hooks() -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    seen: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append(o))
+    optimizer.register_state_dict_post_hook(lambda o, d: {**d, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(d["more"]))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [optimizer, 1, "loaded"]
