@@ -229,7 +229,7 @@ class QuantizedState(Optimizer):
         return kind
 
     def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
-        units = [unit for chunk in chunks for unit in chunk]
+        units = [unit for chunk in chunks for unit in chunk if not unit.shard.float32_state]
         numel, least = sum(unit.param.numel() for unit in units), self._entries.options["min_quantized_numel"]
         if numel >= max(least, 1) and not any(map(self._entries.is_quantized, units)):
             warn_user(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer
 
 import shardopt
 from shardopt import quantize_state
@@ -116,3 +119,29 @@ def test_hooks() -> None:
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == [optimizer, 1, "loaded"]
+
+
+def test_a_stable_embedding_keeps_its_floats_alone() -> None:
+    """Moments that stay float32 for one parameter say nothing of the same entries of others."""
+
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(shardopt.StableEmbedding(100, 64), nn.Linear(64, 128))
+        return model, quantize_state(torch.optim.AdamW(model.parameters()))
+
+    def step(model: nn.Module, optimizer: Optimizer, seed: int) -> list[Parameter]:
+        torch.manual_seed(seed)
+        params = list(model.parameters())
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        return params
+
+    (model, optimizer), (other, again) = make(), make()
+    step(model, optimizer, 1)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    params, others = step(model, optimizer, 2), step(other, again, 2)
+    assert "exp_avg" in again.state[other.get_parameter("0.weight")]
+    assert "exp_avg_codes" in again.state[other.get_parameter("1.weight")]
+    assert same(bits(others, again), bits(params, optimizer))
