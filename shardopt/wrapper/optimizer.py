@@ -188,7 +188,12 @@ class QuantizedState(Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))
+        kept = set(self._entries.kept)
+        try:
+            self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))
+        except BaseException:
+            self._entries.kept = kept
+            raise
         for param, entries in self.state.items():
             if isinstance(entries, dict):
                 self.state[param] = unwrapped(entries)

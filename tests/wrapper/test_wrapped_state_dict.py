@@ -145,3 +145,15 @@ def test_a_stable_embedding_keeps_its_floats_alone() -> None:
     assert "exp_avg" in again.state[other.get_parameter("0.weight")]
     assert "exp_avg_codes" in again.state[other.get_parameter("1.weight")]
     assert same(bits(others, again), bits(params, optimizer))
+
+
+def test_a_failed_load_leaves_what_is_kept() -> None:
+    """Entries that the state has in full are kept from then on only if all of it is loaded."""
+    params, others = parameters(), parameters()
+    saved = trained(quantize_state(AdamW(params), keep=("exp_avg",)), params).state_dict()
+    saved["state"][1] = {**saved["state"][1], "exp_avg_sq_scales": torch.full((40, 2, 2), torch.nan)}
+    again = trained(quantize_state(AdamW(others)), others)
+    with pytest.raises(ValueError, match="exp_avg_sq_scales"):
+        again.load_state_dict(saved)
+    trained(again, others, range(1))
+    assert "exp_avg_codes" in again.state[others[0]]
