@@ -59,7 +59,9 @@ class Entries:
 
     def is_quantized(self, unit: Unit) -> bool:
         """Whether entries of a tensor's shape are quantized: a matter of its global shape, and of StableEmbedding."""
-        return not unit.shard.float32_state and is_quantized(unit.shard.global_shape, self.options["min_quantized_numel"])
+        return not unit.shard.float32_state and is_quantized(
+            unit.shard.global_shape, self.options["min_quantized_numel"]
+        )
 
     def names(self, unit: Unit, state: Mapping[str, Any]) -> list[str]:
         """The entries of a state in floats that are to be quantized."""

@@ -14,9 +14,11 @@ from torch.optim.optimizer import Optimizer
 
 import shardopt
 from shardopt import quantize_state
+from shardopt.codec import CODECS
 from wrapped import ELEMENTWISE, Custom, bits, parameters, quietly, same, trained
 
 AdamW = ELEMENTWISE["torch AdamW foreach"]
+BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise]
 
 
 def test_round_trip() -> None:
@@ -157,3 +159,27 @@ def test_a_failed_load_leaves_what_is_kept() -> None:
         again.load_state_dict(saved)
     trained(again, others, range(1))
     assert "exp_avg_codes" in again.state[others[0]]
+
+
+@pytest.mark.parametrize("codec", BLOCKWISE)
+@pytest.mark.parametrize(("saved_as", "loaded_as"), [(("squares",), ()), ((), ("squares", "moment"))])
+def test_other_signs(codec: str, saved_as: tuple[str, ...], loaded_as: tuple[str, ...]) -> None:
+    """Codes of signed and unsigned entries have the same shapes with most codecs, and other values."""
+    params = parameters()
+    saved = trained(quietly(Custom(params), codec=codec, unsigned=saved_as), params).state_dict()
+    again = quietly(Custom(parameters()), codec=codec, unsigned=loaded_as)
+    with pytest.raises(ValueError, match=r"got squares saved as .*signed, expected .*signed; pass .* unsigned="):
+        again.load_state_dict(saved)
+    assert not again.state
+    again = quietly(Custom(parameters()), codec=codec, unsigned=[*saved_as, "of_no_entry"])
+    again.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("signs", [None, 3, [3]])
+def test_without_signs(signs: Any) -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["unsigned"] = signs
+    with pytest.raises(ValueError, match="got state saved with unsigned="):
+        optimizer.load_state_dict(saved)
