@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from shardopt.wrapper.coding import coded_names
+
 
 class Kind(Enum):
     """The elements that the update of an element depends on."""
@@ -113,6 +115,13 @@ def refuse(optimizer: object) -> None:
         raise TypeError(
             f"quantize_state: got {name} around {inner}, expected {inner}, which has the state; quantize that one and "
             f"put {name} around the result"
+        )
+    states = [optimizer.state.get(param, {}) for group in optimizer.param_groups for param in group["params"]]
+    coded = next((entry for state in states for entry in coded_names(state)), None)
+    if coded is not None:
+        raise TypeError(
+            f"quantize_state: got {name} with {coded} in codes, expected floats; use the result of the first call of "
+            "quantize_state, which has this optimizer inside"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable: got True, which quantized state cannot be; leave the option out")

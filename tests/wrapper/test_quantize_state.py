@@ -225,6 +225,14 @@ class TestRefusals:
         with pytest.raises(error, match=message):
             quantize_state(make(parameters()))
 
+    def test_an_optimizer_with_codes(self) -> None:
+        """Codes of one wrapper mean nothing to another."""
+        params = parameters()
+        inner = AdamW(params)
+        trained(quantize_state(inner), params)
+        with pytest.raises(TypeError, match=r"AdamW with exp_avg in codes, expected .* use the result of the first"):
+            quantize_state(inner, codec="dynamic8")
+
     def test_an_optimizer_around_another(self) -> None:
         inner = AdamW(parameters())
         outer = Custom(parameters())
