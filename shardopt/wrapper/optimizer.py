@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shardopt.wrapper.coding import State, encoded
 from shardopt.wrapper.entries import Entries
 from shardopt.wrapper.loading import adopted, dequantized, format_of, unwrapped
 from shardopt.wrapper.step import step_chunks
-from shardopt.wrapper.tested import Kind, kind_of, refuse
+from shardopt.wrapper.tested import Kind, kind_of, refuse, refuse_options
 
 
 def quantize_state(
@@ -97,7 +97,10 @@ class QuantizedState(Optimizer):
         self._entries = entries
         self._working_memory = working_memory
         self._first_step = True
-        self._is_elementwise = self._check_kind() is Kind.ELEMENTWISE
+        kind = self._checked_kind(optimizer.param_groups)
+        if kind is Kind.UNKNOWN:
+            self._warn_untested()
+        self._is_elementwise = kind is Kind.ELEMENTWISE
         self.defaults = optimizer.defaults
         super().__setstate__({})  # hooks
         self._quantize_present_state()
@@ -129,9 +132,21 @@ class QuantizedState(Optimizer):
         return f"{type(self).__name__} of {self._inner!r}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group to the optimizer inside."""
+        """Adds a param group to the optimizer inside.
+
+        Raises:
+            ValueError: as :func:`quantize_state` does; nothing was added.
+            RuntimeError: the same.
+        """
         self._inner.add_param_group(param_group)
-        self._quantize_present_state()
+        try:
+            kind = self._checked_kind(self.param_groups)
+            self._quantize_present_state()
+        except BaseException:
+            for param in self.param_groups.pop()["params"]:
+                self.state.pop(param, None)
+            raise
+        self._is_elementwise = kind is Kind.ELEMENTWISE
 
     @_disable_dynamo
     @torch.no_grad()
@@ -188,12 +203,14 @@ class QuantizedState(Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        kind = self._checked_kind(state_dict["param_groups"])
         kept = set(self._entries.kept)
         try:
             self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))
         except BaseException:
             self._entries.kept = kept
             raise
+        self._is_elementwise = kind is Kind.ELEMENTWISE
         for param, entries in self.state.items():
             if isinstance(entries, dict):
                 self.state[param] = unwrapped(entries)
@@ -209,8 +226,15 @@ class QuantizedState(Optimizer):
         self.defaults = self._inner.defaults
         super().__setstate__({})
 
-    def _check_kind(self) -> Kind:
-        kind, name = kind_of(self._inner), type(self._inner).__name__
+    def _checked_kind(self, groups: Sequence[Mapping[str, Any]]) -> Kind:
+        """The kind of the optimizer inside, if it has or is to have these options.
+
+        Raises:
+            ValueError: it cannot be quantized with them, or has to step all parameters together.
+            RuntimeError: it cannot be used on the shards that there are.
+        """
+        refuse_options(groups)
+        kind, name = kind_of(self._inner, groups), type(self._inner).__name__
         if kind is Kind.TOGETHER and self._working_memory is not None:
             raise ValueError(
                 f"working_memory: got {self._working_memory} bytes for {name}, expected None, as it looks at all "
@@ -224,14 +248,15 @@ class QuantizedState(Optimizer):
                     "update of an element depends on others of the parameter, and would depend on the sharding; use an "
                     "optimizer that is element by element, or DDP"
                 )
-        if kind is Kind.UNKNOWN:
-            warn_user(
-                f"got {name}, untested with quantize_state: pass working_memory=None if it looks at several "
-                "parameters together, and name state entries that are never below zero in unsigned=, and copies of "
-                "weights in keep=",
-                UserWarning,
-            )
         return kind
+
+    def _warn_untested(self) -> None:
+        warn_user(
+            f"got {type(self._inner).__name__}, untested with quantize_state: pass working_memory=None if it looks at "
+            "several parameters together, and name state entries that are never below zero in unsigned=, and copies of "
+            "weights in keep=",
+            UserWarning,
+        )
 
     def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
         units = [unit for chunk in chunks for unit in chunk if not unit.shard.float32_state]

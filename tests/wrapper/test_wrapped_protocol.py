@@ -13,7 +13,7 @@ from torch import nn
 
 import shardopt
 from shardopt import quantize_state
-from wrapped import ELEMENTWISE, bits, parameters, same, set_gradients, trained
+from wrapped import ELEMENTWISE, Custom, bits, parameters, quietly, same, set_gradients, trained
 
 AdamW = ELEMENTWISE["torch AdamW foreach"]
 
@@ -140,3 +140,51 @@ def test_memory_report() -> None:
     report = shardopt.memory_report(optimizer)
     assert report.host.scales > 0
     assert report.host.state < 2.2 * sum(param.numel() for param in params)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"differentiable": True}, "differentiable"), ({"max_grad_norm": 1.0}, "working_memory")]
+)
+def test_added_and_loaded_groups_are_checked(options: dict[str, Any], error: str) -> None:
+    """What the constructor refuses is refused later, too, and nothing has changed then."""
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params[:2])), params)
+    before = [x.clone() for x in bits(params, optimizer)]
+    with pytest.raises(ValueError, match=error):
+        optimizer.add_param_group({"params": params[2:], **options})
+    saved = optimizer.state_dict()
+    with pytest.raises(ValueError, match=error):
+        optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], **options}]})
+    assert len(optimizer.param_groups) == 1
+    assert not any(optimizer.param_groups[0].get(name) for name in options)
+    assert same(bits(params, optimizer), before)
+    optimizer.add_param_group({"params": params[2:]})
+
+
+def test_a_group_of_another_kind() -> None:
+    """An option of an added group, or of a loaded one, can make an optimizer one of whole parameters."""
+    pytest.importorskip("timm.optim")
+    params = parameters()
+    optimizer = quantize_state(ELEMENTWISE["timm NAdamW"](params[:2]))
+    assert optimizer._is_elementwise
+    saved = optimizer.state_dict()
+    optimizer.add_param_group({"params": params[2:], "caution": True})
+    assert not optimizer._is_elementwise
+    again = quantize_state(ELEMENTWISE["timm NAdamW"](params[:2]))
+    again.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "caution": True}]})
+    assert not again._is_elementwise
+
+
+def test_an_added_group_whose_state_cannot_be_quantized() -> None:
+    class Eager(Custom):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+            for param in self.param_groups[-1]["params"]:
+                self.state[param]["squares"] = -torch.ones_like(param)
+
+    params = parameters()
+    optimizer = quietly(Eager(params[2:]), unsigned=("squares",))
+    with pytest.raises(ValueError, match="squares: got -1"):
+        optimizer.add_param_group({"params": params[:2]})
+    assert len(optimizer.param_groups) == 1
+    assert set(optimizer.state) == set(params[2:])
