@@ -151,7 +151,11 @@ class QuantizedState(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes a step, chunk by chunk. If it fails, the chunks before are stepped, and state is as complete as before.
+        """Takes a step, chunk by chunk.
+
+        If it fails, the chunks before are stepped, and state in codes of the failing chunk is that from before. Its
+        weights and other state, and counters, stay as far as the optimizer inside has come: load a checkpoint to repeat
+        the step.
 
         Args:
             closure: evaluates the model again and returns the loss, once.
