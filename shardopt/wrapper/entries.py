@@ -25,6 +25,14 @@ UNSIGNED = frozenset(
 #: Copies of the weights, whose errors would go straight into the weights.
 WEIGHT_COPIES = frozenset(["z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"])
 
+#: Usual names of signed moments, in which nothing is a copy of weights, even if it is equal to them once.
+MOMENTS = frozenset(
+    [
+        *("exp_avg", "exp_avg_slow", "exp_avg_diff", "momentum_buffer", "momentum", "grad_avg"),
+        *("grok_exp_avg", "grad_ma", "neg_grad_ma"),
+    ]
+)
+
 #: Averages over so many steps that an 8-bit code would drop what a step adds to them: coded in 16 bits.
 WIDE = frozenset(["exp_avg_slow"])
 
@@ -42,7 +50,10 @@ class Entries:
         options: the options of a param group of shardopt's that say how entries are coded.
         unsigned: names of entries that are never below zero.
         kept: names of entries that stay as they are; copies of weights are added as they are found.
+        looks_for_copies: whether copies of weights are looked for: in an optimizer that is not in shardopt's tables.
     """
+
+    looks_for_copies = False
 
     def __init__(self, options: Mapping[str, Any], unsigned: Iterable[str], keep: Iterable[str]) -> None:
         self.options = {**DEFAULTS, **options}
@@ -86,7 +97,7 @@ class Entries:
             state: its new state.
             before: the tensor before that step.
         """
-        for name in self.names(unit, state):
+        for name in set(self.names(unit, state)) - MOMENTS - self.unsigned:
             value = state[name]
             equal = any(torch.equal(value, x.to(value.dtype)) for x in (before, unit.param.detach()))
             if equal and value.any():  # zeros are as likely a moment of a parameter of zeros

@@ -17,7 +17,7 @@ from shardopt.wrapper.coding import State, encoded
 from shardopt.wrapper.entries import Entries
 from shardopt.wrapper.loading import adopted, dequantized, format_of, unwrapped
 from shardopt.wrapper.step import step_chunks
-from shardopt.wrapper.tested import Kind, kind_of, refuse, refuse_options
+from shardopt.wrapper.tested import Kind, is_tested, kind_of, refuse, refuse_options
 
 
 def quantize_state(
@@ -98,7 +98,8 @@ class QuantizedState(Optimizer):
         self._working_memory = working_memory
         self._first_step = True
         kind = self._checked_kind(optimizer.param_groups)
-        if kind is Kind.UNKNOWN:
+        if not is_tested(optimizer):
+            entries.looks_for_copies = True
             self._warn_untested()
         self._is_elementwise = kind is Kind.ELEMENTWISE
         self.defaults = optimizer.defaults
@@ -255,10 +256,14 @@ class QuantizedState(Optimizer):
         return kind
 
     def _warn_untested(self) -> None:
+        hidden = ["in state that is there already"] if self.state else []
+        if any(unit.shard.holders is not None for unit in units_of(self.param_groups, local=False)):
+            hidden.append("on shards")
+        undetected = f", as they are not detected {' or '.join(hidden)}" if hidden else ""
         warn_user(
             f"got {type(self._inner).__name__}, untested with quantize_state: pass working_memory=None if it looks at "
             "several parameters together, and name state entries that are never below zero in unsigned=, and copies of "
-            "weights in keep=",
+            f"weights in keep={undetected}",
             UserWarning,
         )
 

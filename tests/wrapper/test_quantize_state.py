@@ -111,6 +111,23 @@ def test_entries_of_zeros_are_no_copies_of_weights() -> None:
     assert "exp_avg_codes" in optimizer.state[params[0]]
 
 
+@pytest.mark.parametrize("tested", [True, False])
+def test_gradients_that_equal_the_weights(tested: bool) -> None:
+    """A moment that happens to equal the weights is no copy of them: its name is that of all parameters' moments."""
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    param, other = (Parameter(torch.randn(64, 128)) for _ in range(2))
+    optimizer = quietly((torch.optim.SGD if tested else Mine)([param, other], lr=0.1, momentum=0.9))
+    for _ in range(2):
+        (0.5 * param.square().sum() + other.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "momentum_buffer_codes" in optimizer.state[param]
+    assert "momentum_buffer_codes" in optimizer.state[other]
+
+
 @pytest.mark.parametrize("name", ["torch ASGD", "torch Rprop"])
 def test_names_that_are_kept(name: str) -> None:
     params = parameters()
@@ -273,3 +290,10 @@ class TestRefusals:
             trained(quantize_state(inner), params)
         assert len(caught) == 1
         assert caught[0].filename == __file__
+        assert "not detected" not in str(caught[0].message)
+
+    def test_copies_of_weights_in_state_from_before(self) -> None:
+        """They may no longer equal the weights, so that they are not found."""
+        params = parameters()
+        with pytest.warns(UserWarning, match=r"copies of weights in keep=, as they are not detected in state that is"):
+            quantize_state(trained(Custom(params), params))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardopt import quantize_state
+from shardopt.wrapper.entries import WEIGHT_COPIES
 from shardopt.wrapper.tested import Kind, kind_of
 from wrapped import BY_PARAMETER, ELEMENTWISE, SEPARABLE, TOGETHER, Make, parameters, set_gradients, train_mode
 
@@ -108,3 +109,19 @@ def test_elementwise_optimizers_step_parts_alike(name: str) -> None:
     assert torch.equal(
         torch.cat([p.detach().reshape(-1) for p in parts]), torch.cat([p.detach().reshape(-1) for p in whole])
     )
+
+
+@pytest.mark.parametrize("name", [*SEPARABLE, *TOGETHER])
+def test_copies_of_weights_are_known_by_name(name: str) -> None:
+    """Entries that begin as copies of the weights: nothing looks for them in tested optimizers."""
+    skip_unless_installed(name)
+    params = parameters()
+    optimizer = {**SEPARABLE, **TOGETHER}[name](params)
+    train_mode(optimizer)
+    before = [param.detach().clone() for param in params]
+    set_gradients(params, 0)
+    optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        for entry, x in optimizer.state[param].items():
+            if isinstance(x, Tensor) and x.shape == param.shape and (torch.equal(x, old) or torch.equal(x, param)):
+                assert entry in WEIGHT_COPIES

@@ -22,3 +22,17 @@ def _added() -> None:
 
 def test_an_added_group_of_shards(ranks: Pool) -> None:
     ranks.run(1, _added)
+
+
+class Mine(torch.optim.AdamW):
+    """An optimizer that nobody has tested."""
+
+
+def _untested() -> None:
+    sharded = WAYS["fsdp"](make_net())
+    with pytest.warns(UserWarning, match=r"copies of weights in keep=, as they are not detected on shards$"):
+        quantize_state(Mine(list(sharded.parameters())))
+
+
+def test_copies_of_weights_on_shards(ranks: Pool) -> None:
+    ranks.run(1, _untested)
