@@ -81,7 +81,7 @@ def kind_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None = N
     groups = optimizer.param_groups if groups is None else groups
     if _clips_all(optimizer, groups):
         return Kind.TOGETHER
-    kind = KINDS.get(_full_name(optimizer), Kind.UNKNOWN)
+    kind = KINDS.get(full_name(optimizer), Kind.UNKNOWN)
     options: list[Mapping[str, Any]] = [*groups, vars(optimizer)]
     if kind is Kind.ELEMENTWISE and any(each.get(name) for each in options for name in _BY_PARAMETER_OPTIONS):
         return Kind.BY_PARAMETER
@@ -90,10 +90,11 @@ def kind_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None = N
 
 def is_tested(optimizer: Optimizer) -> bool:
     """Whether the optimizer's class is in the tables here."""
-    return _full_name(optimizer) in KINDS
+    return full_name(optimizer) in KINDS
 
 
-def _full_name(optimizer: Optimizer) -> str:
+def full_name(optimizer: Optimizer) -> str:
+    """The module and the name of the optimizer's class."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 

@@ -103,7 +103,12 @@ BY_PARAMETER: dict[str, Make] = {
 }
 TOGETHER: dict[str, Make] = {
     "pytorch_optimizer Prodigy": of(POPT, "Prodigy", lr=1.0),
+    "pytorch_optimizer DAdaptAdaGrad": of(POPT, "DAdaptAdaGrad", lr=1.0),
     "pytorch_optimizer DAdaptAdam": of(POPT, "DAdaptAdam", lr=1.0),
+    "pytorch_optimizer DAdaptAdan": of(POPT, "DAdaptAdan", lr=1.0),
+    "pytorch_optimizer DAdaptLion": of(POPT, "DAdaptLion", lr=1.0),
+    "pytorch_optimizer DAdaptSGD": of(POPT, "DAdaptSGD", lr=1.0),
+    "prodigyopt Prodigy": of("prodigyopt", "Prodigy", lr=1.0),
     "pytorch_optimizer AdamS": of(POPT, "AdamS", lr=1e-3),
     "pytorch_optimizer SPAM": of(POPT, "SPAM", lr=1e-3),
     "timm Lamb clipping": of(TIMM, "Lamb", lr=1e-3, max_grad_norm=1.0),

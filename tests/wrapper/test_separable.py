@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt import quantize_state
 from shardopt.wrapper.entries import WEIGHT_COPIES
-from shardopt.wrapper.tested import Kind, kind_of
+from shardopt.wrapper.tested import KINDS, Kind, full_name, kind_of
 from wrapped import BY_PARAMETER, ELEMENTWISE, SEPARABLE, TOGETHER, Make, parameters, set_gradients, train_mode
 
 STEPS = 7
@@ -88,6 +89,19 @@ def test_all_parameters_together(name: str) -> None:
 def test_kinds(name: str, kind: Kind) -> None:
     skip_unless_installed(name)
     assert kind_of(SEPARABLE.get(name, TOGETHER.get(name))(parameters())) is kind  # type: ignore[misc]
+
+
+def test_the_tables_have_what_is_tested() -> None:
+    """Of packages that are installed: each class in the tables is tested, and each tested one is in them."""
+
+    def public(name: str) -> str:
+        """The name in those versions of torch in which the module is private, too."""
+        return name.replace("._adafactor", "").replace("._muon", "")
+
+    every = {**SEPARABLE, **TOGETHER}
+    made = [every[name](parameters()) for name in every if find_spec(name.split()[0]) is not None]
+    listed = [name for name in KINDS if find_spec(name.split(".")[0]) is not None]
+    assert {public(name) for name in listed} == {public(full_name(optimizer)) for optimizer in made}
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
