@@ -39,6 +39,9 @@ WIDE = frozenset(["exp_avg_slow"])
 #: Sizes of Rprop's steps, which grow and shrink by factors.
 STEP_SIZES = frozenset(["step_size"])
 
+#: The dtypes that entries may have to be quantized, beside the parameter's: codes mean nothing to double precision.
+CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
 CENTERED = frozenset(["grad_avg", "square_avg"])
 
@@ -84,6 +87,7 @@ class Entries:
             for name, x in state.items()
             if isinstance(x, Tensor)
             and x.is_floating_point()
+            and x.dtype in (*CODED_DTYPES, unit.param.dtype)
             and x.shape == unit.param.shape
             and name not in kept
             and not name.endswith(("_codes", "_scales"))

@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS, get_codec
+from shardopt.optim.loading import checked_containers
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.chunks import Unit, chunks_of, units_of
@@ -205,10 +206,11 @@ class QuantizedState(Optimizer):
             ValueError: the state was quantized in another way, is damaged, or is of other parameters. Nothing was
                 changed.
         """
-        state_dict = dict(state_dict)
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else {}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        kind = self._checked_kind(state_dict["param_groups"])
+        groups, _ = checked_containers(state_dict)
+        kind = self._checked_kind(groups)
         kept = set(self._entries.kept)
         try:
             self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))

@@ -183,3 +183,72 @@ def test_without_signs(signs: Any) -> None:
     saved["param_groups"][0]["unsigned"] = signs
     with pytest.raises(ValueError, match="got state saved with unsigned="):
         optimizer.load_state_dict(saved)
+
+
+def test_floats_are_copies() -> None:
+    """A state dict in floats, and what was loaded, share no memory with the optimizer; torch's own would."""
+    params, bare_params, others = parameters(), parameters(), parameters()
+    optimizer, bare, again = quantize_state(AdamW(params)), AdamW(bare_params), quantize_state(AdamW(others))
+    trained(optimizer, params)
+    before = [x.clone() for x in bits([], optimizer)]
+    bare.load_state_dict(optimizer.state_dict(dequantize=True))
+    trained(bare, bare_params, range(1))
+    assert same(bits([], optimizer), before)
+    again.load_state_dict(optimizer.state_dict())
+    trained(again, others, range(1))
+    assert same(bits([], optimizer), before)
+    again.load_state_dict(bare.state_dict())
+    before = [x.clone() for x in bits([], bare)]
+    trained(again, others, range(1))
+    assert same(bits([], bare), before)
+
+
+@pytest.mark.parametrize("damaged", [{}, {"state": {}}, {"param_groups": 3, "state": {}}, {"param_groups": [{}]}, None])
+def test_no_state_dict(damaged: Any) -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    before = [x.clone() for x in bits([], optimizer)]
+    with pytest.raises(ValueError, match="load what"):
+        optimizer.load_state_dict(damaged)
+    assert same(bits([], optimizer), before)
+
+
+@pytest.mark.parametrize("entries", [3, {3: torch.zeros(1)}])
+def test_no_entries(entries: Any) -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    saved = optimizer.state_dict()
+    saved["state"][0] = entries
+    with pytest.raises(ValueError, match="expected a dict of entries by name"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64, 3])
+def test_a_damaged_dtype(dtype: Any) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = trained(quietly(Custom(params)), params)
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["squares_dtype"] == torch.float32
+    saved["state"][0]["squares_dtype"] = dtype
+    with pytest.raises(ValueError, match=r"got squares_dtype as .*, expected torch.float32 or one of 16 bits"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entries_of_double_precision(dtype: torch.dtype) -> None:
+    """They are quantized where the parameter is of it, too."""
+
+    class Double(Custom):
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                self.state[param].setdefault("moment", torch.zeros_like(param, dtype=torch.float64)).add_(param.grad)
+
+    params = [Parameter(torch.zeros(64, 128, dtype=dtype))]
+    params[0].grad = torch.ones_like(params[0])
+    optimizer = quietly(Double(params))
+    optimizer.step()
+    assert ("moment" in optimizer.state[params[0]]) == (dtype == torch.float32)
+    again = quietly(Double(params))
+    again.load_state_dict(optimizer.state_dict())
+    assert same(bits([], again), bits([], optimizer))
+    assert again.state_dict(dequantize=True)["state"][0]["moment"].dtype == torch.float64
