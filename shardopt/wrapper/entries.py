@@ -53,6 +53,7 @@ class Entries:
         options: the options of a param group of shardopt's that say how entries are coded.
         unsigned: names of entries that are never below zero.
         kept: names of entries that stay as they are; copies of weights are added as they are found.
+        given: names that the user gave.
         looks_for_copies: whether copies of weights are looked for: in an optimizer that is not in shardopt's tables.
     """
 
@@ -60,8 +61,10 @@ class Entries:
 
     def __init__(self, options: Mapping[str, Any], unsigned: Iterable[str], keep: Iterable[str]) -> None:
         self.options = {**DEFAULTS, **options}
-        self.unsigned = UNSIGNED | frozenset(unsigned)
-        self.kept = {*WEIGHT_COPIES, *STEP_SIZES, *keep}
+        more, kept = frozenset(unsigned), frozenset(keep)
+        self.given = more | kept
+        self.unsigned = UNSIGNED | more
+        self.kept = {*WEIGHT_COPIES, *STEP_SIZES, *kept}
 
     def moment(self, name: str) -> Moment:
         """The entry of that name as a moment."""

@@ -14,7 +14,7 @@ from shardopt.optim.loading import checked_containers
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.chunks import Unit, chunks_of, units_of
-from shardopt.wrapper.coding import State, encoded
+from shardopt.wrapper.coding import State, coded_names, coding_keys, encoded
 from shardopt.wrapper.entries import Entries
 from shardopt.wrapper.loading import adopted, dequantized, format_of, unwrapped
 from shardopt.wrapper.step import step_chunks
@@ -37,8 +37,7 @@ def quantize_state(
     their state is encoded. Use the result in place of the optimizer; the param groups are the same ones.
 
     State entries of the parameter's shape are quantized, if the parameter has as many elements as the options say, and
-    rows of 32 at least. Copies of weights, matrices, rows and scalars stay as they are;
-    slow averages have 16 bits.
+    rows of 32 at least. Copies of weights, matrices, rows and scalars stay as they are; slow averages have 16 bits.
 
     Args:
         optimizer: the optimizer, best before its first step: state that is there already is quantized now.
@@ -178,6 +177,8 @@ class QuantizedState(Optimizer):
             self._first_step = False
             self._warn_if_nothing_is_quantized(chunks)
         step_chunks(self._inner, self._entries, chunks)
+        if self._entries.given and self.state:
+            self._warn_of_unknown_names()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> State:
@@ -277,6 +278,21 @@ class QuantizedState(Optimizer):
                 f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
                 f"of two dimensions, with {least} elements and rows of 32; flat partitions of DeepSpeed are not known "
                 "here: use one of shardopt's optimizers there",
+                UserWarning,
+            )
+
+    def _warn_of_unknown_names(self) -> None:
+        """Warns of names in ``keep`` and ``unsigned`` that no state entry has; once, when there is state."""
+        states = [self.state.get(unit.param, {}) for unit in self._units()]
+        names = {name for state in states for name in (*coded_names(state), *(state.keys() - coding_keys(state)))}
+        if not names:
+            return
+        given, self._entries.given = self._entries.given, frozenset()
+        if not given <= names:
+            warn_user(
+                f"quantize_state: got {', '.join(map(repr, sorted(given - names)))} in keep= or unsigned=, expected "
+                f"names of state entries, such as {', '.join(sorted(names))}; correct them unless these entries come "
+                "later",
                 UserWarning,
             )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import wrapped
 from shardopt import quantize_state
 from shardopt.codec import CODECS, Moment
 from shardopt.layout import FlatShard, Shard
@@ -205,6 +206,29 @@ def test_nothing_to_quantize_is_told_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+
+
+def test_names_of_no_entry() -> None:
+    """Said once, after the first step that makes state."""
+    params = parameters()
+    optimizer = quietly(Custom(params), unsigned=iter(("squares", "sqares")), keep=("moments",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # without gradients
+    with pytest.warns(UserWarning, match="got 'moments', 'sqares' in keep= or unsigned=") as caught:
+        trained(optimizer, params)
+    (warning,) = caught
+    assert "expected names of state entries, such as count, moment, rows, squares, start" in str(warning.message)
+    assert warning.filename == wrapped.__file__
+    assert optimizer.state[params[0]]["squares_scales"].shape == (64, 1, 2)
+
+
+def test_names_that_are_in_the_tables() -> None:
+    params = parameters()
+    optimizer = quantize_state(AdamW(params), unsigned=("exp_avg_sq",), keep=("exp_avg",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(optimizer, params)
 
 
 @pytest.mark.parametrize("limit", [1, 100, 700])
