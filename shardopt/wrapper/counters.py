@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,15 +37,17 @@ class Counters:
         self._optimizer = optimizer
         self._before = [_values(group) for group in optimizer.param_groups]
         self._holders: tuple[MutableMapping[Any, Any], ...] = (vars(optimizer), optimizer.state)
-        self._others = [_saved_values(_counters_in(holder)) for holder in self._holders]
+        self._others = [_saved_values(_counters_in(holder, _names(holder))) for holder in self._holders]
+        self._names: list[list[str]] = []  # looked up once per step: state has a key for each parameter, too
         self._after: dict[int, _Values] = {}
 
     def restore(self) -> None:
         """Sets all counters to what they were before the step."""
         for group, values in zip(self._optimizer.param_groups, self._before, strict=True):
             _put(group, values)
-        for holder, values in zip(self._holders, self._others, strict=True):
-            for key in _counters_in(holder):
+        self._names = self._names or [_names(holder) for holder in self._holders]
+        for holder, values, names in zip(self._holders, self._others, self._names, strict=True):
+            for key in _counters_in(holder, names):
                 if key in values:
                     holder[key] = _restored(values[key])
                 else:
@@ -72,13 +74,14 @@ def _put(group: dict[str, Any], values: _Values) -> None:
     group.update({key: _restored(saved) for key, saved in values.items()})
 
 
-def _counters_in(holder: Mapping[Any, Any]) -> dict[str, Any]:
-    """The counters among an optimizer's attributes, or in its state."""
-    return {
-        key: value
-        for key, value in holder.items()
-        if isinstance(key, str) and key not in _ATTRIBUTES and not key.startswith("_optimizer_") and _counts(value)
-    }
+def _names(holder: Mapping[Any, Any]) -> list[str]:
+    """The texts among the keys of an optimizer's attributes, or of its state, that may stand for counters."""
+    names = (key for key in holder if isinstance(key, str))
+    return [key for key in names if key not in _ATTRIBUTES and not key.startswith("_optimizer_")]
+
+
+def _counters_in(holder: Mapping[Any, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {key: holder[key] for key in names if key in holder and _counts(holder[key])}
 
 
 def _counts(value: Any) -> bool:
