@@ -15,7 +15,7 @@ from shardopt.state.slice_state import SliceState
 from shardopt.wrapper.chunks import Unit
 from shardopt.wrapper.entries import Entries
 
-_CODES, _SCALES, _DTYPE = "_codes", "_scales", "_dtype"
+_CODES, _SCALES, DTYPE = "_codes", "_scales", "_dtype"
 
 #: Stands for no number in a maximum of int32.
 _NONE = -(2**31)
@@ -31,7 +31,7 @@ def coded_names(state: Mapping[str, Any]) -> list[str]:
 
 def coding_keys(state: Mapping[str, Any]) -> set[str]:
     """The keys of what stands for entries in floats: codes, scales, and the dtype where it is not the parameter's."""
-    return {name + end for name in coded_names(state) for end in (_CODES, _SCALES, _DTYPE)} & state.keys()
+    return {name + end for name in coded_names(state) for end in (_CODES, _SCALES, DTYPE)} & state.keys()
 
 
 def decoded(entries: Entries, unit: Unit, state: Mapping[str, Any]) -> State:
@@ -51,7 +51,7 @@ def _decoded_entry(entries: Entries, unit: Unit, state: Mapping[str, Any], name:
     param = unit.shard.local(unit.param.detach())
     coded = {key: unit.shard.local(state[key]).to(param.device) for key in (name + _CODES, name + _SCALES)}
     (x,) = entries.spec(unit, name).decode(coded)
-    x = x.to(state.get(name + _DTYPE, param.dtype))
+    x = x.to(state.get(name + DTYPE, param.dtype))
     if not param.is_contiguous():  # fused kernels take elements in the order of memory
         x = torch.empty_like(param, dtype=x.dtype).copy_(x)
     return unit.shard.like_parameter(x)
@@ -103,7 +103,7 @@ def encoded(
             coded = flat.get((index, key)) or spec.encode([unit.shard.local(value)])
             new.update(_stored(entries, unit, spec, coded, old))
             if value.dtype != unit.param.dtype:
-                new[key + _DTYPE] = value.dtype
+                new[key + DTYPE] = value.dtype
         results.append(new)
     return results
 

@@ -25,11 +25,22 @@ UNSIGNED = frozenset(
 #: Copies of the weights, whose errors would go straight into the weights.
 WEIGHT_COPIES = frozenset(["z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"])
 
+#: Usual names of signed moments, in which nothing is a copy of weights, even if it is equal to them once.
+MOMENTS = frozenset(
+    [
+        *("exp_avg", "exp_avg_slow", "exp_avg_diff", "momentum_buffer", "momentum", "grad_avg"),
+        *("grok_exp_avg", "grad_ma", "neg_grad_ma"),
+    ]
+)
+
 #: Averages over so many steps that an 8-bit code would drop what a step adds to them: coded in 16 bits.
 WIDE = frozenset(["exp_avg_slow"])
 
 #: Sizes of Rprop's steps, which grow and shrink by factors.
 STEP_SIZES = frozenset(["step_size"])
+
+#: The dtypes that entries may have to be quantized, beside the parameter's: codes mean nothing to double precision.
+CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
 CENTERED = frozenset(["grad_avg", "square_avg"])
@@ -42,12 +53,18 @@ class Entries:
         options: the options of a param group of shardopt's that say how entries are coded.
         unsigned: names of entries that are never below zero.
         kept: names of entries that stay as they are; copies of weights are added as they are found.
+        given: names that the user gave.
+        looks_for_copies: whether copies of weights are looked for: in an optimizer that is not in shardopt's tables.
     """
+
+    looks_for_copies = False
 
     def __init__(self, options: Mapping[str, Any], unsigned: Iterable[str], keep: Iterable[str]) -> None:
         self.options = {**DEFAULTS, **options}
-        self.unsigned = UNSIGNED | frozenset(unsigned)
-        self.kept = {*WEIGHT_COPIES, *STEP_SIZES, *keep}
+        more, kept = frozenset(unsigned), frozenset(keep)
+        self.given = more | kept
+        self.unsigned = UNSIGNED | more
+        self.kept = {*WEIGHT_COPIES, *STEP_SIZES, *kept}
 
     def moment(self, name: str) -> Moment:
         """The entry of that name as a moment."""
@@ -58,8 +75,10 @@ class Entries:
         return SliceState.of(unit.shard, torch.float32, self.options, (self.moment(name),))
 
     def is_quantized(self, unit: Unit) -> bool:
-        """Whether entries of a tensor's shape are quantized: a matter of its global shape."""
-        return is_quantized(unit.shard.global_shape, self.options["min_quantized_numel"])
+        """Whether entries of a tensor's shape are quantized: a matter of its global shape, and of StableEmbedding."""
+        return not unit.shard.float32_state and is_quantized(
+            unit.shard.global_shape, self.options["min_quantized_numel"]
+        )
 
     def names(self, unit: Unit, state: Mapping[str, Any]) -> list[str]:
         """The entries of a state in floats that are to be quantized."""
@@ -71,6 +90,7 @@ class Entries:
             for name, x in state.items()
             if isinstance(x, Tensor)
             and x.is_floating_point()
+            and x.dtype in (*CODED_DTYPES, unit.param.dtype)
             and x.shape == unit.param.shape
             and name not in kept
             and not name.endswith(("_codes", "_scales"))
@@ -84,7 +104,7 @@ class Entries:
             state: its new state.
             before: the tensor before that step.
         """
-        for name in self.names(unit, state):
+        for name in set(self.names(unit, state)) - MOMENTS - self.unsigned:
             value = state[name]
             equal = any(torch.equal(value, x.to(value.dtype)) for x in (before, unit.param.detach()))
             if equal and value.any():  # zeros are as likely a moment of a parameter of zeros

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardopt.optim.loading import checked_entries
 from shardopt.state.loaded_entries import check_dense, check_entry, check_moment, copy_to
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
 from shardopt.wrapper.chunks import Unit
-from shardopt.wrapper.coding import State, coded_names, coding_keys, decoded, encoded, placed
-from shardopt.wrapper.entries import Entries
+from shardopt.wrapper.coding import DTYPE, State, coded_names, coding_keys, decoded, encoded, placed
+from shardopt.wrapper.entries import CODED_DTYPES, Entries
 
 #: Options in the param groups of a state dict: the codes mean nothing without them.
 _FORMAT = ("codec", "block_size", "min_quantized_numel")
+
+#: Also there: the names of all entries that are never below zero, the same on all ranks.
+_UNSIGNED = "unsigned"
 
 
 class Whole:
@@ -36,15 +40,17 @@ def format_of(entries: Entries) -> dict[str, Any]:
 
     The codec has another name than in those of shardopt's optimizers, which code some moments in units of others.
     """
-    return {**{option: entries.options[option] for option in _FORMAT}, "codec": f"{entries.options['codec']} by entry"}
+    options = {option: entries.options[option] for option in _FORMAT}
+    return {**options, "codec": f"{entries.options['codec']} by entry", _UNSIGNED: sorted(entries.unsigned)}
 
 
 def dequantized(state_dict: State, entries: Entries, units: Sequence[Unit]) -> State:
-    """The state dict of the bare optimizer, for one of quantized state without a format."""
+    """The state dict of the bare optimizer, for one of quantized state without a format. Shares no memory with it."""
     states = state_dict["state"]
     for index, unit in enumerate(units):
         if index in states:
-            states[index] = decoded(entries, unit, states[index])
+            floats, own = decoded(entries, unit, states[index]), states[index]
+            states[index] = {key: _copied(x) if key in own else x for key, x in floats.items()}
     return state_dict
 
 
@@ -57,7 +63,7 @@ def adopted(
     """A state dict with quantized state, for one of either kind. Ranks that share cut blocks must all call this.
 
     Args:
-        state_dict: the state dict.
+        state_dict: the state dict, which :func:`shardopt.optim.loading.checked_containers` let pass.
         groups: the optimizer's param groups.
         entries: says which entries are quantized; is told of entries that the state dict has in full.
         chunks: the optimizer's tensors.
@@ -79,16 +85,18 @@ def adopted(
         failure: Exception | None = None
         try:
             for at, (unit, index) in enumerate(zip(chunk, indices, strict=True)):
-                if states.get(index):
-                    name = listed_name(groups[unit.group], unit.group, unit.position)
-                    coded[at], floats[at] = _checked(entries, unit, states[index], name, quantized=quantized)
+                name = listed_name(groups[unit.group], unit.group, unit.position)
+                if state := checked_entries(states.get(index), name):
+                    signs = saved[unit.group][_UNSIGNED] if quantized else None
+                    coded[at], floats[at] = _checked(entries, unit, state, name, signs)
         except ValueError as error:
             failure = error
         new = encoded(entries, chunk, floats, coded, failure)
-        for index, unit, codes, state in zip(indices, chunk, coded, new, strict=True):
-            if state is not None:
-                states[index] = _boxed(unit, {**state, **codes})
-    bare = [{key: value for key, value in group.items() if not quantized or key not in _FORMAT} for group in saved]
+        for index, unit, codes, encoded_state in zip(indices, chunk, coded, new, strict=True):
+            if encoded_state is not None:
+                states[index] = _boxed(unit, {**encoded_state, **codes})
+    own = {*_FORMAT, _UNSIGNED} if quantized else set()
+    bare = [{key: value for key, value in group.items() if key not in own} for group in saved]
     return {**state_dict, "state": states, "param_groups": bare}
 
 
@@ -113,11 +121,15 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
             "got the state of one of shardopt's optimizers, expected that of the bare optimizer or of quantize_state; "
             "save it with state_dict(dequantize=True)"
         )
-    own = format_of(entries)
     if "codec" not in group:
         return False
-    for option, value in own.items():
-        if group.get(option) != value:
+    signs = group.get(_UNSIGNED)
+    if not isinstance(signs, list | tuple) or not all(isinstance(name, str) for name in signs):
+        raise ValueError(
+            f"got state saved with unsigned={signs!r}, expected names of entries; load what state_dict() gives"
+        )
+    for option, value in format_of(entries).items():
+        if option != _UNSIGNED and group.get(option) != value:  # signs matter for the entries that there are
             raise ValueError(
                 f"got state saved with {option}={group.get(option)!r}, expected {value!r}; pass quantize_state the "
                 "options of the run that saved it, or save with state_dict(dequantize=True)"
@@ -126,16 +138,27 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
 
 
 def _checked(
-    entries: Entries, unit: Unit, state: Mapping[str, Any], name: str, *, quantized: bool
+    entries: Entries, unit: Unit, state: Mapping[str, Any], name: str, unsigned: Collection[str] | None
 ) -> tuple[State, State]:
     """Copies of a state's codes, scales and their dtypes, and the rest, of which floats are to be encoded.
 
+    Args:
+        entries: says which entries are quantized.
+        unit: the tensor.
+        state: its state in the state dict.
+        name: how errors name the parameter.
+        unsigned: entries that were never below zero in the run that saved the state; None if it is the bare
+            optimizer's.
+
     Raises:
-        ValueError: an entry is of another shape, sharding or dtype, or its values are damaged.
+        ValueError: an entry is of another sign, shape, sharding or dtype, or its values are damaged.
     """
     coding = coding_keys(state)
-    coded: State = {key: value for key, value in state.items() if key in coding and isinstance(value, torch.dtype)}
+    coded: State = {}
     for entry in coded_names(state):
+        _check_sign(entries, entry, name, unsigned or ())
+        if entry + DTYPE in state:
+            coded[entry + DTYPE] = _checked_dtype(state[entry + DTYPE], entry + DTYPE, name)
         spec = entries.spec(unit, entry)
         local = {}
         for key, form in spec.entries.items():
@@ -156,10 +179,31 @@ def _checked(
         coded.update(placed(entries, unit, spec, local))
     rest = {key: value for key, value in state.items() if key not in coding}
     floats = entries.names(unit, rest)
-    if quantized:
+    if unsigned is not None:
         entries.kept.update(floats)  # as the run that saved them found them to be copies of weights
     else:
         for key in floats:
             check_dense(rest[key], key, name)
             check_moment(unit.shard.local(rest[key]), key, name, signed=entries.moment(key).signed)
-    return coded, rest
+    return coded, {key: value if key in floats else _copied(value) for key, value in rest.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _checked_dtype(dtype: object, key: str, name: str) -> object:
+    if not any(dtype is coded for coded in CODED_DTYPES):
+        raise ValueError(
+            f"{name}: got {key} as {dtype}, expected torch.float32 or one of 16 bits; load an undamaged state"
+        )
+    return dtype
+
+
+def _check_sign(entries: Entries, entry: str, name: str, unsigned: Collection[str]) -> None:
+    saved, own = (("unsigned" if x else "signed") for x in (entry in unsigned, not entries.moment(entry).signed))
+    if saved != own:
+        raise ValueError(
+            f"{name}: got {entry} saved as {saved}, expected {own}; pass quantize_state the unsigned= of the run that "
+            "saved it, or save with state_dict(dequantize=True)"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,15 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS, get_codec
+from shardopt.optim.loading import checked_containers
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.chunks import Unit, chunks_of, units_of
-from shardopt.wrapper.coding import State, encoded
+from shardopt.wrapper.coding import State, coded_names, coding_keys, encoded
 from shardopt.wrapper.entries import Entries
 from shardopt.wrapper.loading import adopted, dequantized, format_of, unwrapped
 from shardopt.wrapper.step import step_chunks
-from shardopt.wrapper.tested import Kind, kind_of, refuse
+from shardopt.wrapper.tested import Kind, is_tested, kind_of, refuse, refuse_options
 
 
 def quantize_state(
@@ -36,8 +37,7 @@ def quantize_state(
     their state is encoded. Use the result in place of the optimizer; the param groups are the same ones.
 
     State entries of the parameter's shape are quantized, if the parameter has as many elements as the options say, and
-    rows of 32 at least. Copies of weights, matrices, rows and scalars stay as they are;
-    slow averages have 16 bits.
+    rows of 32 at least. Copies of weights, matrices, rows and scalars stay as they are; slow averages have 16 bits.
 
     Args:
         optimizer: the optimizer, best before its first step: state that is there already is quantized now.
@@ -97,7 +97,11 @@ class QuantizedState(Optimizer):
         self._entries = entries
         self._working_memory = working_memory
         self._first_step = True
-        self._is_elementwise = self._check_kind() is Kind.ELEMENTWISE
+        kind = self._checked_kind(optimizer.param_groups)
+        if not is_tested(optimizer):
+            entries.looks_for_copies = True
+            self._warn_untested()
+        self._is_elementwise = kind is Kind.ELEMENTWISE
         self.defaults = optimizer.defaults
         super().__setstate__({})  # hooks
         self._quantize_present_state()
@@ -129,14 +133,30 @@ class QuantizedState(Optimizer):
         return f"{type(self).__name__} of {self._inner!r}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group to the optimizer inside."""
+        """Adds a param group to the optimizer inside.
+
+        Raises:
+            ValueError: as :func:`quantize_state` does; nothing was added.
+            RuntimeError: the same.
+        """
         self._inner.add_param_group(param_group)
-        self._quantize_present_state()
+        try:
+            kind = self._checked_kind(self.param_groups)
+            self._quantize_present_state()
+        except BaseException:
+            for param in self.param_groups.pop()["params"]:
+                self.state.pop(param, None)
+            raise
+        self._is_elementwise = kind is Kind.ELEMENTWISE
 
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes a step, chunk by chunk. If it fails, the chunks before are stepped, and state is as complete as before.
+        """Takes a step, chunk by chunk.
+
+        If it fails, the chunks before are stepped, and state in codes of the failing chunk is that from before. Its
+        weights and other state, and counters, stay as far as the optimizer inside has come: load a checkpoint to repeat
+        the step.
 
         Args:
             closure: evaluates the model again and returns the loss, once.
@@ -157,6 +177,8 @@ class QuantizedState(Optimizer):
             self._first_step = False
             self._warn_if_nothing_is_quantized(chunks)
         step_chunks(self._inner, self._entries, chunks)
+        if self._entries.given and self.state:
+            self._warn_of_unknown_names()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> State:
@@ -185,10 +207,18 @@ class QuantizedState(Optimizer):
             ValueError: the state was quantized in another way, is damaged, or is of other parameters. Nothing was
                 changed.
         """
-        state_dict = dict(state_dict)
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else {}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))
+        groups, _ = checked_containers(state_dict)
+        kind = self._checked_kind(groups)
+        kept = set(self._entries.kept)
+        try:
+            self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))
+        except BaseException:
+            self._entries.kept = kept
+            raise
+        self._is_elementwise = kind is Kind.ELEMENTWISE
         for param, entries in self.state.items():
             if isinstance(entries, dict):
                 self.state[param] = unwrapped(entries)
@@ -204,8 +234,15 @@ class QuantizedState(Optimizer):
         self.defaults = self._inner.defaults
         super().__setstate__({})
 
-    def _check_kind(self) -> Kind:
-        kind, name = kind_of(self._inner), type(self._inner).__name__
+    def _checked_kind(self, groups: Sequence[Mapping[str, Any]]) -> Kind:
+        """The kind of the optimizer inside, if it has or is to have these options.
+
+        Raises:
+            ValueError: it cannot be quantized with them, or has to step all parameters together.
+            RuntimeError: it cannot be used on the shards that there are.
+        """
+        refuse_options(groups)
+        kind, name = kind_of(self._inner, groups), type(self._inner).__name__
         if kind is Kind.TOGETHER and self._working_memory is not None:
             raise ValueError(
                 f"working_memory: got {self._working_memory} bytes for {name}, expected None, as it looks at all "
@@ -219,23 +256,43 @@ class QuantizedState(Optimizer):
                     "update of an element depends on others of the parameter, and would depend on the sharding; use an "
                     "optimizer that is element by element, or DDP"
                 )
-        if kind is Kind.UNKNOWN:
-            warn_user(
-                f"got {name}, untested with quantize_state: pass working_memory=None if it looks at several "
-                "parameters together, and name state entries that are never below zero in unsigned=, and copies of "
-                "weights in keep=",
-                UserWarning,
-            )
         return kind
 
+    def _warn_untested(self) -> None:
+        hidden = ["in state that is there already"] if self.state else []
+        if any(unit.shard.holders is not None for unit in units_of(self.param_groups, local=False)):
+            hidden.append("on shards")
+        undetected = f", as they are not detected {' or '.join(hidden)}" if hidden else ""
+        warn_user(
+            f"got {type(self._inner).__name__}, untested with quantize_state: pass working_memory=None if it looks at "
+            "several parameters together, and name state entries that are never below zero in unsigned=, and copies of "
+            f"weights in keep={undetected}",
+            UserWarning,
+        )
+
     def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
-        units = [unit for chunk in chunks for unit in chunk]
+        units = [unit for chunk in chunks for unit in chunk if not unit.shard.float32_state]
         numel, least = sum(unit.param.numel() for unit in units), self._entries.options["min_quantized_numel"]
         if numel >= max(least, 1) and not any(map(self._entries.is_quantized, units)):
             warn_user(
                 f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
                 f"of two dimensions, with {least} elements and rows of 32; flat partitions of DeepSpeed are not known "
                 "here: use one of shardopt's optimizers there",
+                UserWarning,
+            )
+
+    def _warn_of_unknown_names(self) -> None:
+        """Warns of names in ``keep`` and ``unsigned`` that no state entry has; once, when there is state."""
+        states = [self.state.get(unit.param, {}) for unit in self._units()]
+        names = {name for state in states for name in (*coded_names(state), *(state.keys() - coding_keys(state)))}
+        if not names:
+            return
+        given, self._entries.given = self._entries.given, frozenset()
+        if not given <= names:
+            warn_user(
+                f"quantize_state: got {', '.join(map(repr, sorted(given - names)))} in keep= or unsigned=, expected "
+                f"names of state entries, such as {', '.join(sorted(names))}; correct them unless these entries come "
+                "later",
                 UserWarning,
             )
 

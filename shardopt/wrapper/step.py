@@ -70,7 +70,9 @@ def _step_decoded(
         given.append((index, target))
         if own:
             optimizer.state[target] = unit.to_target(decoded(entries, unit, own))
-        elif unit.shard.plain and unit.shard.holders is None and entries.is_quantized(unit):
+        elif (
+            entries.looks_for_copies and unit.shard.plain and unit.shard.holders is None and entries.is_quantized(unit)
+        ):
             before[index] = unit.param.detach().clone()
     with _only(optimizer, [(chunk[index], target) for index, target in given]):
         optimizer.step()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
+
+from shardopt.wrapper.coding import coded_names
 
 
 class Kind(Enum):
@@ -69,21 +71,36 @@ KINDS = {
 }
 
 
-def kind_of(optimizer: Optimizer) -> Kind:
-    """The kind of an optimizer with its options: classes count by their full names, and subclasses are untested."""
-    if _clips_all(optimizer):
+def kind_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None = None) -> Kind:
+    """The kind of an optimizer with its options: classes count by their full names, and subclasses are untested.
+
+    Args:
+        optimizer: the optimizer.
+        groups: param groups that it is to have; None for those that it has.
+    """
+    groups = optimizer.param_groups if groups is None else groups
+    if _clips_all(optimizer, groups):
         return Kind.TOGETHER
-    cls = type(optimizer)
-    kind = KINDS.get(f"{cls.__module__}.{cls.__qualname__}", Kind.UNKNOWN)
-    options: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
+    kind = KINDS.get(full_name(optimizer), Kind.UNKNOWN)
+    options: list[Mapping[str, Any]] = [*groups, vars(optimizer)]
     if kind is Kind.ELEMENTWISE and any(each.get(name) for each in options for name in _BY_PARAMETER_OPTIONS):
         return Kind.BY_PARAMETER
     return kind
 
 
-def _clips_all(optimizer: Optimizer) -> bool:
+def is_tested(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's class is in the tables here."""
+    return full_name(optimizer) in KINDS
+
+
+def full_name(optimizer: Optimizer) -> str:
+    """The module and the name of the optimizer's class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _clips_all(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the optimizer clips by the norm of all gradients."""
-    clips = any(group.get("max_grad_norm") for group in optimizer.param_groups)
+    clips = any(group.get("max_grad_norm") for group in groups)
     return clips and bool(getattr(optimizer, "pre_norm", True))  # pytorch_optimizer's Lamb has both options
 
 
@@ -92,7 +109,6 @@ def refuse(optimizer: object) -> None:
 
     Raises:
         TypeError: it is none, quantized already, around another one, or of a kind that cannot be taken apart.
-        ValueError: it is differentiable.
     """
     name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
     if not isinstance(optimizer, Optimizer):
@@ -114,5 +130,20 @@ def refuse(optimizer: object) -> None:
             f"quantize_state: got {name} around {inner}, expected {inner}, which has the state; quantize that one and "
             f"put {name} around the result"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
+    states = [optimizer.state.get(param, {}) for group in optimizer.param_groups for param in group["params"]]
+    coded = next((entry for state in states for entry in coded_names(state)), None)
+    if coded is not None:
+        raise TypeError(
+            f"quantize_state: got {name} with {coded} in codes, expected floats; use the result of the first call of "
+            "quantize_state, which has this optimizer inside"
+        )
+
+
+def refuse_options(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises for param groups with an option that state in codes cannot have.
+
+    Raises:
+        ValueError: they are differentiable.
+    """
+    if any(group.get("differentiable") for group in groups):
         raise ValueError("differentiable: got True, which quantized state cannot be; leave the option out")

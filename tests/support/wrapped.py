@@ -1,8 +1,9 @@
-"""Optimizers to be quantized by quantize_state, and a small network that they train."""
+"""Optimizers to be quantized by quantize_state, one that nobody tested, and a small network that they train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
+
+from shardopt import quantize_state
+from shardopt.wrapper import QuantizedState
 
 Make = Callable[[list[Parameter]], Optimizer]
 
@@ -99,7 +103,12 @@ BY_PARAMETER: dict[str, Make] = {
 }
 TOGETHER: dict[str, Make] = {
     "pytorch_optimizer Prodigy": of(POPT, "Prodigy", lr=1.0),
+    "pytorch_optimizer DAdaptAdaGrad": of(POPT, "DAdaptAdaGrad", lr=1.0),
     "pytorch_optimizer DAdaptAdam": of(POPT, "DAdaptAdam", lr=1.0),
+    "pytorch_optimizer DAdaptAdan": of(POPT, "DAdaptAdan", lr=1e-3),
+    "pytorch_optimizer DAdaptLion": of(POPT, "DAdaptLion", lr=0.1),
+    "pytorch_optimizer DAdaptSGD": of(POPT, "DAdaptSGD", lr=1.0),
+    "prodigyopt Prodigy": of("prodigyopt", "Prodigy", lr=1.0),
     "pytorch_optimizer AdamS": of(POPT, "AdamS", lr=1e-3),
     "pytorch_optimizer SPAM": of(POPT, "SPAM", lr=1e-3),
     "timm Lamb clipping": of(TIMM, "Lamb", lr=1e-3, max_grad_norm=1.0),
@@ -120,6 +129,58 @@ def set_gradients(params: list[Parameter], step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
         if step == 2 and index == 0:
             param.grad = None
+
+
+class Custom(Optimizer):
+    """An optimizer that nobody has tested, with an entry of each kind."""
+
+    def __init__(self, params: Iterable[Parameter], lr: float = 0.1, square: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "square": square})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["start"] = param.detach().clone()
+                    state["squares"] = torch.zeros_like(param, dtype=torch.float32)
+                    state["moment"] = torch.zeros_like(param)
+                    state["count"] = 0
+                    state["rows"] = torch.zeros(len(param))
+                state["count"] += 1
+                state["squares"] += group["square"] * param.grad.float() ** 2
+                state["moment"].lerp_(param.grad, 0.1)
+                with torch.no_grad():
+                    param.sub_(group["lr"] * state["moment"] / (1 + state["squares"].sqrt().to(param.dtype)))
+
+
+def quietly(optimizer: Optimizer, **options: Any) -> QuantizedState:
+    """Quantizes without the warning of an untested optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return quantize_state(optimizer, **options)
+
+
+def trained(optimizer: Optimizer, params: list[Parameter], steps: range = range(4)) -> Any:
+    """Takes steps with gradients that depend on the step alone."""
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+    return optimizer
+
+
+def bits(params: list[Parameter], optimizer: Optimizer) -> list[Tensor]:
+    """The parameters and all tensors of the state."""
+    state = optimizer.state_dict()["state"]
+    entries = [x for index in sorted(state) for _, x in sorted(state[index].items()) if isinstance(x, Tensor)]
+    return [*(p.detach() for p in params), *entries]
+
+
+def same(x: list[Tensor], y: list[Tensor]) -> bool:
+    """Whether tensors have the same dtypes and values."""
+    return len(x) == len(y) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(x, y, strict=True))
 
 
 def train_mode(optimizer: Any) -> None:

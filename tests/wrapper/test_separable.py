@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardopt import quantize_state
-from shardopt.wrapper.tested import Kind, kind_of
+from shardopt.wrapper.entries import WEIGHT_COPIES
+from shardopt.wrapper.tested import KINDS, Kind, full_name, kind_of
 from wrapped import BY_PARAMETER, ELEMENTWISE, SEPARABLE, TOGETHER, Make, parameters, set_gradients, train_mode
 
 STEPS = 7
@@ -89,6 +91,19 @@ def test_kinds(name: str, kind: Kind) -> None:
     assert kind_of(SEPARABLE.get(name, TOGETHER.get(name))(parameters())) is kind  # type: ignore[misc]
 
 
+def test_the_tables_have_what_is_tested() -> None:
+    """Of packages that are installed: each class in the tables is tested, and each tested one is in them."""
+
+    def public(name: str) -> str:
+        """The name in those versions of torch in which the module is private, too."""
+        return name.replace("._adafactor", "").replace("._muon", "")
+
+    every = {**SEPARABLE, **TOGETHER}
+    made = [every[name](parameters()) for name in every if find_spec(name.split()[0]) is not None]
+    listed = [name for name in KINDS if find_spec(name.split(".")[0]) is not None]
+    assert {public(name) for name in listed} == {public(full_name(optimizer)) for optimizer in made}
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_step_parts_alike(name: str) -> None:
     """Rows of a parameter step as parameters of their own do, which stepping local shards relies on."""
@@ -108,3 +123,19 @@ def test_elementwise_optimizers_step_parts_alike(name: str) -> None:
     assert torch.equal(
         torch.cat([p.detach().reshape(-1) for p in parts]), torch.cat([p.detach().reshape(-1) for p in whole])
     )
+
+
+@pytest.mark.parametrize("name", [*SEPARABLE, *TOGETHER])
+def test_copies_of_weights_are_known_by_name(name: str) -> None:
+    """Entries that begin as copies of the weights: nothing looks for them in tested optimizers."""
+    skip_unless_installed(name)
+    params = parameters()
+    optimizer = {**SEPARABLE, **TOGETHER}[name](params)
+    train_mode(optimizer)
+    before = [param.detach().clone() for param in params]
+    set_gradients(params, 0)
+    optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        for entry, x in optimizer.state[param].items():
+            if isinstance(x, Tensor) and x.shape == param.shape and (torch.equal(x, old) or torch.equal(x, param)):
+                assert entry in WEIGHT_COPIES
