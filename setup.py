@@ -138,9 +138,11 @@ class CudaToolkit:
 
     def compile(self, source: str, target: Path, include: str) -> None:
         wanted = self.archs()
-        archs = [arch.removesuffix("-virtual") for arch in wanted]
+        if unknown := [arch for arch in wanted if not re.fullmatch(r"\d+(-virtual)?", arch)]:
+            sys.exit(f"SHARDOPT_CUDA_ARCHS: got {unknown[0]!r}, expected numbers such as 90 or 90-virtual")
+        archs = sorted({arch.removesuffix("-virtual") for arch in wanted}, key=int)
         codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs if a in wanted]
-        kept = {next((a for a in archs if int(a) >= 80), archs[-1]), archs[-1]}
+        kept = {next((a for a in archs if int(a) >= 80), archs[-1]), archs[-1], *(set(archs) - set(wanted))}
         codes += [f"-gencode=arch=compute_{a},code=compute_{a}" for a in sorted(kept, key=int)]
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [

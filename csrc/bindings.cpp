@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/exact_sum.h"
 #include "inputs.h"
 #include "step/cpu.h"
 #include "step/instances.h"
@@ -116,6 +117,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("max_block_size") = kMaxBlock;
   m.attr("max_moments") = kMaxMoments;
   m.attr("max_hyper") = kMaxHyper;
+  m.attr("sum_lowest_bit") = generic::kLowestBit;
   m.attr("sum_words") = sizeof(ExactSum) / sizeof(int64_t);
   py::enum_<DType>(m, "DType")
       .value("float32", DType::kFloat32)

@@ -52,6 +52,7 @@ group_entry: np.dtype[Any]
 max_block_size: int
 max_moments: int
 max_hyper: int
+sum_lowest_bit: int
 sum_words: int
 with_cuda: bool
 

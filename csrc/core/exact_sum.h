@@ -9,7 +9,7 @@ SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kDigitBits = 32;
 constexpr int kLowestBit = -384;  // digits[0] counts multiples of 2^-384. The least square is 2^-298
-constexpr int kWindowBits = 51;   // of a number below 2^top, adding 1.5 * 2^(top + 1) leaves this many
+constexpr int kWindowBits = 51;   // bits that one rounding takes: see rounder_of
 
 SHARDOPT_HD int64_t bits(double x) {
 #if defined(__CUDA_ARCH__)
@@ -34,7 +34,7 @@ SHARDOPT_HD double double_from_bits(int64_t b) {
 // 2^exponent, of a normal number.
 SHARDOPT_HD double power_of_two(int exponent) { return double_from_bits(static_cast<int64_t>(1023 + exponent) << 52); }
 
-// A whole number times 2^exponent, as what it adds to three digits, the first of which is digits[first].
+// A whole number times 2^exponent, split into what it adds to digits[first] and the two after it.
 struct DigitParts {
   int first;
   int64_t part[3];
@@ -56,7 +56,7 @@ SHARDOPT_HD void add(ExactSum& sum, int64_t number, int exponent) {
   for (int i = 0; i < 3; ++i) sum.digits[parts.first + i] += parts.part[i];
 }
 
-// The sum, rounded once to the nearest double; NaN if a term was none or infinite.
+// The sum, rounded once to the nearest double; NaN if a term was NaN or infinite.
 SHARDOPT_HD double value_of(const ExactSum& sum) {
   if (sum.lost != 0) return static_cast<double>(float_from_bits(0x7fc00000));
   uint32_t digits[kSumDigits + 2] = {};  // two zeros first

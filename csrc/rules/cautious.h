@@ -41,6 +41,7 @@ constexpr int index_of(const char* name, const char* const (&names)[kCount]) {
 
 template <class Rule>
 struct Cautious {
+  static_assert(std::is_same_v<Rule, Adam> || std::is_same_v<Rule, Lion>, "a name for the rule");
   static constexpr const char* kName = std::is_same_v<Rule, Adam> ? "cautious_adam" : "cautious_lion";
   using Kept = typename Rule::Kept;
   static constexpr auto kHyper = cautious::with_flags(Rule::kHyper);

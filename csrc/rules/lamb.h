@@ -51,7 +51,9 @@ struct Lamb {
     moment[1] = fma(one_minus_beta2, fma(gradient, gradient, -moment[1]), moment[1]);
     roots[0] = square_root(moment[1]);
     const F denominator = fma(roots[0], inverse_root_correction2, eps);
-    return add_scaled(weight_decay, param, inverse_correction1 * moment[0] * reciprocal(denominator));
+    const F scaled = inverse_correction1 * moment[0] * reciprocal(denominator);
+    // One element of 0 / 0 would make the norm NaN, and with it the parameter.
+    return add_scaled(weight_decay, param, select(denominator < 0x1p-126f, spread<F>(0.0f), scaled));
   }
 };
 

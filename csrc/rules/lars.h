@@ -7,7 +7,7 @@ SHARDOPT_BEGIN_NAMESPACE
 
 struct Lars {
   static constexpr const char* kName = "lars";
-  using Kept = Moments<MomentKind::kSigned>;
+  using Kept = Moments<MomentKind::kOwnUnits>;  // it has the learning rates in it
   static constexpr const char* kHyper[] = {"lr", "momentum", "weight_decay", "trust_coefficient"};
   static constexpr int kSums = 2;  // of the weights' and the gradient's squares
 

@@ -8,7 +8,7 @@ SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kHalf = kLanes / 2;  // doubles in a vector
 typedef double Doubles __attribute__((vector_size(8 * kHalf)));
-typedef int64_t Longs __attribute__((vector_size(8 * kHalf)));
+typedef uint64_t Longs __attribute__((vector_size(8 * kHalf)));  // unsigned: sums may wrap
 typedef float HalfFloats __attribute__((vector_size(4 * kHalf)));
 
 // Squares below 2^top, all multiples of 2^(top - kRounds * kWindowBits): each round adds up a window of their bits.
@@ -30,7 +30,8 @@ void add_squares(ExactSum& sum, const float* x, int n, int top) {
   }
   for (int r = 0; r < kRounds; ++r) {
     for (int lane = 0; lane < kHalf; ++lane) {
-      add(sum, count[r][lane] - n / kHalf * bits(rounder[r]), top - (r + 1) * kWindowBits);
+      const uint64_t none = static_cast<uint64_t>(n / kHalf) * static_cast<uint64_t>(bits(rounder[r]));
+      add(sum, static_cast<int64_t>(count[r][lane] - none), top - (r + 1) * kWindowBits);
     }
   }
 }

@@ -196,7 +196,18 @@ class Shard:
 
     @property
     def parts(self) -> Exchange | None:
-        """The ranks that hold the parameter's parts, one copy of each; None where this rank holds all of it."""
+        """The ranks that hold the parameter's parts, one copy of each; None where this rank holds all of it.
+
+        Rules with sums over the parameter need it.
+
+        Raises:
+            NotImplementedError: a kind of shard that does not say which they are.
+        """
+        if self.local_shape != self.global_shape:
+            raise NotImplementedError(
+                f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule with sums over "
+                f"the parameter, expected {type(self).__name__}.parts to say which ranks hold the others; define it"
+            )
         return None
 
     def local(self, tensor: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.cautious import cautious_hyper, cautious_rule, check_cautious, is_cautious
+from shardopt.optim.cautious import CautiousRules, cautious_hyper, check_cautious, is_cautious
 from shardopt.state.options import Options, Unpack, check_flag
 from shardopt.state.rule import Rule
 
 _MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
-_ADAM = Rule("adam", _MOMENTS)
+_ADAM = CautiousRules(Rule("adam", _MOMENTS))
 _AMSGRAD = Rule("amsgrad", (*_MOMENTS, Moment("max_exp_avg_sq", signed=False)))
 
 
@@ -41,10 +41,10 @@ class AdamW(ShardedOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decay per unit of lr.
         amsgrad: divide by the largest second moment so far (arXiv 1904.09237), which is a third moment.
-        cautious: leave out elements whose update goes against their gradient, and scale the others up by the
-            parameter's elements over those that are left and one (arXiv 2411.16085, algorithm 1). They are counted over
-            the whole parameter, however it is sharded: a step takes a second pass and one collective.
-        cautious_weight_decay: decay only elements whose update does not go against that (arXiv 2510.12402).
+        cautious: leave out elements whose update goes against their gradient, and multiply the others by
+            ``numel / (kept + 1)`` (arXiv 2411.16085, algorithm 1). They are counted over the whole parameter, however
+            it is sharded: a step takes a second pass, and one all-reduce among the ranks that share parameters.
+        cautious_weight_decay: decay only elements that the update does not move away from zero (arXiv 2510.12402).
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -80,7 +80,7 @@ class AdamW(ShardedOptimizer):
         super().__init__(params, defaults, options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _AMSGRAD if group["amsgrad"] else cautious_rule(_ADAM, group)
+        return _AMSGRAD if group["amsgrad"] else _ADAM.of(group)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

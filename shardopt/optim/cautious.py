@@ -16,9 +16,23 @@ def is_cautious(group: Mapping[str, Any]) -> bool:
     return any(group[flag] for flag in FLAGS)
 
 
-def cautious_rule(rule: Rule, group: Mapping[str, Any]) -> Rule:
-    """The rule, or its cautious kin where the param group asks for that."""
-    return Rule(f"cautious_{rule.name}", rule.moments, has_sums=group["cautious"]) if is_cautious(group) else rule
+class CautiousRules:
+    """A rule and its cautious kin.
+
+    Args:
+        rule: one that csrc/rules/cautious.h knows.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        kin = f"cautious_{rule.name}"
+        self._rule, self._with_sums = rule, Rule(kin, rule.moments)
+        self._without = Rule(kin, rule.moments, has_sums=False)  # whose decay alone is cautious
+
+    def of(self, group: Mapping[str, Any]) -> Rule:
+        """The one that a param group asks for."""
+        if not is_cautious(group):
+            return self._rule
+        return self._with_sums if group["cautious"] else self._without
 
 
 def cautious_hyper(group: Mapping[str, Any]) -> dict[str, float]:

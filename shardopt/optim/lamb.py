@@ -13,14 +13,16 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import Options, Unpack
 from shardopt.state.rule import Rule
 
-_LAMB = Rule("lamb", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)), has_sums=True)
+_LAMB = Rule("lamb", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
 
 
 class LAMB(ShardedOptimizer):
     """LAMB (arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the norm of each parameter.
 
     The norms are those of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
-    over the parameters and one collective. A parameter whose own norm or whose direction's is zero is not scaled.
+    over the parameters, and one all-reduce per step among the ranks that share them (with released gradients, one per
+    parameter). A parameter whose own norm or whose direction's is zero is not scaled. A weight that is NaN or infinite
+    makes its whole parameter NaN.
 
     Bytes of state as for :class:`shardopt.AdamW`.
 

@@ -13,15 +13,19 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import Options, Unpack, check_number
 from shardopt.state.rule import Rule
 
-_LARS = Rule("lars", (Moment("momentum_buffer", signed=True),), has_sums=True)
+_LARS = Rule("lars", (Moment("velocity", signed=True, own_units=True),))
 
 
 class LARS(ShardedOptimizer):
     """LARS (arXiv 1708.03888, algorithm 1): SGD with momentum whose learning rate follows each parameter's norm.
 
     The norms are those of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
-    over the parameters and one collective. Where the norm of a parameter or its gradient is zero, ``lr`` stays as it
-    is. The learning rate is part of the momentum, as in the paper: it is felt from the step on in which it changes.
+    over the parameters, and one all-reduce per step among the ranks that share them (with released gradients, one per
+    parameter). Where the norm of a parameter or its gradient is zero, ``lr`` stays as it is. A weight that is NaN or
+    infinite makes its whole parameter NaN.
+
+    The momentum, ``velocity`` in the state, has the learning rates in it, as in the paper: a new one applies to new
+    gradients only, and the momentum of SGD is none for LARS.
 
     Bytes of state per parameter: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128.
 

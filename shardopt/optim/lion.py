@@ -10,11 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.cautious import cautious_hyper, cautious_rule, check_cautious
+from shardopt.optim.cautious import CautiousRules, cautious_hyper, check_cautious
 from shardopt.state.options import Options, Unpack
 from shardopt.state.rule import Rule
 
-_LION = Rule("lion", (Moment("exp_avg", signed=True),))
+_LION = CautiousRules(Rule("lion", (Moment("exp_avg", signed=True),)))
 
 
 class Lion(ShardedOptimizer):
@@ -59,7 +59,7 @@ class Lion(ShardedOptimizer):
         super().__init__(params, defaults, options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        return cautious_rule(_LION, group)
+        return _LION.of(group)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

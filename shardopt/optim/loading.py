@@ -114,10 +114,9 @@ def _kept_entries(
     optimizer: ShardedOptimizer, spec: TensorState, entries: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
     """The entries without those of moments that the optimizer would keep with other hyper-parameters."""
-    left_out = set(optimizer.optional_moments) - {moment.name for moment in spec.moments}
-    if not entries or not left_out:
-        return entries
-    return {key: value for key, value in entries.items() if not any(key.startswith(name) for name in left_out)}
+    off = set(optimizer.optional_moments) - {moment.name for moment in spec.moments}
+    left_out = {f"{name}{suffix}" for name in off for suffix in ("", "_codes", "_scales", "_bf16")}
+    return {key: value for key, value in entries.items() if key not in left_out} if entries and off else entries
 
 
 def _demand_own(exchanges: Sequence[Exchange], is_own: bool) -> None:

@@ -14,18 +14,16 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import Options, Unpack
 from shardopt.state.rule import Rule
 
-_STABLE_ADAMW = Rule(
-    "stable_adamw", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)), has_sums=True
-)
+_STABLE_ADAMW = Rule("stable_adamw", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
 
 
 class StableAdamW(ShardedOptimizer):
     """StableAdamW (arXiv 2304.13013, algorithm 2): AdamW with Adafactor's clipping of updates.
 
     The learning rate of a parameter, and with it its decay, is divided by the root mean square of its gradient over the
-    root of the second moment, where that is above 1: by how much the second moment is out of date. The mean is that of
-    the whole parameter, exact to the last bit however it is sharded: a step takes a second pass over the parameters and
-    one collective.
+    root of the second moment, where that is above 1. The mean is that of the whole parameter, exact to the last bit
+    however it is sharded: a step takes a second pass over the parameters, and one all-reduce per step among the ranks
+    that share them (with released gradients, one per parameter).
 
     Bytes of state as for :class:`shardopt.AdamW`.
 

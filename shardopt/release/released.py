@@ -89,7 +89,8 @@ class ReleasedParameters:
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
 
-        With ``offload="step"`` it is taken in another thread, beside the backward pass.
+        With ``offload="step"`` it is taken in another thread, beside the backward pass; but one that takes collectives
+        here, as their order among those of the backward pass must be the same on all ranks.
 
         Raises:
             RuntimeError: it was stepped since the optimizer's last ``step()``; or the forward pass has not waited for
@@ -114,7 +115,7 @@ class ReleasedParameters:
         group = _group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
         step = self._prepare(param, parameter, group)
-        if optimizer._internals.residency.of(param).offload == "step":
+        if optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
             # The next forward pass needs the first parameters first; otherwise gradients are to go as they come.
             order = parameter.index if self.overlaps_forward else next(self._arrivals)
             keeps = (param.detach(), list(optimizer.state[param].values()))  # their memory, should they be replaced

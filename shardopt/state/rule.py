@@ -16,12 +16,13 @@ class Rule:
     Attributes:
         name: the rule's.
         moments: what it keeps.
-        has_sums: whether its scalars depend on sums over the parameter: a step then takes one more pass.
+        has_sums: False where it does without the sums over the parameter that csrc/rules declares, and without the pass
+            that they take.
     """
 
     name: str
     moments: tuple[Moment, ...]
-    has_sums: bool = False
+    has_sums: bool = True
 
     def __post_init__(self) -> None:
         kinds, expected = tuple(moment.kind for moment in self.moments), _C.rules[self.name]["moments"]

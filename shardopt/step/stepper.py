@@ -35,6 +35,7 @@ class Stepper:
         self, residency: StateResidency, numbers: Mapping[Tensor, int], first: int = 0, name: str | None = None
     ) -> None:
         self.skipped = SkippedElements()
+        self.communicates = False  # whether the step that was prepared takes collectives
         self._residency, self._numbers, self._first, self._name = residency, numbers, first, name
         self._tables: StepTables | None = None  # of the last step
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
@@ -55,8 +56,8 @@ class Stepper:
             scaling: the loss scale.
 
         Returns:
-            Takes the step, once, in any thread, with the gradients and options of now. Prepare the next step only
-            afterwards.
+            Takes the step, once, with the gradients and options of now: in any thread, or with collectives
+            (:attr:`communicates`) in this one. Prepare the next step only afterwards.
 
         Raises:
             RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
@@ -75,6 +76,7 @@ class Stepper:
         else:
             tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
         tables.update(param_groups, scaling)
+        self.communicates = tables.communicates
         self._checked = checked
         return partial(self._run, tables)
 

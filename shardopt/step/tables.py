@@ -25,7 +25,7 @@ from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.exact_sums import ExactSums
+from shardopt.step.exact_sums import ExactSums, Summed
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, rows_of, table_of
 
@@ -125,17 +125,13 @@ class StepTables:
 
     def _exact_sums(self, params: Sequence[Tensor]) -> dict[torch.device, ExactSums]:
         """The sums that rules need, by the parameters' device; no entry for a device without any."""
-        found: dict[torch.device, ExactSums] = {}
-        for device in dict.fromkeys(parameter.device for parameter in self._inputs):
-            states, counts, devices = {}, {}, {}
-            for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
-                count = self.groups[parameter.group].rule.sums
-                if count and parameter.spec is not None and parameter.device == device:
-                    states[index], counts[index] = parameter.spec, count
-                    devices[index] = _kernels_of(device, self._residency.of(param).offload)
-            if states:
-                found[device] = ExactSums(states, counts, devices)
-        return found
+        summed: dict[torch.device, list[Summed]] = {}
+        for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
+            count = self.groups[parameter.group].rule.sums
+            if count and parameter.spec is not None:
+                kernels = _kernels_of(parameter.device, self._residency.of(param).offload)
+                summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, count, kernels))
+        return {device: ExactSums(tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
         """Whether an option of a param group may have changed since the last call."""
@@ -186,8 +182,13 @@ class StepTables:
             # Largest copies first: where there is no memory for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether the step takes collectives."""
+        return any(self._exchanges.values()) or any(sums.communicates for sums in self._sums.values())
+
     def run(self) -> None:
-        """Takes the step, in any thread.
+        """Takes the step: in any thread if it takes no collectives, whose order must be the same on all ranks.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for a copy of a tensor that is not contiguous. Nothing was

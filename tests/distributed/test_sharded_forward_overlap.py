@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
@@ -24,28 +25,36 @@ from shardopt.release import forward_overlap
 from shardopt.release.forward_overlap import ForwardOverlap
 
 
-def _fsdp(model: Any, prefetch: int = 0) -> nn.Module:
+def _fsdp(model: Any, prefetch: int = 0, **options: Any) -> nn.Module:
     mesh = mesh_of((dist.get_world_size(),))
-    fully_shard([model.embed, model.head], mesh=mesh)  # they share a weight
+    fully_shard([model.embed, model.head], mesh=mesh, **options)  # they share a weight
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
     for index, layer in enumerate(model.layers):
         layer.set_modules_to_forward_prefetch(list(model.layers[index + 1 : index + 1 + prefetch]))
-    return fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _columns(param: Tensor) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
 
 
 WAYS: dict[str, Callable[[Any], nn.Module]] = {
     "fsdp": _fsdp,
     "fsdp that prefetches": lambda model: _fsdp(model, prefetch=2),
+    "fsdp of columns": lambda model: _fsdp(model, shard_placement_fn=_columns),
     "fsdp of layers": lambda model: [fully_shard(layer) for layer in model.layers] and model,
     "ddp": DistributedDataParallel,
 }
 
 
-def _run(model: nn.Module, offload: str | None, rank: int, between: Callable[[], Any] = bool) -> dict[str, Any]:
+def _run(
+    model: nn.Module, offload: str | None, rank: int, between: Callable[[], Any] = bool, kind: str = "AdamW8bit"
+) -> dict[str, Any]:
     """All that a run ends with, and its outputs; ``between`` is called after each step and may have some, too."""
     with offload_from_cpu(), slow_steps(0.02):
-        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload)
+        options = {"lr": 1e-2, "min_quantized_numel": 64, "offload": offload}
+        optimizer = getattr(shardopt, kind)(model.parameters(), **options)
         if offload is not None:
             shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
         outputs = []
@@ -61,15 +70,21 @@ def _run(model: nn.Module, offload: str | None, rank: int, between: Callable[[],
     return {**{f"output {i}": x.detach().clone() for i, x in enumerate(outputs)}, **snapshot_of(model, optimizer)}
 
 
-def _compare(way: str, recompute: bool = False) -> None:
+def _compare(way: str, recompute: bool = False, kind: str = "AdamW8bit") -> None:
     rank = 0 if way == "fsdp of layers" else dist.get_rank()  # there the ranks are to agree by themselves
-    expected, found = (_run(WAYS[way](Layers(recompute)), offload, rank) for offload in (None, "step"))
+    expected, found = (_run(WAYS[way](Layers(recompute)), offload, rank, kind=kind) for offload in (None, "step"))
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "fsdp of columns"])
 def test_same_bits(ranks: Pool, way: str) -> None:
     ranks.run(2, _compare, way)
+
+
+@pytest.mark.parametrize(("way", "kind"), [("fsdp", "LAMB8bit"), ("fsdp of columns", "AdamW8bit")])
+def test_steps_with_collectives(ranks: Pool, way: str, kind: str) -> None:
+    """They are taken in the thread of the backward pass, whose collectives they must not meet."""
+    ranks.run(2, _compare, way, False, kind)
 
 
 def test_recomputed_activations(ranks: Pool) -> None:

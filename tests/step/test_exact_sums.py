@@ -14,8 +14,7 @@ import shardopt
 from helpers import with_gradient
 from kernel_problem import using
 from shardopt import _C
-
-LOWEST_BIT = -384  # csrc/core/exact_sum.h
+from shardopt.layout import Shard, assign
 
 
 def sums_of(param: Tensor, gradient: Tensor) -> list[tuple[Fraction, int]]:
@@ -26,11 +25,12 @@ def sums_of(param: Tensor, gradient: Tensor) -> list[tuple[Fraction, int]]:
     optimizer.step()
     tables = optimizer._internals.stepper._tables
     assert tables is not None
-    ((buffer,),) = (sums._buffers.values() for sums in tables._sums.values())
+    (sums,) = tables._sums.values()
+    (buffer,) = sums._buffers[None].values()
     found = []
     for *digits, lost in buffer.tolist():
         total = sum(digit << (32 * i) for i, digit in enumerate(digits))
-        found.append((Fraction(total) * Fraction(2) ** LOWEST_BIT, lost))
+        found.append((Fraction(total) * Fraction(2) ** _C.sum_lowest_bit, lost))
     return found
 
 
@@ -64,7 +64,7 @@ def test_least_and_largest_numbers(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())
-def test_numbers_that_are_none_are_counted(target: str) -> None:
+def test_nan_and_inf_are_counted(target: str) -> None:
     values = spread_over((3, 700), 5, seed=3)
     spoilt = values.clone()
     spoilt.view(-1)[::100] = math.nan
@@ -81,3 +81,34 @@ def test_a_million_elements_on_any_number_of_threads() -> None:
         with using(_C.cpu_targets()[0], threads):
             found.append(sums_of(*values))
     assert found[0] == [(exact(x), 0) for x in values] == found[1] == found[2]
+
+
+class Rows(Shard):
+    """Some rows of a parameter, which does not say who has the others."""
+
+    def __init__(self, global_shape: tuple[int, ...], rows: int) -> None:
+        super().__init__(global_shape, (rows, *global_shape[1:]))
+
+
+def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
+    param = Parameter(torch.ones(8, 130))
+    assign(param, Rows((16, 130), 8))
+    with_gradient(param, torch.ones(8, 130))
+    shardopt.AdamW([param]).step()
+    before = param.detach().clone()
+    with pytest.raises(NotImplementedError, match=r"Rows\.parts to say which ranks hold the others"):
+        shardopt.LAMB([param]).step()
+    assert torch.equal(param.detach(), before)
+
+
+def test_sgds_momentum_is_none_for_lars() -> None:
+    """It has no learning rates in it."""
+    param = Parameter(torch.ones(8, 130))
+    sgd, lars = torch.optim.SGD([param], momentum=0.9), shardopt.LARS([param])
+    param.grad = torch.ones(8, 130)
+    sgd.step()
+    with pytest.raises(ValueError, match="expected step, velocity"):
+        lars.load_state_dict(sgd.state_dict())
+    with pytest.raises(ValueError, match="expected velocity in units of its own, as lars keeps it"):
+        shardopt.checkpoint.import_state(lars, sgd.state_dict())
+    assert not lars.state

@@ -162,8 +162,8 @@ def _expected(rule: Rule, peer: Peer) -> tuple[Moment, ...]:
     for moment in rule.moments:
         if moment.own_units:
             raise ValueError(
-                f"got the state of {peer.name}, whose averages are of gradients, expected {moment.name} of gradients "
-                f"over their root mean square, as {rule.name} keeps it; begin with new state"
+                f"got the state of {peer.name}, whose averages are of gradients, expected {moment.name} in units of "
+                f"its own, as {rule.name} keeps it; begin with new state"
             )
     return rule.moments
 
