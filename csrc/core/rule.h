@@ -10,7 +10,7 @@
 //   kSums              how many
 //   terms(...)         the numbers whose squares one element adds to each
 //   with_sums(...)     takes the sums and the number of the parameter's elements
-// It knows nothing of codecs, devices or shards.
+// Rules do not depend on codecs, devices or shards.
 #pragma once
 
 #include <type_traits>

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstddef>
+#include <string_view>
 #include <type_traits>
 
 #include "rules/adam.h"
@@ -23,16 +24,11 @@ constexpr std::array<const char*, kCount + 2> with_flags(const char* const (&nam
   return all;
 }
 
-constexpr bool equal(const char* a, const char* b) {
-  while (*a && *a == *b) ++a, ++b;
-  return *a == *b;
-}
-
 // The place of a name, or -1.
 template <std::size_t kCount>
-constexpr int index_of(const char* name, const char* const (&names)[kCount]) {
+constexpr int index_of(std::string_view name, const char* const (&names)[kCount]) {
   for (std::size_t i = 0; i < kCount; ++i) {
-    if (equal(names[i], name)) return static_cast<int>(i);
+    if (names[i] == name) return static_cast<int>(i);
   }
   return -1;
 }
@@ -90,7 +86,7 @@ struct Cautious {
   }
 
  private:
-  // What the rule adds to a parameter that does not decay: -lr times its direction. Adds L2 decay to the gradient.
+  // Returns what the rule adds to a parameter without weight decay, and adds the L2 penalty to the gradient.
   template <class F>
   SHARDOPT_HD F change_of(F param, F& gradient, F* moment, F* roots) const {
     F change = spread<F>(0.0f);

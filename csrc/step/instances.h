@@ -39,7 +39,7 @@ using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 
 using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, RmsProp<false, false>,
                         RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
-// Those that need sums over the parameter.
+// Rules with kSums.
 using SumRules = List<Lamb, Lars, StableAdamW, Cautious<Adam>, Cautious<Lion>>;
 using OtherCodecs = List<Companded16>;
 

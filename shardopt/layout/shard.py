@@ -201,10 +201,10 @@ class Shard:
         Rules with sums over the parameter need it.
 
         Raises:
-            NotImplementedError: a kind of shard that does not say which they are.
+            UnknownShardError: this kind of shard does not say which they are.
         """
         if self.local_shape != self.global_shape:
-            raise NotImplementedError(
+            raise UnknownShardError(
                 f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule with sums over "
                 f"the parameter, expected {type(self).__name__}.parts to say which ranks hold the others; define it"
             )

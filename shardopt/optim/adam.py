@@ -17,7 +17,8 @@ from shardopt.state.rule import Rule
 
 _MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
 _ADAM = CautiousRules(Rule("adam", _MOMENTS))
-_AMSGRAD = Rule("amsgrad", (*_MOMENTS, Moment("max_exp_avg_sq", signed=False)))
+_LARGEST = Moment("max_exp_avg_sq", signed=False)
+_AMSGRAD = Rule("amsgrad", (*_MOMENTS, _LARGEST))
 
 
 class AdamW(ShardedOptimizer):
@@ -53,7 +54,7 @@ class AdamW(ShardedOptimizer):
     """
 
     updates_by_lr = True
-    optional_moments = ("max_exp_avg_sq",)
+    optional_moments = (_LARGEST,)
 
     def __init__(
         self,

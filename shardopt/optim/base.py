@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from shardopt.codec import Moment
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, read_model
@@ -48,7 +49,7 @@ class ShardedOptimizer(Optimizer, ABC):
     beta_count = 2
 
     #: Moments that only some settings of the hyper-parameters keep: loading leaves them out where they are not kept.
-    optional_moments: tuple[str, ...] = ()
+    optional_moments: tuple[Moment, ...] = ()
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:

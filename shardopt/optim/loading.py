@@ -20,7 +20,7 @@ from shardopt.state.flat_encoding import encode_flat_moments
 from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
 from shardopt.state.slice_state import StateDict
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 if TYPE_CHECKING:
     from shardopt.optim.base import ShardedOptimizer
@@ -102,7 +102,7 @@ def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict
                 param, options
             )  # as it will be: SGD's momentum says what state there is
             name = listed_name(group, number, position)
-            entries = _kept_entries(optimizer, spec, checked_entries(states.get(index), name))
+            entries = _kept_entries(optimizer, param, options, spec, checked_entries(states.get(index), name))
             loaded.append(_Loaded(param, index, name, spec, entries))
         held = held_elements(group["params"])
         with reading(f"param group {number}"):
@@ -111,12 +111,18 @@ def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict
 
 
 def _kept_entries(
-    optimizer: ShardedOptimizer, spec: TensorState, entries: Mapping[str, Any] | None
+    optimizer: ShardedOptimizer,
+    param: Tensor,
+    group: Mapping[str, Any],
+    spec: TensorState,
+    entries: Mapping[str, Any] | None,
 ) -> Mapping[str, Any] | None:
     """The entries without those of moments that the optimizer would keep with other hyper-parameters."""
-    off = set(optimizer.optional_moments) - {moment.name for moment in spec.moments}
-    left_out = {f"{name}{suffix}" for name in off for suffix in ("", "_codes", "_scales", "_bf16")}
-    return {key: value for key, value in entries.items() if key not in left_out} if entries and off else entries
+    off = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
+    if not entries or not off:
+        return entries
+    left_out = {moment.name for moment in off} | (tensor_state_of(param, group, off).state_names - spec.state_names)
+    return {key: value for key, value in entries.items() if key not in left_out}
 
 
 def _demand_own(exchanges: Sequence[Exchange], is_own: bool) -> None:

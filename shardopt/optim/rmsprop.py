@@ -49,7 +49,7 @@ class RMSprop(ShardedOptimizer):
     """
 
     updates_by_lr = True
-    optional_moments = ("grad_avg", "momentum_buffer")
+    optional_moments = (_MEAN, _BUFFER)
 
     def __init__(
         self,

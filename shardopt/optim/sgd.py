@@ -37,7 +37,7 @@ class SGD(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    optional_moments = ("momentum_buffer",)
+    optional_moments = _MOMENTUM.moments
 
     def __init__(
         self,

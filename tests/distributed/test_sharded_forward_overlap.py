@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
@@ -23,26 +23,24 @@ from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from shardopt.release import forward_overlap
 from shardopt.release.forward_overlap import ForwardOverlap
+from shardopt.sharding.exchange import RanksExchange
+
+_ALL_REDUCE = RanksExchange._all_reduce
 
 
-def _fsdp(model: Any, prefetch: int = 0, **options: Any) -> nn.Module:
+def _fsdp(model: Any, prefetch: int = 0) -> nn.Module:
     mesh = mesh_of((dist.get_world_size(),))
-    fully_shard([model.embed, model.head], mesh=mesh, **options)  # they share a weight
+    fully_shard([model.embed, model.head], mesh=mesh)  # they share a weight
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
+        fully_shard(layer, mesh=mesh)
     for index, layer in enumerate(model.layers):
         layer.set_modules_to_forward_prefetch(list(model.layers[index + 1 : index + 1 + prefetch]))
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def _columns(param: Tensor) -> Shard | None:
-    return Shard(1) if param.ndim > 1 else None
+    return fully_shard(model, mesh=mesh)
 
 
 WAYS: dict[str, Callable[[Any], nn.Module]] = {
     "fsdp": _fsdp,
     "fsdp that prefetches": lambda model: _fsdp(model, prefetch=2),
-    "fsdp of columns": lambda model: _fsdp(model, shard_placement_fn=_columns),
     "fsdp of layers": lambda model: [fully_shard(layer) for layer in model.layers] and model,
     "ddp": DistributedDataParallel,
 }
@@ -76,15 +74,26 @@ def _compare(way: str, recompute: bool = False, kind: str = "AdamW8bit") -> None
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "fsdp of columns"])
+@pytest.mark.parametrize("way", WAYS)
 def test_same_bits(ranks: Pool, way: str) -> None:
     ranks.run(2, _compare, way)
 
 
-@pytest.mark.parametrize(("way", "kind"), [("fsdp", "LAMB8bit"), ("fsdp of columns", "AdamW8bit")])
-def test_steps_with_collectives(ranks: Pool, way: str, kind: str) -> None:
+def _compare_with_collectives() -> None:
+    threads = []
+
+    def recorded(self: RanksExchange, tensor: Tensor, op: Any) -> None:
+        threads.append(threading.current_thread())
+        _ALL_REDUCE(self, tensor, op)
+
+    with patch.object(RanksExchange, "_all_reduce", recorded):
+        _compare("fsdp", kind="LAMB8bit")
+    assert set(threads) == {threading.current_thread()}
+
+
+def test_steps_with_collectives(ranks: Pool) -> None:
     """They are taken in the thread of the backward pass, whose collectives they must not meet."""
-    ranks.run(2, _compare, way, False, kind)
+    ranks.run(2, _compare_with_collectives)
 
 
 def test_recomputed_activations(ranks: Pool) -> None:

@@ -14,7 +14,7 @@ import shardopt
 from helpers import with_gradient
 from kernel_problem import using
 from shardopt import _C
-from shardopt.layout import Shard, assign
+from shardopt.layout import Shard, UnknownShardError, assign
 
 
 def sums_of(param: Tensor, gradient: Tensor) -> list[tuple[Fraction, int]]:
@@ -96,13 +96,13 @@ def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
     with_gradient(param, torch.ones(8, 130))
     shardopt.AdamW([param]).step()
     before = param.detach().clone()
-    with pytest.raises(NotImplementedError, match=r"Rows\.parts to say which ranks hold the others"):
+    with pytest.raises(UnknownShardError, match=r"Rows\.parts to say which ranks hold the others"):
         shardopt.LAMB([param]).step()
     assert torch.equal(param.detach(), before)
 
 
 def test_sgds_momentum_is_none_for_lars() -> None:
-    """It has no learning rates in it."""
+    """SGD adds up gradients, LARS gradients times their learning rates."""
     param = Parameter(torch.ones(8, 130))
     sgd, lars = torch.optim.SGD([param], momentum=0.9), shardopt.LARS([param])
     param.grad = torch.ones(8, 130)

@@ -24,7 +24,7 @@ class Updated(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a rule with sums over the parameter adds up: numbers whose squares count, per sum; and the new moments."""
+    """Numbers whose squares a rule adds up over the parameter, a tensor per sum, and the new moments."""
 
     x: list[Tensor]
     moments: list[Tensor]
@@ -330,7 +330,7 @@ def stable_adamw(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars
 
 
 def _change(rule: Callable[..., Updated], p: Tensor, g: Tensor, moments: Any, hyper: Scalars, step: int) -> Updated:
-    """What a rule adds to a parameter that does not decay."""
+    """Returns the change of a parameter without weight decay."""
     without_decay = {**hyper, "coupled_decay": 0.0, "decoupled_decay": 0.0}
     return rule(torch.zeros_like(p), g, moments, without_decay, step)
 

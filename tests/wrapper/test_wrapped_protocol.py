@@ -146,7 +146,7 @@ def test_memory_report() -> None:
     ("options", "error"), [({"differentiable": True}, "differentiable"), ({"max_grad_norm": 1.0}, "working_memory")]
 )
 def test_added_and_loaded_groups_are_checked(options: dict[str, Any], error: str) -> None:
-    """What the constructor refuses is refused later, too, and nothing has changed then."""
+    """Added and loaded param groups are checked like the first ones; a refusal changes nothing."""
     params = parameters()
     optimizer = trained(quantize_state(AdamW(params[:2])), params)
     before = [x.clone() for x in bits(params, optimizer)]
