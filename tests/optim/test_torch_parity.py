@@ -205,17 +205,16 @@ def test_a_hundred_steps(name: str) -> None:
     assert_as_near_as_torch(scenario, PAIRS[name])
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.01])
-def test_rmsprop_whose_variance_is_far_below_the_mean_square(noise: float) -> None:
+def test_rmsprop_whose_variance_is_far_below_the_mean_square() -> None:
     def scenario(run: Run) -> list[Tensor]:
         param, mean = run.param(64, 64), normal((64, 64), 1)
         optimizer = run.optimizer([param])
         for t in range(STEPS):
-            param.grad = (mean + noise * normal((64, 64), t + 2)).to(run.dtype)
+            param.grad = (mean + 0.1 * normal((64, 64), t + 2)).to(run.dtype)
             optimizer.step()
         return [param]
 
-    pair = Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "centered": True, "foreach": False})
+    pair = Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-4, "alpha": 0.5, "centered": True, "foreach": False})
     assert_as_near_as_torch(scenario, pair)
 
 
