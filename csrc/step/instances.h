@@ -19,6 +19,7 @@
 #include "rules/lamb.h"
 #include "rules/lars.h"
 #include "rules/lion.h"
+#include "rules/muon.h"
 #include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
@@ -37,8 +38,8 @@ struct List {
 using UsualRules = List<Adam, Lion, Momentum>;
 using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 
-using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, RmsProp<false, false>,
-                        RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
+using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, MuonDirection, MuonApply,
+                        RmsProp<false, false>, RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
 // Rules with kSums.
 using SumRules = List<Lamb, Lars, StableAdamW, Cautious<Adam>, Cautious<Lion>>;
 using OtherCodecs = List<Companded16>;

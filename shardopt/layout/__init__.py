@@ -1,6 +1,7 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
+from shardopt.layout.division import Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.shard import (
     Exchange,
@@ -21,11 +22,14 @@ from shardopt.layout.shard import (
 
 __all__ = [
     "BlockGrid",
+    "Division",
     "Exchange",
     "FlatBuffer",
     "FlatShard",
     "LocalBlocks",
+    "Ranks",
     "Rectangle",
+    "Region",
     "Segment",
     "Shard",
     "UnknownShardError",

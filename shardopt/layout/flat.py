@@ -7,11 +7,12 @@ which it begins and the one in which it ends may be cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
+from shardopt.layout.division import Division, Ranks, ranges
 from shardopt.layout.shard import ASSIGNED, Exchange, Rectangle, Shard
 
 
@@ -28,6 +29,10 @@ class _AssignedShard(Shard):
         return self
 
 
+class RanksOfRanges(Exchange, Ranks, Protocol):
+    """Ranks that agree on numbers and pass elements around."""
+
+
 class FlatShard(_AssignedShard):
     """The elements ``[start, end)`` of the flattened parameter, as a 1-D tensor.
 
@@ -37,6 +42,7 @@ class FlatShard(_AssignedShard):
         end: that after the last one.
         cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
         exchange: the ranks that hold the ranges; None where this rank holds all.
+        division: the same ranks with the range of each; None where this rank holds all.
     """
 
     def __init__(
@@ -46,18 +52,21 @@ class FlatShard(_AssignedShard):
         end: int,
         cuts: Sequence[int] = (),
         exchange: Exchange | None = None,
+        division: Division | None = None,
     ) -> None:
         super().__init__(global_shape, (max(end - start, 0),))
         self.start, self.end = start, max(end, start)
         self.cuts = tuple(cuts)
         self.exchange = exchange
+        self._division = division
         self._cut_blocks: dict[int, list[int]] = {}
 
     @classmethod
-    def between(cls, global_shape: tuple[int, ...], ends: Sequence[int], rank: int, exchange: Exchange) -> FlatShard:
-        """The shard of a rank, where the ranks' ranges end at ``ends[1:]`` and the first begins at ``ends[0]``, 0."""
+    def between(cls, global_shape: tuple[int, ...], ends: Sequence[int], ranks: RanksOfRanges) -> FlatShard:
+        """This rank's shard, where the ranks' ranges end at ``ends[1:]`` and the first begins at ``ends[0]``, 0."""
         cuts = sorted({end for end in ends if 0 < end < ends[-1]})
-        return cls(global_shape, ends[rank], ends[rank + 1], cuts, exchange)
+        division = Division(ranks, tuple(ranges(ends)))
+        return cls(global_shape, ends[ranks.rank], ends[ranks.rank + 1], cuts, ranks, division)
 
     @property
     def numel(self) -> int:
@@ -79,6 +88,10 @@ class FlatShard(_AssignedShard):
     @property
     def parts(self) -> Exchange | None:
         return self.exchange
+
+    @property
+    def division(self) -> Division | None:
+        return super().division if self._division is None else self._division
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row = grid.row_numel, grid.blocks_per_row

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
+from shardopt.layout.division import Division
 
 _S = TypeVar("_S", bound="Shard")
 
@@ -95,6 +96,27 @@ class Rectangle(NamedTuple):
                 element, cols = first + col - self.first_col, stop - col
                 yield Rectangle(element, 1, col, cols, cols, block + blocks, self.blocks_stride)
                 col = stop
+
+    def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
+        """Its parts, in order, where some elements of the local tensor are to begin parts of their own.
+
+        Args:
+            ends: the indices of these elements, ascending; each begins a row, or the rectangle has only one.
+        """
+        rest = self
+        for end in ends:
+            numel = end - rest.element
+            if not 0 < numel < (rest.rows - 1) * rest.row_stride + rest.cols:
+                continue
+            if rest.rows == 1:
+                yield rest._replace(cols=numel)
+                rest = rest._replace(element=end, first_col=rest.first_col + numel, cols=rest.cols - numel)
+            else:
+                rows = numel // rest.row_stride
+                yield rest._replace(rows=rows)
+                block = rest.block + rows * rest.blocks_stride
+                rest = rest._replace(element=end, rows=rest.rows - rows, block=block)
+        yield rest
 
     def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
         """Its columns of whole blocks, and each cut block by itself."""
@@ -207,6 +229,23 @@ class Shard:
             raise UnknownShardError(
                 f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule with sums over "
                 f"the parameter, expected {type(self).__name__}.parts to say which ranks hold the others; define it"
+            )
+        return None
+
+    @property
+    def division(self) -> Division | None:
+        """How the ranks divide the parameter among them; None where this rank holds all of it.
+
+        Rules that treat the parameter as a matrix need it.
+
+        Raises:
+            UnknownShardError: this kind of shard does not say so.
+            RuntimeError: some rank's part is neither a matrix nor a range.
+        """
+        if self.local_shape != self.global_shape:
+            raise UnknownShardError(
+                f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule for matrices, "
+                f"expected {type(self).__name__}.division to say which ranks hold the rest; define it"
             )
         return None
 

@@ -10,6 +10,7 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.lamb import LAMB, LAMB8bit
 from shardopt.optim.lars import LARS, LARS8bit
 from shardopt.optim.lion import Lion, Lion8bit
+from shardopt.optim.muon import Muon, Muon8bit
 from shardopt.optim.nadam import NAdam, NAdam8bit
 from shardopt.optim.radam import RAdam, RAdam8bit
 from shardopt.optim.rmsprop import RMSprop, RMSprop8bit
@@ -39,6 +40,8 @@ __all__ = [
     "LARS8bit",
     "Lion",
     "Lion8bit",
+    "Muon",
+    "Muon8bit",
     "NAdam",
     "NAdam8bit",
     "RAdam",

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import get_process_group_ranks
 from torch.distributed.tensor import DTensor, Replicate, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from shardopt.layout import BlockGrid, LocalBlocks, Shard
-from shardopt.sharding.exchange import RanksExchange
+from shardopt.layout import BlockGrid, Division, LocalBlocks, Region, Shard
+from shardopt.sharding.exchange import RanksExchange, joint_group
 
 _CACHED_SHARDS = 8192
 
@@ -82,15 +83,17 @@ class DTensorShard(Shard):
 
     @cached_property
     def first_element(self) -> int:  # type: ignore[override]
+        self._require_ranges("stochastic rounding", "use stochastic_rounding=False for this parameter")
+        return self._first_row * self.row_numel + self.first_col
+
+    def _require_ranges(self, purpose: str, other_remedy: str = "step it with another optimizer") -> None:
         strided = {getattr(placement, "dim", 0) for placement in self._placements if hasattr(placement, "split_factor")}
         deepest = max((getattr(placement, "dim", 0) for placement in self._placements), default=0)
         if deepest > 1 or any(self._ends_of(dim) is None for dim in strided):
             raise RuntimeError(
-                f"got a parameter of shape {self.global_shape} with placements {self._placements} for stochastic "
-                "rounding, expected every rank to hold one range of dim 0 and one of dim 1; shard it so, or use "
-                "stochastic_rounding=False for this parameter"
+                f"got a parameter of shape {self.global_shape} with placements {self._placements} for {purpose}, "
+                f"expected every rank to hold one range of dim 0 and one of dim 1; shard it so, or {other_remedy}"
             )
-        return self._first_row * self.row_numel + self.first_col
 
     @cached_property
     def holders(self) -> RanksExchange:  # type: ignore[override]
@@ -100,6 +103,30 @@ class DTensorShard(Shard):
     def parts(self) -> RanksExchange | None:  # type: ignore[override]
         sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
         return _along(self._mesh, sharded) if sharded else None
+
+    @cached_property
+    def division(self) -> Division | None:  # type: ignore[override]
+        mesh_dims = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
+        if not mesh_dims:
+            return None
+        mine = self._mesh.get_coordinate()
+        self._require_ranges("Muon")
+        assert mine is not None
+        coordinates: dict[int, tuple[int, ...]] = {}  # by global rank, of those that hold the parts
+        for at in itertools.product(*(range(self._mesh.size(dim)) for dim in mesh_dims)):
+            coordinate = list(mine)
+            for dim, value in zip(mesh_dims, at, strict=True):
+                coordinate[dim] = value
+            coordinates[int(self._mesh.mesh[tuple(coordinate)])] = tuple(coordinate)
+        group = joint_group(sorted(coordinates)) if len(mesh_dims) > 1 else self._mesh.get_group(mesh_dims[0])
+        regions = [self._region_at(coordinates[rank]) for rank in get_process_group_ranks(group)]
+        return Division(RanksExchange((group,), self._mesh.device_type), tuple(regions))
+
+    def _region_at(self, coordinate: tuple[int, ...]) -> Region:
+        shape, offset = self._part_of(self.global_shape, coordinate)
+        columns = offset[1] * math.prod(self.global_shape[2:]) if len(offset) > 1 else 0
+        first = offset[0] * self.row_numel + columns if math.prod(shape) else 0
+        return Region(first, shape[0], math.prod(shape[1:]), self.row_numel)
 
     def local(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]

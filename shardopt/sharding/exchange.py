@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed.distributed_c10d import (
+    ProcessGroup,
+    ReduceOp,
+    all_reduce,
+    all_to_all_single,
+    broadcast,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    group,
+    new_group,
+)
+
+
+_joint_groups: dict[tuple[ProcessGroup | None, tuple[int, ...]], ProcessGroup] = {}
+
+
+def joint_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A group of some ranks of the world, all of which must call this.
+
+    Args:
+        ranks: ascending.
+    """
+    world = group.WORLD
+    if world is not None and len(ranks) == get_world_size():
+        return world
+    found = _joint_groups.get((world, tuple(ranks)))
+    if found is None:
+        found = new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-untyped-call]
+        _joint_groups[world, tuple(ranks)] = found
+    return found
 
 
 @dataclass(frozen=True)
@@ -27,6 +59,28 @@ class RanksExchange:
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, ReduceOp.SUM)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group, of which there must be one."""
+        (only,) = self.groups
+        return get_rank(only)
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> Callable[[], object]:
+        """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.Ranks`."""
+        (only,) = self.groups
+        bytes_each = [[size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)]
+        received, sent = (x.view(torch.uint8) for x in (received, sent))  # back ends differ in the dtypes they take
+        work = all_to_all_single(received, sent, *bytes_each, group=only, async_op=True)
+        return work.wait
+
+    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
+        """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.Ranks`."""
+        (only,) = self.groups
+        work = broadcast(tensor, get_global_rank(only, source), group=only, async_op=True)
+        return work.wait  # type: ignore[no-any-return, union-attr]
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         there = tensor.to(self.device_type)  # of an offloaded parameter it lies on the host, out of NCCL's reach

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from shardopt import _C
 from shardopt.codec import Moment
+from shardopt.kernels.newton_schulz import NewtonSchulz
+
+#: How a parameter is divided along its first dimension into matrices: their rows; "each", where every index there is a
+#: matrix by itself; or None for one matrix of all.
+Split = tuple[int, ...] | Literal["each"] | None
+
+
+@dataclass(frozen=True)
+class Orthogonalized:
+    """What becomes of a direction that a rule gives in the parameter's place.
+
+    Attributes:
+        newton_schulz: orthogonalizes it.
+        split: which matrices a parameter has.
+        scale: a factor of the learning rate, given the shape of a matrix.
+        memory: bytes that directions and what is computed of them may take on a device at a time.
+        apply: the name of the rule that moves the parameter by the result, which stands in the gradient's place.
+    """
+
+    newton_schulz: NewtonSchulz
+    split: Split
+    scale: Callable[[int, int], float]
+    memory: int
+    apply: str
 
 
 @dataclass(frozen=True)
@@ -18,11 +43,13 @@ class Rule:
         moments: what it keeps.
         has_sums: False where it does without the sums over the parameter that csrc/rules declares, and without the pass
             that they take.
+        orthogonalized: where the rule gives a direction in the parameter's place, what becomes of it.
     """
 
     name: str
     moments: tuple[Moment, ...]
     has_sums: bool = True
+    orthogonalized: Orthogonalized | None = None
 
     def __post_init__(self) -> None:
         kinds, expected = tuple(moment.kind for moment in self.moments), _C.rules[self.name]["moments"]
@@ -43,6 +70,10 @@ class Rule:
 
     def hyper_row(self, hyper: Mapping[str, float]) -> list[float]:
         """The hyper-parameters in the kernels' order, filled up to the table's width."""
-        names = _C.rules[self.name]["hyper"]
-        row = [float(hyper[name]) for name in names]
-        return row + [0.0] * (_C.max_hyper - len(row))
+        return hyper_row(self.name, hyper)
+
+
+def hyper_row(rule: str, hyper: Mapping[str, float]) -> list[float]:
+    """The hyper-parameters of the rule of that name in the kernels' order, filled up to the table's width."""
+    row = [float(hyper[name]) for name in _C.rules[rule]["hyper"]]
+    return row + [0.0] * (_C.max_hyper - len(row))

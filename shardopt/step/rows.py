@@ -18,7 +18,7 @@ from shardopt.kernels.weights import noise_key
 from shardopt.layout import FlatShard, Rectangle
 from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.residency import Residency
-from shardopt.state.rule import Rule
+from shardopt.state.rule import Rule, hyper_row
 from shardopt.state.slice_state import LOW_BITS, StateDict
 from shardopt.state.tensor_state import Part, TensorState
 from shardopt.step.cut_blocks import CutParameter, FlatCuts
@@ -69,14 +69,41 @@ class Group(NamedTuple):
         Args:
             lr: a float32 scalar on the kernels' device that replaces the learning rate in ``hyper``; or None.
         """
+        return self._row(self.rule.name, self.hyper, lr, self.gradient_sign)
+
+    def apply_row(self, lr: Tensor | None, scale: float) -> Row:
+        """The same for the second pass of a rule with an orthogonalized direction.
+
+        Args:
+            lr: as for :meth:`row`.
+            scale: factor of the learning rate.
+        """
+        assert self.rule.orthogonalized is not None
+        return self._row(self.rule.orthogonalized.apply, {**self.hyper, "scale": scale}, lr, 1.0)
+
+    def _row(self, rule: str, hyper: Mapping[str, float], lr: Tensor | None, gradient_scale: float) -> Row:
         policy = _C.NonFinite.propagate if self.nonfinite == "propagate" else _C.NonFinite.skip
         return {
-            "hyper": self.rule.hyper_row(self.hyper),
+            "hyper": hyper_row(rule, hyper),
             "lr": 0 if lr is None else lr.data_ptr(),
-            "gradient_scale": self.gradient_sign,
-            "rule": self.rule.index,
+            "gradient_scale": gradient_scale,
+            "rule": int(_C.rules[rule]["index"]),
             "nonfinite": int(policy),
         }
+
+
+class SliceOfStep(NamedTuple):
+    """What a step knows of a slice beside its state.
+
+    Attributes:
+        flat_cuts: the blocks that flat shards cut which are exchanged together with those of the slice.
+        sums: address of the sums over the slice's parameter; 0 where its rule needs none.
+        ends: indices in the slice of elements that begin a matrix: a row of the table has to end there.
+    """
+
+    flat_cuts: FlatCuts
+    sums: int
+    ends: Sequence[int]
 
 
 def table_of(rows: Sequence[Row], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
@@ -101,9 +128,8 @@ def rows_of(
     param: Tensor,
     state: StateDict,
     residency: Residency,
-    flat_cuts: FlatCuts,
+    slices: Sequence[SliceOfStep],
     noise: tuple[int, int],
-    sums: Sequence[int],
     indices: tuple[int, int],
 ) -> tuple[list[Row], CutParameter | None]:
     """The rows of one of the optimizer's parameters, by the names of :data:`ROW`.
@@ -114,9 +140,8 @@ def rows_of(
         param: this rank's part of it.
         state: its state.
         residency: where its state lives.
-        flat_cuts: the blocks that flat shards on its device cut.
+        slices: what the step knows of each of its slices.
         noise: ``stochastic_rounding_seed``, and the parameter's index among all of the model's.
-        sums: addresses of the sums over each of its slices' parameters; empty where its rule needs none.
         indices: the parameter's index in the step, and that of its param group.
 
     Returns:
@@ -134,12 +159,11 @@ def rows_of(
     _check(name, "step", state["step"], torch.float32, 1, residency.steps)
     rows: list[Row] = []
     cut = None
-    for number, part in enumerate(spec.parts(param, state)):
+    for part, of_step in zip(spec.parts(param, state), slices, strict=True):
         cut = _cut_parameter(part)
         noise_of_part = noise_key(noise[0], noise[1] if part.number is None else part.number)
         first_unit = rows[-1]["unit"] + 1 if rows else 0
-        sums_of_part = sums[number] if sums else 0
-        rows += _rows_of_part(name, part, cut, flat_cuts, residency, noise_of_part, sums_of_part, indices, first_unit)
+        rows += _rows_of_part(name, part, cut, of_step, residency, noise_of_part, indices, first_unit)
     return rows, cut
 
 
@@ -147,10 +171,9 @@ def _rows_of_part(
     name: str,
     part: Part,
     cut: CutParameter | None,
-    flat_cuts: FlatCuts,
+    of_step: SliceOfStep,
     residency: Residency,
     noise: int,
-    sums: int,
     indices: tuple[int, int],
     first_unit: int,
 ) -> Iterator[Row]:
@@ -163,7 +186,12 @@ def _rows_of_part(
     size = grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
     divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(part, residency), first_unit):
-        for rectangle in whole.divided(grid) if divides else [whole]:
+        pieces = [
+            piece
+            for cut_off in whole.ended(of_step.ends)
+            for piece in (cut_off.divided(grid) if divides else [cut_off])
+        ]
+        for rectangle in pieces:
             if rectangle.rows * rectangle.cols == 0:
                 continue
             in_parameter = _index_in_parameter(part, rectangle)
@@ -171,7 +199,7 @@ def _rows_of_part(
             if rectangle.cut and cut is not None:
                 extremes = _addresses(cut.extremes, rectangle.block, [2] * len(cut.extremes))
             elif rectangle.cut:
-                extremes = flat_cuts.addresses(spec, grid.block_of(in_parameter)) or extremes
+                extremes = of_step.flat_cuts.addresses(spec, grid.block_of(in_parameter)) or extremes
             numel = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols
             lead = rectangle.first_col % size
             blocks = (rectangle.rows - 1) * rectangle.blocks_stride + -(-(lead + rectangle.cols) // size)
@@ -186,7 +214,7 @@ def _rows_of_part(
                     "codes": _addresses(codes, rectangle.element),
                     "scales": _addresses(scales, rectangle.block, widths),
                     "extremes": extremes,
-                    "sums": sums,
+                    "sums": of_step.sums,
                     "numel": float(math.prod(spec.shard.global_shape)),
                     "rows": rectangle.rows,
                     "cols": rectangle.cols,

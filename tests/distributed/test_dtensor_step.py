@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from helpers import CODEC_NAMES, RULES, Named
+from helpers import CASES, CODEC_NAMES, RULES, Named
 from pairs import pairwise, slow
 from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, layouts, mesh_of, shard, values
 from ranks.pool import Pool
 from ranks.snapshot import assert_shards_of, entries
 
 STEPS = 3
+SCATTERED = (_StridedShard(0, split_factor=2), WHOLE)
 
 
 class Pair:
@@ -34,7 +35,7 @@ class Pair:
             self.sharded[name] = shard(self.whole[name].clone(), layout)
         options = {"min_quantized_numel": 256, **options}
         self.whole_optimizer, self.sharded_optimizer = (
-            RULES[rule].make(_groups(params, codecs), **options) for params in (self.whole, self.sharded)
+            CASES[rule].make(_groups(params, codecs), **options) for params in (self.whole, self.sharded)
         )
 
     def gradients(self, seed: int) -> Named:
@@ -62,7 +63,10 @@ def _groups(params: Mapping[str, Tensor], codecs: Sequence[str]) -> list[dict[st
 
 
 def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int) -> None:
-    pair = Pair(rule, codecs, layouts(dist.get_world_size()), block_size=block_size)
+    ways = layouts(dist.get_world_size())
+    if "muon" in rule:  # each rank has to hold a rectangle
+        ways = [way for way in ways if way.placements != SCATTERED]
+    pair = Pair(rule, codecs, ways, block_size=block_size)
     for step in range(STEPS):
         pair.step(pair.gradients(seed=1000 * (step + 1)))
     pair.compare()
@@ -85,6 +89,8 @@ RULES_AND_CODECS = [
     ("stable_adamw", "companded8"),
     ("cautious_adamw", "log8"),
     ("cautious_lion", "log8"),
+    ("muon", "log8"),
+    ("muon_in_waves", "companded8"),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers import CODEC_NAMES, RULES
+from helpers import CASES, CODEC_NAMES, RULES
 from ranks.flat import bare_shapes, gathered, gathered_parameters, pieces, remember_bare
 from ranks.models import FSDP1_WAYS, Odds, fsdp1, set_gradients
 from ranks.pool import Pool
@@ -82,7 +82,7 @@ def run_odds(
 def _odds(orig: bool, rule: str, codec: str, block_sizes: list[int], dtype: torch.dtype, options: Any) -> None:
     for block_size in block_sizes:
         own = {"codec": codec, "block_size": block_size, "min_quantized_numel": 32, **options}
-        run_odds(lambda m, own=own: RULES[rule].make(m.parameters(), **own), dtype=dtype, use_orig_params=orig)
+        run_odds(lambda m, own=own: CASES[rule].make(m.parameters(), **own), dtype=dtype, use_orig_params=orig)
 
 
 @pytest.mark.parametrize(

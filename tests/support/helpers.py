@@ -15,6 +15,7 @@ import shardopt.codec as coding
 from ranks.snapshot import Snapshot, snapshot
 from shardopt.codec import CODECS
 from shardopt.kernels.weights import noise_key
+from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.slice_state import LOW_BITS, SliceState
 from shardopt.state.tensor_state import tensor_state_of
@@ -70,6 +71,29 @@ RULES: dict[str, RuleCase] = {
     "cautious_decay_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}),
     "cautious_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
     "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
+}
+
+
+class MuonCase(RuleCase):
+    """Muon for all parameters of two dimensions or more, and AdamW for the others."""
+
+    def make(self, params: Any, **options: Any) -> ShardedOptimizer:
+        groups: list[dict[str, Any]] = []
+        for given in params:
+            group = given if isinstance(given, dict) else {"params": [given]}
+            for param in group["params"]:
+                algorithm = "adamw" if len(getattr(param, "ds_shape", shard_of(param).global_shape)) < 2 else "muon"
+                if not groups or groups[-1] != {**group, "params": groups[-1]["params"], "algorithm": algorithm}:
+                    groups.append({**group, "params": [], "algorithm": algorithm})
+                groups[-1]["params"].append(param)
+        return super().make(groups, **options)
+
+
+#: Rules that treat parameters as matrices, beside those of single elements.
+CASES: dict[str, RuleCase] = {
+    **RULES,
+    "muon": MuonCase(shardopt.Muon, {"lr": 1e-2}),
+    "muon_in_waves": MuonCase(shardopt.Muon, {"lr": 1e-2, "orthogonalize_memory": 100_000}),
 }
 
 #: The rules that most tests go over; what differs between the others is the rule alone, which the kernels' tests cover.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from helpers import RULES
+from helpers import CASES
 from ranks.flat import gathered, is_flat
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
 from ranks.snapshot import Snapshot, snapshot
@@ -19,7 +19,7 @@ SMALL = {"min_quantized_numel": 64}
 
 def make_optimizer(way: str, model: nn.Module, rule: str = "adamw", **options: Any) -> ShardedOptimizer:
     """The optimizer for a model sharded in one of the ``WAYS``; under "zero" the one around it."""
-    case, options = RULES[rule], {**SMALL, **options}
+    case, options = CASES[rule], {**SMALL, **options}
     if way == "zero":
         hyper = {**case.hyper, **options}
         return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=case.optimizer, **hyper)

@@ -1,0 +1,74 @@
+"""The Newton-Schulz iteration, which orthogonalizes a matrix (Jordan et al., 2024, https://kellerjordan.github.io)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Coefficients = tuple[float, float, float]
+
+#: For five steps (Jordan et al.): singular values end up between 0.7 and 1.2.
+QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
+
+_POLAR = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+_SAFETY = 1.01  # the authors': rounding in bfloat16 may lift singular values above 1
+
+#: One triple per step, for singular values from 10^-3 on (Amsel et al., arXiv 2505.16932); further steps take the last.
+POLAR_EXPRESS: tuple[Coefficients, ...] = (
+    *((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR),
+    (1.875, -1.25, 0.375),
+)
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """The iteration on one matrix: always the same calls, which depend on its shape alone.
+
+    The result has the same bits on every rank, as long as the device's type and the version of PyTorch and its
+    libraries are the same.
+
+    Attributes:
+        coefficients: of ``aX + (b XX' + c (XX')^2) X``, one triple per step.
+        eps: the least norm that the matrix is divided by.
+    """
+
+    coefficients: tuple[Coefficients, ...]
+    eps: float
+
+    def __call__(self, matrix: Tensor) -> Tensor:
+        """Orthogonalizes a matrix.
+
+        Args:
+            matrix: bfloat16, contiguous, of two dimensions; overwritten.
+
+        Returns:
+            A matrix of its shape and dtype, maybe transposed in memory.
+        """
+        x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+        x.div_(x.norm().clamp(min=self.eps))
+        for a, b, c in self.coefficients:
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+    @staticmethod
+    def workspace(rows: int, cols: int) -> int:
+        """Bytes that the iteration takes beside the matrix."""
+        short, long = min(rows, cols), max(rows, cols)
+        return 2 * (2 * short * long + 2 * short * short)
+
+
+def flops(rows: int, cols: int) -> int:
+    """What a step costs, up to a factor: each has the products of m x n by n x m, m x m by m x m, m x m by m x n."""
+    short, long = min(rows, cols), max(rows, cols)
+    return short * short * (2 * long + short)

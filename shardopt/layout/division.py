@@ -1,0 +1,101 @@
+"""How ranks divide a parameter among them: where each rank's elements lie, and how the ranks pass elements around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Region(NamedTuple):
+    """The same columns of successive rows of a parameter; or, as one row, any range of its elements.
+
+    Attributes:
+        first: index of the first element in the flattened parameter.
+        rows: how many rows.
+        cols: elements of each, next to each other.
+        stride: elements of the parameter from row to row.
+    """
+
+    first: int
+    rows: int
+    cols: int
+    stride: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.rows * self.cols
+
+    def within(self, start: int, end: int) -> Region:
+        """The part of the region among the elements ``[start, end)`` of the parameter: whole rows if it has several."""
+        if self.rows == 1:
+            first, last = max(self.first, start), min(self.first + self.cols, end)
+            return Region(first, 1, max(last - first, 0), self.stride)
+        row = self.first // self.stride
+        first_row, last_row = max(row, start // self.stride), min(row + self.rows, end // self.stride)
+        first = self.first + (first_row - row) * self.stride
+        return Region(first, max(last_row - first_row, 0), self.cols, self.stride)
+
+    def of(self, whole: Tensor, start: int = 0) -> Tensor:
+        """The region's elements in a contiguous tensor that begins with element ``start`` of the parameter: a view."""
+        at = whole.storage_offset() + self.first - start
+        return whole.as_strided((self.rows, self.cols), (self.stride, 1), at)
+
+
+class Ranks(Protocol):
+    """Ranks that pass elements of parameters around."""
+
+    @property
+    def rank(self) -> int:
+        """This one's place among them."""
+
+    @property
+    def device_type(self) -> str:
+        """Of the tensors that they pass around."""
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> Callable[[], object]:
+        """Begins to send a part of ``sent`` to each rank. All of them must call it.
+
+        Args:
+            received: 1-D, for what the ranks send to this one, in their order.
+            sent: 1-D, what this rank sends, in the order of the ranks.
+            received_sizes: how much comes from each rank.
+            sent_sizes: how much goes to each rank.
+
+        Returns:
+            Waits until ``received`` is there.
+        """
+
+    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
+        """Begins to send a contiguous tensor of one of the ranks to all. All of them must call it.
+
+        Returns:
+            Waits until it is there.
+        """
+
+
+class Division(NamedTuple):
+    """How ranks divide a parameter.
+
+    Attributes:
+        ranks: those that hold its parts.
+        regions: what each of them holds, in their order. They cover the parameter.
+    """
+
+    ranks: Ranks
+    regions: tuple[Region, ...]
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether each rank holds all of it."""
+        return all(region == self.regions[0] for region in self.regions)
+
+
+def ranges(ends: Sequence[int]) -> Iterator[Region]:
+    """The regions of ranks whose ranges of a flattened parameter end at ``ends[1:]``; the first begins at ``ends[0]``."""
+    for start, end in zip(ends, ends[1:], strict=False):
+        yield Region(start, 1, max(end - start, 0), max(end - start, 0))

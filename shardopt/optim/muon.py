@@ -1,0 +1,243 @@
+"""Muon (Jordan et al., 2024), with AdamW or Lion for parameters that are no matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from shardopt.codec import Moment
+from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz
+from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
+from shardopt.optim.adam import adam_hyper
+from shardopt.optim.base import ShardedOptimizer
+from shardopt.state.names import listed_name
+from shardopt.state.options import Options, Unpack, bytes_of, check_flag, check_number, is_whole
+from shardopt.state.rule import Orthogonalized, Rule, Split
+from shardopt.step.matrices import matrix_shapes
+
+Algorithm = Literal["muon", "adamw", "lion"]
+
+_MOMENTUM = (Moment("momentum_buffer", signed=True),)
+_RULES = {
+    "adamw": Rule("adam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))),
+    "lion": Rule("lion", (Moment("exp_avg", signed=True),)),
+}
+
+
+def _original(rows: int, cols: int) -> float:
+    return math.sqrt(max(1.0, rows / cols))
+
+
+def _match_rms_adamw(rows: int, cols: int) -> float:
+    return 0.2 * math.sqrt(max(rows, cols))
+
+
+def _spectral_norm(rows: int, cols: int) -> float:
+    return math.sqrt(rows / cols)
+
+
+_SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "original": _original,
+    "match_rms_adamw": _match_rms_adamw,
+    "spectral_norm": _spectral_norm,
+}
+
+
+class Muon(ShardedOptimizer):
+    """Muon (https://kellerjordan.github.io/posts/muon): each matrix moves by its orthogonalized momentum.
+
+    A param group says by ``algorithm`` who steps its parameters: "muon" those of two dimensions or more (convolutions as
+    ``(out, everything else)``), "adamw" or "lion" the others: embeddings, output heads, norms, biases.
+    :func:`shardopt.muon_groups` makes such groups of a model.
+
+    Every matrix is computed whole on one rank, by the same calls whatever the sharding: under FSDP, tensor parallel and
+    ZeRO each element of its bfloat16 direction is sent there and back once. Matrices go in waves, and the next wave
+    travels while one is computed. Of ranks that hold copies (DistributedDataParallel), each computes some matrices if
+    the groups were made from the wrapped model, or after ``attach(model)``; all of them otherwise. Results have the same
+    bits on any number of ranks, but not on other kinds of devices, nor with other versions of PyTorch and the libraries
+    that multiply its matrices.
+
+    The ranks exchange every matrix of the optimizer in every step, also those without gradient: do not give it frozen
+    parameters.
+
+    Bytes of state per parameter of a matrix: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128.
+
+    Args:
+        params: parameters or param groups, as for torch.optim.
+        lr: learning rate, a float or a 0-d tensor.
+        weight_decay: decay per unit of lr, whatever ``adjust_lr_fn`` says.
+        momentum: decay rate of the momentum.
+        nesterov: look ahead.
+        ns_coefficients: of the Newton-Schulz iteration: three numbers, or three for each step, of which further steps
+            take the last; or "polar_express" (arXiv 2505.16932).
+        eps: the least norm that a matrix is divided by.
+        ns_steps: how many steps the iteration has.
+        adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
+            ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which learning rate and decay of
+            AdamW carry over; "spectral_norm" for ``sqrt(m / n)``.
+        algorithm: "muon", "adamw" or "lion".
+        split: where a parameter is several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries, keys
+            and values; or "each" for stacks of three dimensions or more, as those of experts.
+        betas: of AdamW and Lion.
+        adamw_eps: of AdamW.
+        orthogonalize_memory: bytes that directions and what is computed of them may take at a time: a whole number, or
+            a text such as "512MiB". A larger parameter is computed all the same, by itself.
+        **options: see :class:`shardopt.state.options.Options`. ``offload="step"`` is not possible.
+
+    Raises:
+        ValueError: a hyper-parameter or option is out of range, or a parameter of a group for Muon is no matrix.
+        TypeError: there is no such option.
+    """
+
+    updates_by_lr = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients | Sequence[Coefficients] | Literal["polar_express"] = QUINTIC,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_norm"] | None = None,
+        *,
+        algorithm: Algorithm = "muon",
+        split: Split = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        orthogonalize_memory: int | str = "512MiB",
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "algorithm": algorithm,
+            "split": split,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+            "orthogonalize_memory": orthogonalize_memory,
+        }
+        super().__init__(params, defaults, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group; ``use_muon=True`` or False in it stands for ``algorithm="muon"`` or "adamw".
+
+        See :meth:`ShardedOptimizer.add_param_group`.
+        """
+        if "use_muon" in param_group:
+            param_group = {"algorithm": "muon" if param_group["use_muon"] else "adamw", **param_group}
+        super().add_param_group(param_group)
+        try:
+            _check_matrices(len(self.param_groups) - 1, self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        if group["algorithm"] != "muon":
+            return _RULES[group["algorithm"]]
+        return _muon(
+            _triples(group["ns_coefficients"], group["ns_steps"]),
+            group["eps"],
+            group["adjust_lr_fn"] or "original",
+            group["split"] if group["split"] in (None, "each") else tuple(group["split"]),
+            bytes_of(group["orthogonalize_memory"]),
+        )
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        if group["algorithm"] == "muon":
+            names = ("momentum", "weight_decay")
+            return {"lr": float(group["lr"]), "nesterov": group["nesterov"], **{name: group[name] for name in names}}
+        return adam_hyper({**group, "eps": group["adamw_eps"]}, decoupled=True)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        check_flag(group, "nesterov")
+        check_number(group, "adamw_eps")
+        if group["algorithm"] not in ("muon", *_RULES):
+            raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
+        if group["adjust_lr_fn"] not in (None, *_SCALES):
+            raise ValueError(
+                f"adjust_lr_fn: got {group['adjust_lr_fn']!r}, expected None or one of {', '.join(map(repr, _SCALES))}"
+            )
+        if not is_whole(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
+            raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
+        _triples(group["ns_coefficients"], 1)
+        _check_split(group["split"])
+        try:
+            bytes_of(group["orthogonalize_memory"])
+        except ValueError as error:
+            raise ValueError(f"orthogonalize_memory: {error}") from None
+        if group["offload"] == "step":
+            raise ValueError(
+                "offload: got 'step' for Muon, which multiplies matrices where the parameters are, expected None or "
+                "'state'"
+            )
+
+
+class Muon8bit(Muon):
+    """:class:`Muon` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+
+
+@lru_cache(maxsize=1024)
+def _muon(coefficients: tuple[Coefficients, ...], eps: float, adjust_lr_fn: str, split: Split, memory: int) -> Rule:
+    newton_schulz = NewtonSchulz(coefficients, eps)
+    orthogonalized = Orthogonalized(newton_schulz, split, _SCALES[adjust_lr_fn], memory, apply="muon_apply")
+    return Rule("muon_direction", _MOMENTUM, orthogonalized=orthogonalized)
+
+
+def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
+    """The coefficients of each step.
+
+    Raises:
+        ValueError: they are none.
+    """
+    given = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
+    try:
+        several = given if isinstance(given[0], Sequence) else [given]
+        triples = [(float(a), float(b), float(c)) for a, b, c in several]
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise ValueError(
+            f"ns_coefficients: got {coefficients!r}, expected three numbers, several threes, or 'polar_express'"
+        ) from None
+    return tuple(triples[min(step, len(triples) - 1)] for step in range(steps))
+
+
+def _check_split(split: Any) -> None:
+    if split is None or split == "each":
+        return
+    if not isinstance(split, (tuple, list)) or not split or not all(is_whole(rows) and rows > 0 for rows in split):
+        raise ValueError(f"split: got {split!r}, expected None, 'each', or the rows of each matrix")
+
+
+def _check_matrices(index: int, group: Mapping[str, Any]) -> None:
+    """Checks that the parameters of a group for Muon are matrices, as far as is known before the first step."""
+    if group["algorithm"] != "muon":
+        return
+    for position, param in enumerate(group["params"]):
+        name = listed_name(group, index, position)
+        if hasattr(param, "ds_shape"):  # ZeRO 3 has partitioned it
+            matrix_shapes(name, tuple(param.ds_shape), group["split"])
+            continue
+        try:
+            shard = shard_of(param)
+        except UnknownShardError:  # raised in the first step, unless it is known then
+            continue
+        if isinstance(shard, FlatBuffer):
+            for segment in shard.segments:
+                matrix_shapes(f"{segment.name} in {name}", segment.shard.global_shape, group["split"])
+        else:
+            matrix_shapes(name, shard.global_shape, group["split"])

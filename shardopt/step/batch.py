@@ -1,0 +1,114 @@
+"""The rows of a step that one call of the kernels handles, and the phases that calls go through together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.codec import CODECS
+from shardopt.kernels.devices import make_call
+from shardopt.kernels.dispatch import Call, LossScaling, Tables
+from shardopt.kernels.skipped import SkippedElements
+from shardopt.kernels.streamed import StreamedCall, StreamedTables
+from shardopt.kernels.strided import StridedCall
+from shardopt.state import residency as residencies
+from shardopt.state.residency import Offload, StateResidency
+from shardopt.step.cut_blocks import CutBlocks
+
+_CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
+_CPU = torch.device("cpu")
+
+
+class Batch:
+    """The rows that one call of the kernels steps.
+
+    Args:
+        device: the device of the parameters.
+        offload: the operands that are copied for the step.
+        rows: of :data:`shardopt.step.rows.ROW`.
+        steps: addresses of the step counts that it counts up.
+        strided: the index of the one parameter that the rows are of, if it or its gradient is not contiguous.
+    """
+
+    def __init__(
+        self, device: torch.device, offload: Offload, rows: npt.NDArray[np.void], steps: list[int], strided: int | None
+    ) -> None:
+        self.tables = Tables(rows["entry"].copy(), np.array(steps, dtype=np.uint64), _CODEC_TABLES)
+        self.tensors, self.elements = rows["tensor"].copy(), rows["element"].copy()
+        self.kernels = kernels_of(device, offload)
+        self.call: Call | None = None
+        self.strided = strided
+        self._device, self._offload, self._rows = device, offload, rows
+
+    def fill(self, watched: _C.Inputs) -> bool:
+        """Fills in the gradients' addresses; returns whether one is new."""
+        return watched.fill(self.tables.entries, self.tensors, self.elements)
+
+    def update(
+        self,
+        entries_changed: bool,
+        groups: npt.NDArray[np.void],
+        scaling: LossScaling,
+        skipped: SkippedElements,
+        residency: StateResidency,
+    ) -> None:
+        """Prepares a step; makes the call in the first one.
+
+        Args:
+            entries_changed: whether the tables' entries were changed.
+            groups: rows of ``_C.group_entry``.
+            scaling: the loss scale.
+            skipped: counts skipped elements.
+            residency: where the state of each parameter lives.
+        """
+        if self.call is None:
+            self.call = self._make_call(residency)
+            skipped.add(self.call, self.kernels)
+            entries_changed = True
+        self.call.update(entries_changed, groups, scaling)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory that the step takes for contiguous copies."""
+        return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
+
+    def _make_call(self, residency: StateResidency) -> Call:
+        call: Call
+        if self._offload is None:
+            call = make_call(self._device, self.tables)
+        else:
+            new_unit = np.diff(self.tensors, prepend=-1) != 0
+            new_unit |= np.diff(self._rows["unit"], prepend=-1) != 0
+            streamed = StreamedTables(self.tables, self._rows["extent"], np.cumsum(new_unit))
+            transfers = residency.transfers(self._device, self._offload)
+            moves = residencies.MOVES[self._offload]
+            call = StreamedCall(streamed, moves, transfers, residencies.CHUNK_BYTES, partial(make_call, self.kernels))
+        return call if self.strided is None else StridedCall(self.tables, self.elements, call)
+
+
+def kernels_of(device: torch.device, offload: Offload) -> torch.device:
+    """The device whose kernels step a parameter on a device."""
+    return _CPU if offload == "step" else device
+
+
+def run_phases(calls: Sequence[Call], cuts: CutBlocks) -> None:
+    """Runs all phases that change something, also where only other ranks have something to step."""
+    cuts.clear_extremes()
+    for call in calls:
+        call.run(_C.Phase.step)
+    if not cuts:
+        return
+    cuts.exchange_extremes()
+    if cuts.relative:
+        for call in calls:
+            call.run(_C.Phase.relative)
+        cuts.exchange_extremes()
+    for call in calls:
+        call.run(_C.Phase.finish)
+    cuts.share_scales()

@@ -1,0 +1,77 @@
+"""The tables of the param groups, which the kernels read beside those of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.step.rows import Group, Row, table_of
+
+
+class Scaled(NamedTuple):
+    """A param group in the pass that applies orthogonalized directions of some shape.
+
+    Attributes:
+        group: its index.
+        scale: factor of its learning rate.
+    """
+
+    group: int
+    scale: float
+
+
+class GroupTables:
+    """Tables of ``_C.group_entry``, cached until the options change.
+
+    Args:
+        groups: the param groups.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        self._tables: dict[object, npt.NDArray[np.void]] = {}
+        self._lr: dict[tuple[torch.device, int], Tensor] = {}  # float32, by device and index of the param group
+
+    @property
+    def in_use(self) -> object:
+        """What a CUDA graph goes on using."""
+        return self._lr
+
+    def replace(self, groups: list[Group]) -> None:
+        """Takes new options."""
+        self.groups = groups
+        self._tables.clear()
+
+    def on(
+        self, device: torch.device, kernels: torch.device, applied: tuple[Scaled, ...] | None = None
+    ) -> npt.NDArray[np.void]:
+        """A row per param group, for kernels on one device and parameters on another or the same.
+
+        Args:
+            device: of the parameters.
+            kernels: the kernels' device.
+            applied: the rows instead, for the pass that applies orthogonalized directions.
+        """
+        key = (device, kernels, applied)
+        if key not in self._tables:
+            which: Sequence[Scaled | int] = range(len(self.groups)) if applied is None else applied
+            self._tables[key] = table_of([self._row(kernels, one) for one in which], _C.group_entry)
+        return self._tables[key]
+
+    def _row(self, kernels: torch.device, which: Scaled | int) -> Row:
+        """A row; copies a learning rate that is on a device in the order of its stream."""
+        index = which if isinstance(which, int) else which.group
+        group, lr = self.groups[index], self.groups[index].lr
+        if lr is not None and kernels.type == "cpu":
+            group, lr = group._replace(hyper={**group.hyper, "lr": float(lr)}), None
+        elif lr is not None:
+            if (kernels, index) not in self._lr:
+                self._lr[kernels, index] = torch.zeros((), dtype=torch.float32, device=kernels)
+            lr = self._lr[kernels, index].copy_(lr.reshape(()))
+        return group.row(lr) if isinstance(which, int) else group.apply_row(lr, which.scale)

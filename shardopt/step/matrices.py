@@ -1,0 +1,220 @@
+"""The matrices of a step whose directions are orthogonalized: which there are, who computes them, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardopt.kernels.newton_schulz import NewtonSchulz, flops
+from shardopt.layout import Division, Region, Shard
+from shardopt.state.rule import Orthogonalized, Split
+from shardopt.state.slice_state import SliceState
+from shardopt.step.inputs import Input
+
+BYTES = 2  # of an element of a direction: bfloat16
+_ALIGNED = 8  # elements: 16 bytes
+
+#: Waves whose directions are in memory at a time: one that arrives, one that is computed and one that goes back.
+LIVE_WAVES = 3
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that is orthogonalized by itself.
+
+    Attributes:
+        tensor: index of the optimizer's parameter in the step.
+        part: index of the parameter's slice.
+        spec: describes the slice's state.
+        rows: of the matrix.
+        cols: of the matrix.
+        start: its first element in the flattened parameter of the model.
+        first: where this rank's part of it begins in the local tensor.
+        division: how ranks divide it; None where this rank holds all of it.
+        regions: what each rank holds of it; without a division, the whole.
+        number: the parameter's index among those of the model.
+        group: index of the param group.
+        scale: factor of the learning rate.
+        newton_schulz: what orthogonalizes it.
+    """
+
+    tensor: int
+    part: int
+    spec: SliceState
+    rows: int
+    cols: int
+    start: int
+    first: int
+    division: Division | None
+    regions: tuple[Region, ...]
+    number: int
+    group: int
+    scale: float
+    newton_schulz: NewtonSchulz
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole matrix."""
+        return self.rows * self.cols
+
+    @property
+    def held(self) -> Region:
+        """What this rank holds of it."""
+        return self.regions[0 if self.division is None else self.division.ranks.rank]
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that its owner takes while it computes it."""
+        return BYTES * self.numel + self.newton_schulz.workspace(self.rows, self.cols)
+
+
+def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
+    """The matrices of one of the optimizer's parameters, in order, also those of which this rank holds nothing.
+
+    Args:
+        index: the parameter's index in the step.
+        parameter: its description.
+        orthogonalized: the options.
+
+    Raises:
+        ValueError: it is no matrix, or ``split`` does not fit it.
+        RuntimeError: it is sharded in a way that is not known here.
+    """
+    assert parameter.spec is not None
+    for place, part in enumerate(parameter.spec.slices):
+        shard, first = part.spec.shard, part.offset
+        name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
+        for start, rows, cols in matrix_shapes(name, shard.global_shape, orthogonalized.split):
+            matrix = Matrix(
+                tensor=index,
+                part=place,
+                spec=part.spec,
+                rows=rows,
+                cols=cols,
+                start=start,
+                first=first,
+                division=shard.division,
+                regions=tuple(region.within(start, start + rows * cols) for region in _regions(shard)),
+                number=parameter.noise if part.number is None else part.number,
+                group=parameter.group,
+                scale=orthogonalized.scale(rows, cols),
+                newton_schulz=orthogonalized.newton_schulz,
+            )
+            yield matrix
+            first += matrix.held.numel
+
+
+def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
+    """First element, rows and columns of each matrix of a parameter. Convolutions are ``(out, everything else)``.
+
+    Raises:
+        ValueError: there are none of these rows.
+    """
+    if len(shape) < 2:
+        raise ValueError(
+            f"{name}: got a parameter of shape {shape} in a param group for Muon, expected two dimensions or more; "
+            "make the groups with shardopt.muon_groups, or give its group algorithm='adamw'"
+        )
+    width = math.prod(shape[1:])
+    if split is None:
+        return [(0, shape[0], width)]
+    if split == "each":
+        if len(shape) < 3:
+            raise ValueError(
+                f"{name}: got split='each' for a parameter of shape {shape}, expected three dimensions or more; give "
+                "the rows of each matrix"
+            )
+        return [(index * width, shape[1], width // max(shape[1], 1)) for index in range(shape[0])]
+    if sum(split) != shape[0]:
+        raise ValueError(f"{name}: got split={split} for a parameter of shape {shape}, expected a sum of {shape[0]}")
+    begins = accumulate((0, *split[:-1]))
+    return [(begin * width, rows, width) for begin, rows in zip(begins, split, strict=True)]
+
+
+def _regions(shard: Shard) -> tuple[Region, ...]:
+    if shard.division is not None:
+        return shard.division.regions
+    return (Region(0, shard.global_shape[0], shard.row_numel, shard.row_numel),)
+
+
+class Wave(NamedTuple):
+    """Matrices whose directions travel together.
+
+    Attributes:
+        matrices: in the order in which their directions lie in memory: by owner.
+        owners: the rank that computes each.
+    """
+
+    matrices: tuple[Matrix, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def division(self) -> Division | None:
+        """That of one of the matrices: the ranks are the same for all, and whether each holds all of it."""
+        return self.matrices[0].division
+
+
+def waves_of(matrices: Sequence[Matrix], memory: int) -> list[Wave]:
+    """Divides the matrices of one device among the ranks, by cost, and into waves.
+
+    It depends on the parameters and their sharding alone, so that all ranks come to the same result.
+
+    Args:
+        matrices: in the same order on all ranks.
+        memory: bytes that a step may take; a parameter that needs more is a wave by itself.
+    """
+    alike: dict[Any, list[Matrix]] = {}
+    for matrix in matrices:
+        division = matrix.division
+        alike.setdefault(division and (division.ranks, division.is_copied), []).append(matrix)
+    return [wave for some in alike.values() for wave in _waves_of_ranks(some, memory)]
+
+
+def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
+    size = len(matrices[0].regions)
+    costliest_first = sorted(range(len(matrices)), key=lambda i: -flops(matrices[i].rows, matrices[i].cols))
+    loads, owner_of = [0] * size, {}
+    for index in costliest_first:
+        matrix = matrices[index]
+        # Where several have done the least, not always the first: with released gradients each step has one matrix.
+        owner = min(range(size), key=lambda rank: (loads[rank], (rank - matrix.number) % size))
+        loads[owner] += flops(matrix.rows, matrix.cols)
+        owner_of[index] = owner
+    limit = (memory - max(matrix.workspace for matrix in matrices)) // LIVE_WAVES
+    slices: dict[tuple[int, int], list[int]] = {}  # those of a parameter are in one wave: its blocks are coded together
+    for index in costliest_first:
+        slices.setdefault((matrices[index].tensor, matrices[index].part), []).append(index)
+    wave: list[int] = []
+    taken = np.zeros(size, np.int64)
+    for indices in slices.values():
+        more = sum(_memory(matrices[index], owner_of[index]) for index in indices)
+        if wave and (taken + more).max() > limit:
+            yield _wave(matrices, wave, owner_of)
+            wave, taken = [], np.zeros(size, np.int64)
+        wave += indices
+        taken = taken + more
+    yield _wave(matrices, wave, owner_of)
+
+
+def _wave(matrices: Sequence[Matrix], indices: Sequence[int], owner_of: Mapping[int, int]) -> Wave:
+    by_owner = sorted(indices, key=lambda index: owner_of[index])
+    return Wave(tuple(matrices[index] for index in by_owner), tuple(owner_of[index] for index in by_owner))
+
+
+def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:
+    """Bytes per rank of a matrix's directions: the rank's own, and what its owner gathers."""
+    taken = np.array([BYTES * padded(region.numel) for region in matrix.regions])
+    if matrix.division is not None and not matrix.division.is_copied:
+        taken[owner] += taken.sum()
+    return taken
+
+
+def padded(numel: int) -> int:
+    """Elements that a direction takes, so that the next one is aligned for the kernels."""
+    return -(-numel // _ALIGNED) * _ALIGNED
