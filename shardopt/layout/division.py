@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -96,6 +97,6 @@ class Division(NamedTuple):
 
 
 def ranges(ends: Sequence[int]) -> Iterator[Region]:
-    """The regions of ranks whose ranges of a flattened parameter end at ``ends[1:]``; the first begins at ``ends[0]``."""
-    for start, end in zip(ends, ends[1:], strict=False):
+    """The regions of ranks whose ranges of a parameter end at ``ends[1:]``; the first begins at ``ends[0]``."""
+    for start, end in pairwise(ends):
         yield Region(start, 1, max(end - start, 0), max(end - start, 0))

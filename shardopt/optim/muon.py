@@ -51,16 +51,16 @@ _SCALES: Mapping[str, Callable[[int, int], float]] = {
 class Muon(ShardedOptimizer):
     """Muon (https://kellerjordan.github.io/posts/muon): each matrix moves by its orthogonalized momentum.
 
-    A param group says by ``algorithm`` who steps its parameters: "muon" those of two dimensions or more (convolutions as
-    ``(out, everything else)``), "adamw" or "lion" the others: embeddings, output heads, norms, biases.
+    A param group says by ``algorithm`` who steps its parameters: "muon" those of two dimensions or more (convolutions
+    as ``(out, everything else)``), "adamw" or "lion" the others: embeddings, output heads, norms, biases.
     :func:`shardopt.muon_groups` makes such groups of a model.
 
     Every matrix is computed whole on one rank, by the same calls whatever the sharding: under FSDP, tensor parallel and
     ZeRO each element of its bfloat16 direction is sent there and back once. Matrices go in waves, and the next wave
     travels while one is computed. Of ranks that hold copies (DistributedDataParallel), each computes some matrices if
-    the groups were made from the wrapped model, or after ``attach(model)``; all of them otherwise. Results have the same
-    bits on any number of ranks, but not on other kinds of devices, nor with other versions of PyTorch and the libraries
-    that multiply its matrices.
+    the groups were made from the wrapped model, or after ``attach(model)``; all of them otherwise. Results have the
+    same bits on any number of ranks, but not on other kinds of devices, nor with other versions of PyTorch and the
+    libraries that multiply its matrices.
 
     The ranks exchange every matrix of the optimizer in every step, also those without gradient: do not give it frozen
     parameters.
@@ -78,11 +78,11 @@ class Muon(ShardedOptimizer):
         eps: the least norm that a matrix is divided by.
         ns_steps: how many steps the iteration has.
         adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
-            ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which learning rate and decay of
-            AdamW carry over; "spectral_norm" for ``sqrt(m / n)``.
+            ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
+            decay carry over; "spectral_norm" for ``sqrt(m / n)``.
         algorithm: "muon", "adamw" or "lion".
-        split: where a parameter is several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries, keys
-            and values; or "each" for stacks of three dimensions or more, as those of experts.
+        split: where a parameter is several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries,
+            keys and values; or "each" for stacks of three dimensions or more, as those of experts.
         betas: of AdamW and Lion.
         adamw_eps: of AdamW.
         orthogonalize_memory: bytes that directions and what is computed of them may take at a time: a whole number, or
@@ -207,7 +207,7 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
     """
     given = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
     try:
-        several = given if isinstance(given[0], Sequence) else [given]
+        several: Any = given if isinstance(given[0], Sequence) else [given]
         triples = [(float(a), float(b), float(c)) for a, b, c in several]
     except (TypeError, ValueError, IndexError, KeyError):
         raise ValueError(

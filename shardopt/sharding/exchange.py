@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
+    GroupMember,
     ProcessGroup,
     ReduceOp,
     all_reduce,
@@ -17,10 +18,8 @@ from torch.distributed.distributed_c10d import (
     get_global_rank,
     get_rank,
     get_world_size,
-    group,
     new_group,
 )
-
 
 _joint_groups: dict[tuple[ProcessGroup | None, tuple[int, ...]], ProcessGroup] = {}
 
@@ -31,7 +30,7 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
     Args:
         ranks: ascending.
     """
-    world = group.WORLD
+    world = GroupMember.WORLD
     if world is not None and len(ranks) == get_world_size():
         return world
     found = _joint_groups.get((world, tuple(ranks)))
@@ -71,16 +70,21 @@ class RanksExchange:
     ) -> Callable[[], object]:
         """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.Ranks`."""
         (only,) = self.groups
-        bytes_each = [[size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)]
+        bytes_received, bytes_sent = (
+            [size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)
+        )
         received, sent = (x.view(torch.uint8) for x in (received, sent))  # back ends differ in the dtypes they take
-        work = all_to_all_single(received, sent, *bytes_each, group=only, async_op=True)
-        return work.wait
+        work = all_to_all_single(received, sent, bytes_received, bytes_sent, group=only, async_op=True)
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
         """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.Ranks`."""
         (only,) = self.groups
         work = broadcast(tensor, get_global_rank(only, source), group=only, async_op=True)
-        return work.wait  # type: ignore[no-any-return, union-attr]
+        assert work is not None
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         there = tensor.to(self.device_type)  # of an offloaded parameter it lies on the host, out of NCCL's reach

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,12 +187,8 @@ def _rows_of_part(
     size = grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
     divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(part, residency), first_unit):
-        pieces = [
-            piece
-            for cut_off in whole.ended(of_step.ends)
-            for piece in (cut_off.divided(grid) if divides else [cut_off])
-        ]
-        for rectangle in pieces:
+        pieces = whole.ended(of_step.ends)
+        for rectangle in chain.from_iterable(each.divided(grid) for each in pieces) if divides else pieces:
             if rectangle.rows * rectangle.cols == 0:
                 continue
             in_parameter = _index_in_parameter(part, rectangle)

@@ -109,11 +109,9 @@ class StepTables:
             self._residency.put(param, spec, own)
             noise, indices = (group["stochastic_rounding_seed"], parameter.noise), (index, parameter.group)
             sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
-            flat_cuts = self._flat_cuts.get(param.device) or FlatCuts([], param.device)
+            flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts([], param.device), self._waves
             slices = [
-                SliceOfStep(
-                    self._waves.cuts_of(index, part) or flat_cuts, sums_of_part, self._waves.begins_in(index, part)
-                )
+                SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
                 for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
             ]
             rows, cut = rows_of(name, spec, local, own, self._residency.of(param), slices, noise, indices)

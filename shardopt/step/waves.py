@@ -81,9 +81,8 @@ class Waves:
                 by_device.setdefault(parameter.device, []).extend(matrices_of(index, parameter, orthogonalized))
                 memory.append(orthogonalized.memory)
         self._waves: dict[torch.device, list[_Planned]] = {}
-        self._begins: dict[
-            tuple[int, int], list[int]
-        ] = {}  # by parameter and slice: of each matrix in the local tensor
+        # By the indices of parameter and slice: where its matrices begin in the local tensor, and its cut blocks.
+        self._begins: dict[tuple[int, int], list[int]] = {}
         self._cuts: dict[tuple[int, int], FlatCuts] = {}
         for device, matrices in by_device.items():
             for matrix in matrices:
@@ -202,11 +201,8 @@ class _Passes:
         matrices: npt.NDArray[np.int64],
     ) -> None:
         offload, self._strided = key
-        begins = np.array(
-            [(first, matrix.first) for first, matrix in zip(directions.first, wave.matrices, strict=True)]
-        )
-        in_directions, in_tensor = begins[matrices].T
-        self._offsets = (BYTES * (in_directions + rows["element"] - in_tensor)).astype(np.uint64)
+        moved = np.array([first - m.first for first, m in zip(directions.first, wave.matrices, strict=True)])
+        self._offsets = (BYTES * (rows["element"] + moved[matrices])).astype(np.uint64)
         scaled = [Scaled(wave.matrices[index].group, wave.matrices[index].scale) for index in matrices.tolist()]
         self._scaled = tuple(dict.fromkeys(scaled))
         momentum, apply = rows.copy(), rows.copy()
@@ -274,7 +270,6 @@ class _Passes:
         """The pass over the parameters."""
         entries = self._apply.tables.entries
         changed = _point(entries["gradient"], directions, self._offsets)
-        param = copy = None
         if self._operands is not None:
             param = self._operands[0].detach()
             copy = param.contiguous()
@@ -282,7 +277,7 @@ class _Passes:
         self._prepare_apply(changed)
         assert self._apply.call is not None
         self._apply.call.run(_C.Phase.step)
-        if param is not None and copy is not param:
+        if self._operands is not None and copy is not param:
             param.copy_(copy)
         self._operands = self._gradient = None
 

@@ -103,6 +103,8 @@ def _odds(orig: bool, rule: str, codec: str, block_sizes: list[int], dtype: torc
             for on in FEW_WORLDS[1:2]
         ),
         ("ademamix", "bf16", *FEW_WORLDS[0]),
+        ("muon", "log8", 3, True),
+        ("muon_in_waves", "dynamic8", 4, True),
     ],
 )
 def test_odd_shapes(ranks: Pool, world_size: int, orig: bool, rule: str, codec: str) -> None:
