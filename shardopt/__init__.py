@@ -17,6 +17,7 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
 from shardopt import optim as _optim
 from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
 from shardopt.optim import *  # noqa: F403  all optimizers
+from shardopt.optim.muon_groups import muon_groups
 from shardopt.optim.param_groups import ParamGroups, param_groups
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.release.gradient_release import GradientRelease, release_gradients
@@ -34,6 +35,7 @@ __all__ = [
     "check_numerics",
     "is_norm",
     "memory_report",
+    "muon_groups",
     "param_groups",
     "quantize_state",
     "release_gradients",

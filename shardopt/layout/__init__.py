@@ -4,6 +4,7 @@ from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.shard import (
+    CopiedShard,
     Exchange,
     LocalBlocks,
     Rectangle,
@@ -12,6 +13,7 @@ from shardopt.layout.shard import (
     assign,
     assign_later,
     assigned,
+    forget_copies,
     keep_float32_state,
     keeps_float32_state,
     read_model,
@@ -22,6 +24,7 @@ from shardopt.layout.shard import (
 
 __all__ = [
     "BlockGrid",
+    "CopiedShard",
     "Division",
     "Exchange",
     "FlatBuffer",
@@ -37,6 +40,7 @@ __all__ = [
     "assign_later",
     "assigned",
     "equal_ends",
+    "forget_copies",
     "is_quantized",
     "keep_float32_state",
     "keeps_float32_state",

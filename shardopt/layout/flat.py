@@ -7,26 +7,18 @@ which it begins and the one in which it ends may be cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Division, Ranks, ranges
-from shardopt.layout.shard import ASSIGNED, Exchange, Rectangle, Shard
+from shardopt.layout.shard import ASSIGNED, AssignedShard, Exchange, Rectangle
 
 
-class _AssignedShard(Shard):
-    """A shard that stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
-
+class _AssignedShard(AssignedShard):
     cuts_rows = True
     layout_attribute = ASSIGNED
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: Any) -> Shard:
-        return self
 
 
 class RanksOfRanges(Exchange, Ranks, Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Division
+from shardopt.layout.division import Division, Ranks, Region
 
 _S = TypeVar("_S", bound="Shard")
 
@@ -288,6 +288,35 @@ class Shard:
         return whole
 
 
+class AssignedShard(Shard):
+    """A shard that stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: Any) -> Shard:
+        return self
+
+
+class CopiedShard(AssignedShard):
+    """A whole parameter of which other ranks hold copies, with the same gradients.
+
+    Args:
+        shape: the parameter's.
+        ranks: those that hold it.
+        size: how many they are.
+    """
+
+    def __init__(self, shape: tuple[int, ...], ranks: Ranks, size: int) -> None:
+        super().__init__(shape, shape)
+        self._ranks, self._size = ranks, size
+
+    @property
+    def division(self) -> Division | None:
+        whole = Region(0, self.rows, self.cols, self.row_numel)
+        return Division(self._ranks, (whole,) * self._size)
+
+
 Resolver = Callable[[Tensor], Shard | None]
 _resolvers: list[Resolver] = []
 ModelReader = Callable[[Module], None]
@@ -333,6 +362,12 @@ class _Unread:
 
     def __deepcopy__(self, memo: Any) -> _Unread:
         return self
+
+
+def forget_copies(param: Tensor) -> None:
+    """Says that other ranks' copies of a parameter are no matter of this optimizer: it is stepped on one rank."""
+    if isinstance(getattr(param, ASSIGNED, None), CopiedShard):
+        delattr(param, ASSIGNED)
 
 
 def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:

@@ -41,9 +41,17 @@ def _read_fsdp1(model: Module) -> None:
         read_fsdp1(model)
 
 
+def _read_ddp(model: Module) -> None:
+    if "torch.nn.parallel.distributed" in sys.modules:
+        from shardopt.sharding.ddp import read_ddp
+
+        read_ddp(model)
+
+
 register(_resolve_dtensor)
 register(_resolve_fsdp1)
 register_model_reader(_read_fsdp1)
+register_model_reader(_read_ddp)
 
 
 def _hook_fsdp1(module: ModuleType) -> None:

@@ -1,0 +1,100 @@
+"""Param groups for Muon: matrices, and what is stepped by another rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from glob import escape
+from typing import Any, Literal
+
+from torch.nn import Embedding, EmbeddingBag, Linear, Module
+
+from shardopt.layout.names import canonical_modules
+from shardopt.optim.param_groups import GroupedParameter, ParamGroups, param_groups
+from shardopt.state.rule import Split
+
+#: Names that input and output embeddings usually have.
+_USUAL = ("*embed*", "*lm_head*", "head.weight", "*.head.weight", "wte.*", "*.wte.*", "wpe.*", "*.wpe.*")
+
+
+def muon_groups(
+    model: Module,
+    lr: float = 2e-2,
+    adamw_lr: float = 3e-4,
+    exclude: Iterable[str] = (),
+    split: Mapping[str, Split] | None = None,
+    no_decay: Iterable[str] = (),
+    other: Literal["adamw", "lion"] = "adamw",
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ParamGroups:
+    """The parameters of a model as param groups for :class:`shardopt.Muon`: hidden matrices by Muon, the rest by AdamW.
+
+    The rest are parameters of one dimension (biases, norms); embeddings, that is weights of ``torch.nn.Embedding`` and
+    what is tied to them; the output head, that is the last linear layer if it has as many outputs as the first
+    embedding has entries; whatever is named "embed", "lm_head", "head", "wte" or "wpe"; and what ``exclude`` names.
+    When and how to call it, and its patterns, are as for :func:`shardopt.param_groups`. Look at ``table()`` of the
+    result.
+
+    Args:
+        model: the model.
+        lr: learning rate of Muon.
+        adamw_lr: that of the rest.
+        exclude: patterns of further parameters that are not for Muon.
+        split: by pattern, how parameters are divided into matrices; see :class:`shardopt.Muon`.
+        no_decay: patterns of parameters with ``weight_decay=0``.
+        other: who steps the rest.
+        overrides: by pattern, options and hyper-parameters, which win over those that this function gives.
+
+    Returns:
+        A list of param groups; ``table()`` says who steps each parameter.
+
+    Raises:
+        ValueError: a pattern matches no parameter or none of Muon's, an option is unknown, or one flat parameter (FSDP1
+            with ``use_orig_params=False``) has parts for both.
+    """
+    excluded = [*_USUAL, *(escape(name) for name in _embeddings(model))]
+    given = _patterns("exclude", exclude)
+    of_rest: dict[str, Any] = {"algorithm": other, "lr": adamw_lr}
+    if other == "lion":
+        of_rest["betas"] = (0.9, 0.99)
+    options: dict[str, dict[str, Any]] = {}
+    parameters = param_groups(model).parameters
+    for pattern in (*given, *(split or {})):
+        if not any(_matches(parameter, [pattern]) for parameter in parameters):
+            param_groups(model, {pattern: {}})  # raises, and names what it may have meant
+    for parameter in parameters:
+        is_matrix = len(parameter.shape) > 1 and not _matches(parameter, [*excluded, *given])
+        own: dict[str, Any] = {"algorithm": "muon", "lr": lr} if is_matrix else dict(of_rest)
+        for pattern, value in (split or {}).items():
+            if _matches(parameter, [pattern]):
+                if not is_matrix:
+                    raise ValueError(
+                        f"split[{pattern!r}]: got a pattern that matches {parameter.names[0]} of shape "
+                        f"{parameter.shape}, expected matrices for Muon only; correct the pattern"
+                    )
+                own["split"] = value
+        options[escape(parameter.names[0])] = own
+    for pattern, of_pattern in (overrides or {}).items():
+        options[pattern] = {**options.pop(pattern, {}), **of_pattern}
+    return param_groups(model, options, no_decay)
+
+
+def _patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise ValueError(f'{argument}: got {patterns!r}, expected several patterns; write ("*.qkv.*",) for one')
+    return tuple(patterns)
+
+
+def _matches(parameter: GroupedParameter, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in parameter.names)
+
+
+def _embeddings(model: Module) -> list[str]:
+    """Names of the weights of embeddings, and of the output head."""
+    modules = list(canonical_modules(model, all_names=True))
+    embeddings = [(prefix, module) for prefix, module in modules if isinstance(module, Embedding | EmbeddingBag)]
+    linear = [(prefix, module) for prefix, module in modules if isinstance(module, Linear)]
+    names = [f"{prefix}weight" for prefix, _ in embeddings]
+    if embeddings and linear and linear[-1][1].out_features == embeddings[0][1].num_embeddings:
+        names.append(f"{linear[-1][0]}weight")
+    return names
