@@ -3,11 +3,11 @@
 from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
+from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
     CopiedShard,
     Exchange,
     LocalBlocks,
-    Rectangle,
     Shard,
     UnknownShardError,
     assign,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Division, Ranks, ranges
-from shardopt.layout.shard import ASSIGNED, AssignedShard, Exchange, Rectangle
+from shardopt.layout.rectangle import Rectangle
+from shardopt.layout.shard import ASSIGNED, AssignedShard, Exchange
 
 
 class _AssignedShard(AssignedShard):

@@ -47,6 +47,27 @@ def _as_whole(stage: int, zero: dict[str, Any], by_config: bool) -> None:
     assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
 
 
+def _marked(stage: int) -> None:
+    """DeepSpeed would orthogonalize the gradients of marked parameters for any optimizer with such a name."""
+    found = []
+    for marks in (True, False):
+        model = taking_gradients(make_net())
+        for name, param in model.named_parameters():
+            if marks:
+                param.use_muon = name.startswith(("up.weight", "down.weight"))
+        excluded = {"exclude": ["conv.*", "gate.*"]} if not marks else {}
+        engine = make_engine(model, config(stage, "Muon8bit", params={"adamw_lr": 3e-3, **excluded}))
+        for step in range(STEPS):
+            step_engine(engine, step)
+        found.append(engine_snapshot(engine))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_marks_of_deepspeed(ranks: Pool, stage: int) -> None:
+    ranks.run(2, _marked, stage)
+
+
 @pytest.mark.parametrize(
     ("stage", "zero", "world_size", "by_config"),
     [

@@ -59,15 +59,36 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Signum": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.0},
     "LAMB": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2},
     "LARS": {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0, "trust_coefficient": 1e-3},
+    "Muon": {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.775, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+    },
     "StableAdamW": {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-2},
 }
 #: Hyper-parameters that torch.optim's classes have not, by keyword only.
 CAUTIOUS = {"cautious": False, "cautious_weight_decay": False}
-BY_KEYWORD: dict[str, dict[str, Any]] = {"AdamW": CAUTIOUS, "Adam": {"cautious": False}, "Lion": CAUTIOUS}
+BY_KEYWORD: dict[str, dict[str, Any]] = {
+    "AdamW": CAUTIOUS,
+    "Adam": {"cautious": False},
+    "Lion": CAUTIOUS,
+    "Muon": {
+        "algorithm": "muon",
+        "split": None,
+        "betas": (0.9, 0.95),
+        "adamw_eps": 1e-8,
+        "orthogonalize_memory": "512MiB",
+    },
+}
 PRESETS = {f"{name}8bit": name for name in OPTIMIZERS}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
-OTHERS += ("release_gradients",)
+OTHERS += ("muon_groups", "release_gradients")
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "log8",

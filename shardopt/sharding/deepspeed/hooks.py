@@ -18,20 +18,18 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from itertools import compress
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 import shardopt.optim
 from shardopt.optim import Muon, ShardedOptimizer
-from shardopt.optim.muon_groups import muon_groups
 from shardopt.sharding.deepspeed.fragments import show_state
 from shardopt.sharding.deepspeed.masters import share_copies
+from shardopt.sharding.deepspeed.muon import divided, leave_gradients
 from shardopt.sharding.deepspeed.offload import accepting_bf16_masters, loading_state_too, swap_what_survives
 from shardopt.sharding.deepspeed.partitions import assign_partitions
 from shardopt.sharding.deepspeed.universal import loading_universal, read_natively, saving
@@ -79,10 +77,12 @@ def install(engine_module: ModuleType) -> None:
             return configure_basic(self, model_parameters)
         params = self.optimizer_params() or {}
         if issubclass(TYPES[name], Muon):
-            model_parameters, params = _divided(self.module, list(model_parameters), params)
+            model_parameters, params = divided(self.module, list(model_parameters), params)
         _check_params(TYPES[name], params)
         _check_config(self)
         optimizer = TYPES[name](model_parameters, **params)
+        if isinstance(optimizer, Muon):
+            leave_gradients(self.module)
         self._shardopt_pauses.enter_context(optimizer._internals.paused())
         return optimizer
 
@@ -90,6 +90,8 @@ def install(engine_module: ModuleType) -> None:
         def accepted(optimizer: Any) -> Any:
             if isinstance(optimizer, ShardedOptimizer):
                 _check_config(self)
+                if isinstance(optimizer, Muon):
+                    leave_gradients(self.module)
                 self._shardopt_pauses.enter_context(optimizer._internals.paused())
                 if self.zero_use_cpu_optimizer():
                     self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
@@ -133,31 +135,6 @@ def install(engine_module: ModuleType) -> None:
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
     known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
-
-
-def _divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Divides a model's parameters into Muon's and the others, where the user has made no param groups.
-
-    Args:
-        model: the model.
-        given: parameters or param groups.
-        params: the config's, with arguments of :func:`shardopt.muon_groups`, too.
-
-    Returns:
-        Param groups, and the parameters for the optimizer.
-    """
-    arguments = [name for name in inspect.signature(muon_groups).parameters if name not in ("model", "lr")]
-    own = {name: params[name] for name in arguments if name in params}
-    others = {name: value for name, value in params.items() if name not in own}
-    if any(isinstance(each, Mapping) for each in given):
-        return given, dict(params)
-    chosen = {id(param) for param in given}
-    groups = muon_groups(model, **({"lr": params["lr"]} if "lr" in params else {}), **own)
-    for group in groups:
-        kept = [id(param) in chosen for param in group["params"]]
-        for key in ("params", "param_names"):
-            group[key] = list(compress(group[key], kept))
-    return [group for group in groups if group["params"]], others
 
 
 def _refuse_replacement(optimizer: Any) -> None:

@@ -1,0 +1,101 @@
+"""The rectangle: elements of a shard that the kernels step together, and how it is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from shardopt.layout.block_grid import BlockGrid
+
+
+class Rectangle(NamedTuple):
+    """Elements of a shard that form a matrix: the same columns of some successive rows.
+
+    Attributes:
+        element: index of the first element in the local tensor.
+        rows: number of rows.
+        first_col: first column in the global row.
+        cols: number of columns.
+        row_stride: elements from row to row in the local tensor.
+        block: index, in the local scales, of the block that holds the first element.
+        blocks_stride: blocks from row to row in the local scales.
+        cut: whether each row is a part of one block, of which other ranks hold the rest. A rectangle that is not
+            :meth:`divided` may hold whole blocks and cut ones.
+    """
+
+    element: int
+    rows: int
+    first_col: int
+    cols: int
+    row_stride: int
+    block: int
+    blocks_stride: int
+    cut: bool = False
+
+    def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
+        """Its parts, in order: rows, or whole blocks of one row.
+
+        Args:
+            limit: elements of a part, at most; but a block is never divided.
+            block_size: elements per block.
+        """
+        if self.rows * self.cols <= limit:
+            yield self
+            return
+        if self.cols <= limit:
+            some = limit // self.cols
+            for row in range(0, self.rows, some):
+                first, block = self.element + row * self.row_stride, self.block + row * self.blocks_stride
+                yield self._replace(element=first, rows=min(some, self.rows - row), block=block)
+            return
+        width = max(limit // block_size, 1) * block_size
+        end = self.first_col + self.cols
+        for row in range(self.rows):
+            first, block = self.element + row * self.row_stride, self.block + row * self.blocks_stride
+            col = self.first_col
+            while col < end:
+                stop = min(col // block_size * block_size + width, end)
+                blocks = col // block_size - self.first_col // block_size
+                element, cols = first + col - self.first_col, stop - col
+                yield Rectangle(element, 1, col, cols, cols, block + blocks, self.blocks_stride)
+                col = stop
+
+    def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
+        """Its parts, in order, where some elements of the local tensor are to begin parts of their own.
+
+        Args:
+            ends: the indices of these elements, ascending; each begins a row, or the rectangle has only one.
+        """
+        rest = self
+        for end in ends:
+            numel = end - rest.element
+            if not 0 < numel < (rest.rows - 1) * rest.row_stride + rest.cols:
+                continue
+            if rest.rows == 1:
+                yield rest._replace(cols=numel)
+                rest = rest._replace(element=end, first_col=rest.first_col + numel, cols=rest.cols - numel)
+            else:
+                rows = numel // rest.row_stride
+                yield rest._replace(rows=rows)
+                block = rest.block + rows * rest.blocks_stride
+                rest = rest._replace(element=end, rows=rest.rows - rows, block=block)
+        yield rest
+
+    def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
+        """Its columns of whole blocks, and each cut block by itself."""
+        size, end, col = grid.block_size, self.first_col + self.cols, self.first_col
+        while col < end:
+            block = col // size
+            block_end = min((block + 1) * size, grid.row_numel)
+            whole = col == block * size and end >= block_end
+            stop = min(end, block_end)
+            if whole:
+                stop = end if grid.is_boundary(end) else end // size * size
+            yield self._replace(
+                element=self.element + col - self.first_col,
+                first_col=col,
+                cols=stop - col,
+                block=self.block + block - self.first_col // size,
+                cut=not whole,
+            )
+            col = stop

@@ -1,0 +1,54 @@
+"""Our Muon in a DeepSpeed config, and the marks on parameters of DeepSpeed's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from glob import escape
+from itertools import compress
+from typing import Any
+
+from torch.nn import Module
+
+from shardopt.layout.names import parameter_names
+from shardopt.optim.muon_groups import muon_groups
+
+_MARK = "use_muon"  # the attribute of parameters
+
+
+def divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Divides a model's parameters into Muon's and the others, where the user has made no param groups.
+
+    Where every parameter has DeepSpeed's mark ``use_muon``, those with False are not for Muon.
+
+    Args:
+        model: the model.
+        given: parameters or param groups.
+        params: the config's, with arguments of :func:`shardopt.muon_groups`, too.
+
+    Returns:
+        Param groups, and the parameters for the optimizer.
+    """
+    arguments = [name for name in inspect.signature(muon_groups).parameters if name not in ("model", "lr")]
+    own = {name: params[name] for name in arguments if name in params}
+    others = {name: value for name, value in params.items() if name not in own}
+    if any(isinstance(each, Mapping) for each in given):
+        return given, dict(params)
+    chosen = {id(param) for param in given}
+    if all(hasattr(param, _MARK) for param in given):
+        named = parameter_names(model).items()
+        unmarked = [escape(name) for name, param in named if not getattr(param, _MARK, False)]
+        own["exclude"] = [*own.get("exclude", ()), *unmarked]
+    groups = muon_groups(model, **({"lr": params["lr"]} if "lr" in params else {}), **own)
+    for group in groups:
+        kept = [id(param) in chosen for param in group["params"]]
+        for key in ("params", "param_names"):
+            group[key] = list(compress(group[key], kept))
+    return [group for group in groups if group["params"]], others
+
+
+def leave_gradients(model: Module) -> None:
+    """Takes DeepSpeed's marks off: ZeRO would orthogonalize gradients for any optimizer that is called Muon."""
+    for param in model.parameters():
+        if getattr(param, _MARK, False):
+            setattr(param, _MARK, False)
