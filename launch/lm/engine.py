@@ -43,7 +43,7 @@ def build(model: Transformer, ranks: Ranks, config: Config) -> Learner:
     """
     deepspeed = _import_deepspeed(ranks)
     tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    groups = optimizers.groups(model, optimizers.matrices(model))
+    groups = optimizers.groups(config, model, optimizers.matrices(model))
     settings = engine_config.complete(config, ranks.world_size)
     try:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)

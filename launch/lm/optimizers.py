@@ -58,7 +58,7 @@ def build(config: Config, module: nn.Module, matrices: Collection[str], make: Ma
         UserError: an option does not apply to the optimizer, or the optimizer refuses its value.
     """
     kind, options = chosen(config)
-    return _explained(config, lambda: make(kind, groups(module, matrices), options, module))
+    return _explained(config, lambda: make(kind, groups(config, module, matrices), options, module))
 
 
 def matrices(model: nn.Module) -> set[str]:
@@ -66,8 +66,11 @@ def matrices(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
 
 
-def groups(module: nn.Module, matrices: Collection[str]) -> Groups:
-    """Two param groups of a model: parameters with weight decay, and parameters without."""
+def groups(config: Config, module: nn.Module, matrices: Collection[str]) -> Groups:
+    """The param groups of a model: parameters with weight decay and without, and for muon by who steps them."""
+    if config.optimizer == "muon":
+        vectors = [name for name in parameter_names(module) if name not in matrices]
+        return shardopt.muon_groups(module, lr=config.lr, adamw_lr=config.adamw_lr, no_decay=vectors)
     found: Groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in parameter_names(module).items():
         found[name not in matrices]["params"].append(parameter)

@@ -85,6 +85,8 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
         "orthogonalize_memory": "512MiB",
     },
 }
+#: What of it is in param groups.
+IN_GROUPS = {**BY_KEYWORD, "Adam": CAUTIOUS}
 PRESETS = {f"{name}8bit": name for name in OPTIMIZERS}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
@@ -155,7 +157,7 @@ def test_options() -> None:
 def test_groups_have_every_default(name: str) -> None:
     optimizer = getattr(shardopt, name)(one())
     rule = PRESETS.get(name, name)
-    expected = {**OPTIMIZERS[rule], **(CAUTIOUS if rule in BY_KEYWORD else {}), **OPTIONS}
+    expected = {**OPTIMIZERS[rule], **IN_GROUPS.get(rule, {}), **OPTIONS}
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
     assert optimizer.defaults == expected
     assert isinstance(optimizer, torch.optim.Optimizer)
