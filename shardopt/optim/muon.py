@@ -16,12 +16,13 @@ from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, bytes_of, check_flag, check_number, is_whole
+from shardopt.state.options import Options, Unpack, bytes_of, check_flag, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.matrices import matrix_shapes
 
 Algorithm = Literal["muon", "adamw", "lion"]
 
+_ADAMW_EPS = 1e-8
 _MOMENTUM = (Moment("momentum_buffer", signed=True),)
 _RULES = {
     "adamw": Rule("adam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))),
@@ -75,7 +76,8 @@ class Muon(ShardedOptimizer):
         nesterov: look ahead.
         ns_coefficients: of the Newton-Schulz iteration: three numbers, or three for each step, of which further steps
             take the last; or "polar_express" (arXiv 2505.16932).
-        eps: the least norm that a matrix is divided by.
+        eps: the least norm that a matrix is divided by; in groups for AdamW what is added to the root of the second
+            moment, 1e-8 unless they say so.
         ns_steps: how many steps the iteration has.
         adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
             ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
@@ -84,7 +86,6 @@ class Muon(ShardedOptimizer):
         split: where a parameter is several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries,
             keys and values; or "each" for stacks of three dimensions or more, as those of experts.
         betas: of AdamW and Lion.
-        adamw_eps: of AdamW.
         orthogonalize_memory: bytes that directions and what is computed of them may take at a time: a whole number, or
             a text such as "512MiB". A larger parameter is computed all the same, by itself.
         **options: see :class:`shardopt.state.options.Options`. ``offload="step"`` is not possible.
@@ -111,7 +112,6 @@ class Muon(ShardedOptimizer):
         algorithm: Algorithm = "muon",
         split: Split = None,
         betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
         orthogonalize_memory: int | str = "512MiB",
         **options: Unpack[Options],
     ) -> None:
@@ -127,7 +127,6 @@ class Muon(ShardedOptimizer):
             "algorithm": algorithm,
             "split": split,
             "betas": betas,
-            "adamw_eps": adamw_eps,
             "orthogonalize_memory": orthogonalize_memory,
         }
         super().__init__(params, defaults, options)
@@ -139,6 +138,8 @@ class Muon(ShardedOptimizer):
         """
         if "use_muon" in param_group:
             param_group = {"algorithm": "muon" if param_group["use_muon"] else "adamw", **param_group}
+        if param_group.get("algorithm", self.defaults["algorithm"]) == "adamw":
+            param_group = {"eps": _ADAMW_EPS, **param_group}
         super().add_param_group(param_group)
         try:
             _check_matrices(len(self.param_groups) - 1, self.param_groups[-1])
@@ -161,12 +162,11 @@ class Muon(ShardedOptimizer):
         if group["algorithm"] == "muon":
             names = ("momentum", "weight_decay")
             return {"lr": float(group["lr"]), "nesterov": group["nesterov"], **{name: group[name] for name in names}}
-        return adam_hyper({**group, "eps": group["adamw_eps"]}, decoupled=True)
+        return adam_hyper(group, decoupled=True)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         check_flag(group, "nesterov")
-        check_number(group, "adamw_eps")
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["adjust_lr_fn"] not in (None, *_SCALES):

@@ -81,7 +81,6 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
         "algorithm": "muon",
         "split": None,
         "betas": (0.9, 0.95),
-        "adamw_eps": 1e-8,
         "orthogonalize_memory": "512MiB",
     },
 }

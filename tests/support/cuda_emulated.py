@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels import dispatch_cuda
-from shardopt.step import tables
+from shardopt.step import batch
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("tests/kernels/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
@@ -49,7 +49,7 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(tables, "make_call", dispatch_cuda.CudaCall)
+    monkeypatch.setattr(batch, "make_call", dispatch_cuda.CudaCall)
 
 
 def _pageable(size: int) -> Tensor:

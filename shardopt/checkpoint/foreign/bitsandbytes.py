@@ -109,7 +109,7 @@ class Bitsandbytes(Peer):
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return "state1" in state or _WRAPPED in state
 
-    def unwrapped(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         wrapped = state.get(_WRAPPED, {})
         if not isinstance(wrapped, Mapping):
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.foreign.bitsandbytes import Bitsandbytes
+from shardopt.checkpoint.foreign.dion import Dion
 from shardopt.checkpoint.foreign.flashoptim import Flashoptim
 from shardopt.checkpoint.foreign.moments import CodedMoment
 from shardopt.checkpoint.foreign.peer import Moments, Peer
@@ -30,7 +31,7 @@ from shardopt.state.slice_state import SliceState, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 _TORCH = Peer()
-_PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), _TORCH)
+_PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), _TORCH)
 
 #: Options of shardopt that other packages have as hyper-parameters, too.
 _SHARED_OPTIONS = {"maximize"}
@@ -75,8 +76,9 @@ def import_state(
     """Loads the ``state_dict()`` of another package's optimizer.
 
     Reads state of bitsandbytes (all but LAMB and LARS in 32 bits), torchao (8-bit, 4-bit, fp8), flashoptim (compressed
-    or not) and torch.optim, also in the form of
-    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Copies codes and scales unchanged if the
+    or not), the Muon of dion, and torch.optim, also in the form of
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the Muon of Keller Jordan and of DeepSpeed is
+    as torch's. Copies codes and scales unchanged if the
     optimizer's codec has the same codes and scales and no block crosses a row: from bitsandbytes and torchao with
     ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from flashoptim with
     ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to float32, and
@@ -139,7 +141,7 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
             if not state:
                 continue
             name = known.get(id(param)) or listed_name(own, index, position)
-            state = peer.unwrapped(state, name)
+            state = peer.unwrapped(state, source.group, name)
             unwrapped.append(state)
             moments = peer.moments(state, expected, name)
             spec = tensor_state_of(param, own, expected)
@@ -229,7 +231,7 @@ def _hyper(
     kept = merged(optimizer, own, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: kept[key] for key in hyper if key in usable}
     optimizer.check_group({**hyper, **kept})
-    if optimizer.rule(kept) != rule:
+    if optimizer.rule(kept).moments != rule.moments:
         changed = {key: value for key, value in taken.items() if own.get(key) != value}
         raise ValueError(
             f"got {changed}, which make the optimizer keep "

@@ -32,8 +32,13 @@ class Peer:
             isinstance(state[key], Tensor) for key in moments & set(state)
         )
 
-    def unwrapped(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """The entries of one parameter's state, without wrapping.
+
+        Args:
+            state: the state.
+            group: the parameter's param group, as it was saved.
+            name: the parameter's name, for errors.
 
         Raises:
             ValueError: the wrapping is damaged.

@@ -1,0 +1,51 @@
+"""The dion package's Muon: matrices have ``momentum``, a sum of gradients; AdamW's parameters ``variance`` as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardopt.checkpoint.foreign.peer import Peer
+from shardopt.checkpoint.foreign.structure import are_floats
+from shardopt.checkpoint.wording import kind_of, shown
+from shardopt.codec import Moment
+
+_STEP = "step_dev"
+_ADJUSTMENTS = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw"}
+
+
+class Dion(Peer):
+    name = "dion"
+    form = "momentum and variance in float"
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        return "momentum" in state and state.keys() <= {"momentum", "variance", _STEP}
+
+    def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        step = {"step": torch.tensor(float(group.get("step", 0)))}
+        if "variance" in state:
+            return {**step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
+        if group.get("algorithm") == "lion":
+            return {**step, "exp_avg": state["momentum"]}
+        momentum = group.get("mu")
+        if not isinstance(momentum, float) or not 0.0 <= momentum < 1.0 or not are_floats(state["momentum"]):
+            raise ValueError(
+                f"{name}: got mu={shown(momentum)} and momentum as {kind_of(state['momentum'])}, expected a decay rate "
+                "below 1 and floats; save the state dict again"
+            )
+        # A sum of gradients; ours is their average.
+        return {**step, "momentum_buffer": state["momentum"] * (1.0 - momentum)}
+
+    def hyper(self, group: Mapping[str, Any], expected: Sequence[Moment]) -> dict[str, Any]:
+        names = {"mu": "momentum", "epsilon": "eps"}
+        found = {names.get(key, key): value for key, value in group.items() if key not in ("beta1", "beta2", "step")}
+        if {"beta1", "beta2"} <= group.keys():
+            found["betas"] = (group["beta1"], group["beta2"])
+        if group.get("algorithm") == "muon":  # there it guards a division, which is done otherwise here
+            found.pop("eps", None)
+        adjustment = found.pop("adjust_lr", None)
+        if adjustment in _ADJUSTMENTS:
+            found["adjust_lr_fn"] = _ADJUSTMENTS[adjustment]
+        return found
