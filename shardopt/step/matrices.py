@@ -68,10 +68,9 @@ class Matrix:
         """What this rank holds of it."""
         return self.regions[0 if self.division is None else self.division.ranks.rank]
 
-    @property
-    def workspace(self) -> int:
-        """Bytes that its owner takes while it computes it."""
-        return BYTES * self.numel + self.newton_schulz.workspace(self.rows, self.cols)
+    def workspace(self, device_type: str) -> int:
+        """Bytes that its owner takes while it computes it, on a device of this type."""
+        return BYTES * self.numel + self.newton_schulz.workspace(self.rows, self.cols, device_type)
 
 
 def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
@@ -160,7 +159,7 @@ class Wave(NamedTuple):
         return self.matrices[0].division
 
 
-def waves_of(matrices: Sequence[Matrix], memory: int) -> list[Wave]:
+def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str) -> list[Wave]:
     """Divides the matrices of one device among the ranks, by cost, and into waves.
 
     It depends on the parameters and their sharding alone, so that all ranks come to the same result.
@@ -168,15 +167,21 @@ def waves_of(matrices: Sequence[Matrix], memory: int) -> list[Wave]:
     Args:
         matrices: in the same order on all ranks.
         memory: bytes that a step may take; a parameter that needs more is a wave by itself.
+        device_type: of the device that computes them.
     """
     alike: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
         division = matrix.division
         alike.setdefault(division and (division.ranks, division.is_copied), []).append(matrix)
-    return [wave for some in alike.values() for wave in _waves_of_ranks(some, memory)]
+    return [
+        wave
+        for some in alike.values()
+        for wave in _waves_of_ranks(some, memory - max(matrix.workspace(device_type) for matrix in some))
+    ]
 
 
 def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
+    """The waves of matrices that the same ranks divide, whose directions may take so much memory."""
     size = len(matrices[0].regions)
     costliest_first = sorted(range(len(matrices)), key=lambda i: -flops(matrices[i].rows, matrices[i].cols))
     loads, owner_of = [0] * size, {}
@@ -186,7 +191,7 @@ def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
         owner = min(range(size), key=lambda rank: (loads[rank], (rank - matrix.number) % size))
         loads[owner] += flops(matrix.rows, matrix.cols)
         owner_of[index] = owner
-    limit = (memory - max(matrix.workspace for matrix in matrices)) // LIVE_WAVES
+    limit = memory // LIVE_WAVES
     slices: dict[tuple[int, int], list[int]] = {}  # those of a parameter are in one wave: its blocks are coded together
     for index in costliest_first:
         slices.setdefault((matrices[index].tensor, matrices[index].part), []).append(index)

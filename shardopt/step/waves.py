@@ -87,7 +87,7 @@ class Waves:
         for device, matrices in by_device.items():
             for matrix in matrices:
                 self._begins.setdefault((matrix.tensor, matrix.part), []).append(matrix.first)
-            for wave in waves_of(matrices, min(memory)):
+            for wave in waves_of(matrices, min(memory), device.type):
                 slices = {(m.tensor, m.part): m.spec for m in wave.matrices}
                 flat = [spec for spec in slices.values() if isinstance(spec.shard, FlatShard)]
                 planned = _Planned(wave, FlatCuts(flat, device))
