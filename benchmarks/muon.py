@@ -8,49 +8,44 @@ Each part prints a table; the ranks are processes that this one starts, with glo
 bits: whether the weights after some steps of Muon8bit on a small model of odd sizes, in several waves, are those of the
 unsharded run, to the bit, on all ranks. The gradient of an element is the same in every way of sharding.
 traffic: the collectives that one step issues under FSDP2, and what they send from one rank to others, at most. Matrix
-products are left out, because sizes alone decide what is sent.
+products are left out, because sizes alone decide what is sent. With gloo, PyTorch replaces all-to-alls of DTensors on
+three ranks or more by all-gathers.
 time: medians of the slowest rank's time, one thread per rank; then of one process. Optimizers take turns.
-memory: what PyTorch's allocator hands out during a step, beyond what was taken before, at its peak.
-direction: see muon_direction.py.
+memory: of two steps, what living storages of tensors take beside the optimizer's state, at most and afterwards; as seen
+by PyTorch's dispatcher, that is without what a single operation of PyTorch takes and gives back.
+direction: relative errors (Frobenius norm) of directions, orthogonalized in float32. They come from the momentum of
+random gradients, coded in every step; those of shardopt's codecs from its kernels, in bfloat16 as the optimizer has
+them: the line of fp32 shows what that alone does. The last line orthogonalizes the exact direction in bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import spawn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
 from decoder import Architecture, Decoder
-from exchange import shard as fsdp1
-from muon_direction import print_direction
-from shardopt.kernels.newton_schulz import NewtonSchulz
+from muon_ranks import WAYS, Collectives, Live, Wrap, among_ranks, fsdp2, on_ranks, set_gradients, whole
+from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
+from shardopt.state.options import bytes_of
 from step_cpu import commit, machine
 
 ODD = Architecture(1, 130, 350, 65, 97, modern=True)
 ODD_WAVES = {"orthogonalize_memory": "768KiB", "min_quantized_numel": 64}
 STEPS = 3
 REALISTIC = Architecture(4, 512, 1408, 256, 1024, modern=True)
-Wrap = Callable[[nn.Module], nn.Module]
+TORCHS = "torch.optim.Muon"
 
 
 def small(width: int, layers: int) -> Architecture:
@@ -66,78 +61,6 @@ def make(architecture: Architecture) -> nn.Module:
 def matrices(model: nn.Module) -> list[Tensor]:
     """The parameters that Muon steps."""
     return [param for group in shardopt.muon_groups(model) if group["algorithm"] == "muon" for param in group["params"]]
-
-
-def set_gradients(params: Iterable[Tensor], values: Iterable[Tensor], step: int = 0) -> None:
-    """Gives each parameter a gradient whose elements depend on the elements of another tensor alone."""
-    for param, value in zip(params, values, strict=True):
-        param.grad = torch.remainder(value * 1021.0 + 0.618 * step, 1.0) - 0.5 if param.numel() else None
-
-
-# Ranks.
-
-
-def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function on so many new processes, and returns what it returns on the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (ranks, Path(folder), work, args), ranks)
-        return torch.load(Path(folder) / "result", weights_only=False)
-
-
-def _rank(rank: int, ranks: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    result = work(*args)
-    if rank == 0:
-        torch.save(result, folder / "result")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def among_ranks(numbers: list[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
-    together = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(together, op)
-    return together.tolist()
-
-
-# Ways of sharding.
-
-
-def mesh(*sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("first", "second")[: len(sizes)])
-
-
-def fsdp2(model: nn.Module, over: DeviceMesh | None = None) -> nn.Module:
-    """Each layer is a unit."""
-    for layer in model.layers:
-        fully_shard(layer, mesh=over)
-    return fully_shard(model, mesh=over)
-
-
-def tensor_parallel(model: nn.Module, over: DeviceMesh) -> nn.Module:
-    plan: dict[str, Any] = {f"layers.*.{name}": ColwiseParallel() for name in ("query", "key", "value", "gate", "up")}
-    plan |= {f"layers.*.{name}": RowwiseParallel() for name in ("out", "down")}
-    return parallelize_module(model, over, plan)
-
-
-def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
-    both = mesh(2, dist.get_world_size() // 2)
-    return fsdp2(tensor_parallel(model, both["second"]), both["first"])
-
-
-#: How a model is wrapped, and the numbers of ranks.
-WAYS: dict[str, tuple[Wrap, tuple[int, ...]]] = {
-    "plain": (lambda model: model, (1,)),
-    "DDP": (DistributedDataParallel, (1, 2, 3, 4)),
-    "FSDP2": (fsdp2, (1, 2, 3, 4)),
-    "HSDP": (lambda model: fsdp2(model, mesh(2, dist.get_world_size() // 2)), (2, 4)),
-    "TP": (lambda model: tensor_parallel(model, mesh(dist.get_world_size())), (1, 2, 3, 4)),
-    "FSDP2 x TP": (fsdp2_tensor_parallel, (2, 4)),
-    "FSDP1": (fsdp1, (1, 2, 3, 4)),
-    "ZeroRedundancy": (DistributedDataParallel, (1, 2, 3, 4)),
-}
-TORCHS = "torch.optim.Muon"
 
 
 # bits
@@ -161,23 +84,6 @@ def run(way: str, wrap: Wrap) -> dict[str, Tensor]:
         set_gradients(params, start, step)
         optimizer.step()
     return whole(model)
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name, gathered."""
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            return _copies(model)
-    return _copies(model)
-
-
-def _copies(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): (
-            param.full_tensor().detach() if isinstance(param, DTensor) else param.detach().clone()
-        )
-        for name, param in model.named_parameters()
-    }
 
 
 def compare(expected: dict[str, Tensor], torchs: dict[str, Tensor]) -> tuple[dict[str, bool], float]:
@@ -211,48 +117,6 @@ def print_bits() -> None:
 
 # traffic
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives of all ranks that this rank issues, from Python or from PyTorch's C++.
-
-    Attributes:
-        calls: how many.
-        sent: bytes that leave this rank: of an all-to-all, what is for others; of an all-gather of n bytes to R ranks,
-            (R - 1) n; of an all-reduce 2 (R - 1) / R n.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.sent = 0, 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensors call their collectives, and come here with plain tensors
-        space, _, name = func.name().partition("::")
-        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
-            self.calls += 1
-            self.sent += _sent(name, args)
-        if func in _PRODUCTS:
-            left, right = args[-2:]
-            return left.new_zeros(left.shape[0], right.shape[1])
-        return func(*args, **(kwargs or {}))
-
-
-def _sent(name: str, args: Any) -> float:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    if name == "alltoall_base_":
-        _, x, _, _, splits, *_ = args
-        own = splits[rank] * x.stride(0) * x.itemsize if splits else x.nbytes / ranks
-        return float(x.nbytes - own)
-    if name in ("_allgather_base_", "all_gather_into_tensor"):
-        return float((ranks - 1) * args[name.startswith("_")].nbytes)
-    if name in ("allreduce_", "all_reduce", "all_reduce_"):
-        x = args[0][0] if isinstance(args[0], list) else args[0]
-        return float(2 * (ranks - 1) / ranks * x.nbytes)
-    raise NotImplementedError(f"{name}: got a collective whose bytes are not counted, expected one of FSDP2's Muons")
-
 
 def contenders(**options: Any) -> dict[str, Callable[[list[Tensor]], Optimizer]]:
     return {
@@ -271,7 +135,7 @@ def count() -> dict[str, list[float]]:
     for name, maker in makers.items():
         params = matrices(fsdp2(make(REALISTIC)))
         optimizer = maker(params)
-        set_gradients(params, params)
+        set_gradients(params, [param.detach() for param in params])
         with Collectives():
             optimizer.step()
         with Collectives() as collectives:
@@ -335,30 +199,26 @@ def print_time(architecture: Architecture, rounds: int) -> None:
 # memory
 
 
-def peak_of(step: Callable[[], Any]) -> int:
-    """Bytes that a call takes beyond what was taken before it, at its peak."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    results: Any = profiler.profiler
-    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    taken = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        taken += event.nbytes()
-        peak = max(peak, taken)
-    return peak
-
-
 def peaks(architecture: Architecture, budgets: list[str], ranks: int) -> list[float]:
-    """Greatest peak of any rank, by budget, in the second step."""
+    """Of each budget the peak of two steps and what is left after them, beside the state: the most of any rank."""
     found = []
     for budget in budgets:
         model = make(architecture)
         params = matrices(fsdp2(model) if ranks else model)
         set_gradients(params, [param.detach() for param in params])
         optimizer = shardopt.Muon8bit(params, orthogonalize_memory=budget)
-        optimizer.step()
-        found.append(float(peak_of(optimizer.step)))
+        with Live() as live:
+            optimizer.step()
+            optimizer.step()
+        state = state_bytes(optimizer)
+        found += [float(live.peak - state), float(live.taken - state)]
     return among_ranks(found) if ranks else found
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """On this rank."""
+    tensors = (x for state in optimizer.state.values() for x in state.values())
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
 
 
 def print_memory(architecture: Architecture) -> None:
@@ -366,19 +226,99 @@ def print_memory(architecture: Architecture) -> None:
     shapes = [tuple(param.shape) for param in matrices(make(architecture))]
     numel = sum(rows * cols for rows, cols in shapes)
     least = max(2 * rows * cols + NewtonSchulz.workspace(rows, cols) for rows, cols in shapes)
-    print(f"peak of a step, bytes, by orthogonalize_memory; {architecture}")
-    print(f"the directions of all matrices {2 * numel:,}; the largest matrix, whole, and its workspace {least:,}")
-    print(f"{'':24}" + "".join(f"{budget:>12}" for budget in budgets))
-    print(f"{'one process':24}" + "".join(f"{peak:12,.0f}" for peak in peaks(architecture, budgets, 0)))
-    two = on_ranks(2, peaks, architecture, budgets, 2)
-    print(f"{'FSDP2, 2 ranks, the most':24}" + "".join(f"{peak:12,.0f}" for peak in two))
+    print(f"bytes beside the state, by orthogonalize_memory; {architecture}")
+    print(f"directions of all matrices {2 * numel:,}; direction and workspace of the largest one {least:,}")
+    print(f"{'':34}" + "".join(f"{budget:>13}" for budget in budgets))
+    print(f"{'orthogonalize_memory':34}" + "".join(f"{bytes_of(budget):13,}" for budget in budgets))
+    found = {"one process": peaks(architecture, budgets, 0)}
+    found["FSDP2, 2 ranks, the most"] = on_ranks(2, peaks, architecture, budgets, 2)
+    for case, numbers in found.items():
+        print(f"{case + ', peak':34}" + "".join(f"{number:13,.0f}" for number in numbers[::2]))
+        print(f"{case + ', kept':34}" + "".join(f"{number:13,.0f}" for number in numbers[1::2]))
     for codec in ("log8", "companded8", "dynamic8", "fp32"):
         params = matrices(make(architecture))
         set_gradients(params, [param.detach() for param in params])
         optimizer = shardopt.Muon(params, codec=codec, ns_steps=1)
         optimizer.step()
-        state = (x for param in params for key, x in optimizer.state[param].items() if key != "step")
-        print(f"bytes of state per parameter of a matrix, {codec:12}{sum(x.nbytes for x in state) / numel:8.4f}")
+        print(f"bytes of state per parameter of a matrix, {codec:12}{state_bytes(optimizer) / numel:8.4f}")
+
+
+# direction
+
+SIDE = 512  # of the matrix whose direction is measured
+MOMENTS = 60  # gradients of which its momentum is made
+CODECS = {
+    **{codec: f"{codec}, blocks of 128" for codec in ("log8", "companded8", "dynamic8")},
+    "bf16": "bf16",
+    "fp32": "fp32",
+}
+#: Singular values, of their numbers from 1 on.
+SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": torch.ones_like,
+    "1 / sqrt(k)": torch.rsqrt,
+    "1 / k": torch.reciprocal,
+}
+
+
+def gradients(spectrum: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    left = torch.linalg.qr(torch.randn(SIDE, SIDE, generator=generator))[0]
+    left = left * SPECTRA[spectrum](torch.arange(1.0, SIDE + 1))
+    return [left @ torch.randn(SIDE, SIDE, generator=generator) for _ in range(MOMENTS)]
+
+
+def direction(code: Callable[[Tensor], Tensor], of: list[Tensor], momentum: float = 0.95) -> Tensor:
+    """The last direction, with Nesterov's look ahead, by its formulas."""
+    coded = torch.zeros_like(of[0])
+    for gradient in of:
+        new = coded.lerp(gradient, 1 - momentum)
+        found, coded = gradient.lerp(new, momentum), code(new)
+    return found
+
+
+def direction_of(codec: str, of: list[Tensor]) -> Tensor:
+    """The last direction that shardopt.Muon would orthogonalize."""
+    seen: list[Tensor] = []
+
+    def instead(_: NewtonSchulz, matrix: Tensor) -> Tensor:
+        seen[:] = [matrix.clone()]
+        return matrix
+
+    param = nn.Parameter(torch.zeros(SIDE, SIDE))
+    optimizer = shardopt.Muon([param], codec=codec, block_size=128)
+    with patch.object(NewtonSchulz, "__call__", instead):
+        for gradient in of:
+            param.grad = gradient
+            optimizer.step()
+    return seen[0].float()
+
+
+def linear(x: Tensor) -> Tensor:
+    """Through signed linear codes in blocks of 2048."""
+    blocks = x.view(-1, 2048)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    return ((blocks / scales).round() * scales).view(x.shape)
+
+
+def errors(spectrum: str) -> dict[str, float]:
+    """By what the momentum is coded in."""
+    newton_schulz = NewtonSchulz((QUINTIC,) * 5, 1e-7)
+    given = gradients(spectrum)
+    exact = direction(lambda x: x, given)
+    found = {name: direction_of(codec, given) for codec, name in CODECS.items()}
+    found["linear int8, blocks of 2048"] = direction(linear, given).bfloat16().float()
+    found = {name: newton_schulz(x) for name, x in found.items()}
+    found["arithmetic in bfloat16 alone"] = newton_schulz(exact.bfloat16()).float()
+    expected = newton_schulz(exact)
+    return {name: float((got - expected).norm() / expected.norm()) for name, got in found.items()}
+
+
+def print_direction() -> None:
+    by_spectrum = [errors(spectrum) for spectrum in SPECTRA]
+    print(f"relative error of the orthogonalized direction, {SIDE} x {SIDE}, {MOMENTS} steps, by singular values")
+    print(f"{'':30}" + "".join(f"{spectrum:>14}" for spectrum in SPECTRA))
+    for name in by_spectrum[0]:
+        print(f"{name:30}" + "".join(f"{of_one[name]:14.4f}" for of_one in by_spectrum))
 
 
 def main() -> None:
