@@ -8,8 +8,8 @@ Each part prints a table; the ranks are processes that this one starts, with glo
 bits: whether the weights after some steps of Muon8bit on a small model of odd sizes, in several waves, are those of the
 unsharded run, to the bit, on all ranks. The gradient of an element is the same in every way of sharding.
 traffic: the collectives that one step issues under FSDP2, and what they send from one rank to others, at most. Matrix
-products are left out, because sizes alone decide what is sent. With gloo, PyTorch replaces all-to-alls of DTensors on
-three ranks or more by all-gathers.
+products are left out, because sizes alone decide what is sent. With gloo, PyTorch replaces all-to-alls of DTensors
+by all-gathers.
 time: medians of the slowest rank's time, one thread per rank; then of one process. Optimizers take turns.
 memory: of two steps, what living storages of tensors take beside the optimizer's state, at most and afterwards; as seen
 by PyTorch's dispatcher, that is without what a single operation of PyTorch takes and gives back.
@@ -42,7 +42,7 @@ from shardopt.state.options import bytes_of
 from step_cpu import commit, machine
 
 ODD = Architecture(1, 130, 350, 65, 97, modern=True)
-ODD_WAVES = {"orthogonalize_memory": "768KiB", "min_quantized_numel": 64}
+ODD_WAVES: dict[str, Any] = {"orthogonalize_memory": "768KiB", "min_quantized_numel": 64}
 STEPS = 3
 REALISTIC = Architecture(4, 512, 1408, 256, 1024, modern=True)
 TORCHS = "torch.optim.Muon"
@@ -52,7 +52,7 @@ def small(width: int, layers: int) -> Architecture:
     return Architecture(layers, width, 11 * width // 4, width // 2, 256, modern=True)
 
 
-def make(architecture: Architecture) -> nn.Module:
+def make(architecture: Architecture) -> Decoder:
     """A model with the same weights in every process."""
     torch.manual_seed(0)
     return Decoder(architecture)

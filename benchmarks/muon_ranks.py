@@ -22,16 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from decoder import Decoder
 from exchange import shard as fsdp1
 
-Wrap = Callable[[nn.Module], nn.Module]
+Wrap = Callable[[Decoder], nn.Module]
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     """Calls a function on so many new processes, and returns what it returns on the first."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (ranks, Path(folder), work, args), ranks)
+        spawn(_rank, (ranks, Path(folder), work, args), ranks)  # type: ignore[no-untyped-call]
         return torch.load(Path(folder) / "result", weights_only=False)
 
 
@@ -57,20 +58,22 @@ def mesh(*sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("first", "second")[: len(sizes)])
 
 
-def fsdp2(model: nn.Module, over: DeviceMesh | None = None) -> nn.Module:
+def fsdp2(model: Decoder, over: DeviceMesh | None = None) -> Decoder:
     """Each layer is a unit."""
     for layer in model.layers:
         fully_shard(layer, mesh=over)
-    return fully_shard(model, mesh=over)
+    fully_shard(model, mesh=over)
+    return model
 
 
-def tensor_parallel(model: nn.Module, over: DeviceMesh) -> nn.Module:
+def tensor_parallel(model: Decoder, over: DeviceMesh) -> Decoder:
     plan: dict[str, Any] = {f"layers.*.{name}": ColwiseParallel() for name in ("query", "key", "value", "gate", "up")}
     plan |= {f"layers.*.{name}": RowwiseParallel() for name in ("out", "down")}
-    return parallelize_module(model, over, plan)
+    parallelize_module(model, over, plan)
+    return model
 
 
-def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
+def fsdp2_tensor_parallel(model: Decoder) -> Decoder:
     both = mesh(2, dist.get_world_size() // 2)
     return fsdp2(tensor_parallel(model, both["second"]), both["first"])
 
@@ -111,7 +114,7 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the collectives of all ranks that this rank issues, from Python or from PyTorch's C++.
 
     Attributes:
@@ -121,7 +124,7 @@ class Collectives(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls, self.sent = 0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +156,7 @@ def _sent(name: str, args: Any) -> float:
     raise NotImplementedError(f"{name}: got a collective whose bytes are not counted, expected one of FSDP2's Muons")
 
 
-class Live(TorchDispatchMode):
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that are made inside, as long as their storages live.
 
     Attributes:
@@ -162,7 +165,7 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.taken = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
