@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import shardopt
+from helpers import CASES
 from pairs import slow
-from ranks.models import WAYS
+from ranks.models import WAYS, make_net, set_gradients
 from ranks.pool import Pool
-from ranks.runs import snapshot_of, trained
+from ranks.runs import SMALL, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 
 STEPS = 3
