@@ -87,7 +87,8 @@ class Muon(ShardedOptimizer):
             keys and values; or "each" for stacks of three dimensions or more, as those of experts.
         betas: of AdamW and Lion.
         orthogonalize_memory: bytes that directions and what is computed of them may take at a time: a whole number, or
-            a text such as "512MiB". A larger parameter is computed all the same, by itself.
+            a text such as "512MiB". Where the largest parameters need more, they get it: three may be in memory at a
+            time, one that arrives, one that is computed and one that returns.
         **options: see :class:`shardopt.state.options.Options`. ``offload="step"`` is not possible.
 
     Raises:
