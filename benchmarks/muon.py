@@ -225,7 +225,7 @@ def print_memory(architecture: Architecture) -> None:
     budgets = ["512KiB", "768KiB", "1MiB", "2MiB", "512MiB"]
     shapes = [tuple(param.shape) for param in matrices(make(architecture))]
     numel = sum(rows * cols for rows, cols in shapes)
-    least = max(2 * rows * cols + NewtonSchulz.workspace(rows, cols) for rows, cols in shapes)
+    least = max(2 * rows * cols + NewtonSchulz.workspace(rows, cols, "cpu") for rows, cols in shapes)
     print(f"bytes beside the state, by orthogonalize_memory; {architecture}")
     print(f"directions of all matrices {2 * numel:,}; direction and workspace of the largest one {least:,}")
     print(f"{'':34}" + "".join(f"{budget:>13}" for budget in budgets))

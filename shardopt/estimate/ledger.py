@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardopt import optim
 from shardopt.estimate.backends import BACKENDS, Backend, Held
-from shardopt.estimate.model import Model
+from shardopt.estimate.model import Model, Shape
 from shardopt.estimate.zero import ZERO_OFFLOADS, add_partitions, check
 from shardopt.kernels.streamed import SLOTS
 from shardopt.optim import SGD, ShardedOptimizer
@@ -138,7 +138,7 @@ class Setup:
         Raises:
             ValueError: an option is out of range.
         """
-        nothing = torch.empty(0, dtype=self.stepped_dtype, device="meta")
+        nothing = torch.empty(0, 0, dtype=self.stepped_dtype, device="meta")
         optimizer = OPTIMIZERS[self.optimizer]([nothing], **self.options)
         return optimizer, optimizer.param_groups[0]
 
@@ -167,16 +167,19 @@ def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryRepor
         report.device.parameters = held.weights * itemsize
         live = held.gradients_at_once(setup.gradients_at_once) if setup.release_gradients else held.gradients
         report.device.gradients = live * itemsize
-    _add_state(report, held, setup)
+    _add_state(report, held, setup, model.embeddings)
     return report
 
 
-def _add_state(report: MemoryReport, held: Held, setup: Setup) -> None:
+def _add_state(report: MemoryReport, held: Held, setup: Setup, embeddings: Collection[Shape]) -> None:
     """Adds state and offload buffers, placed as :class:`shardopt.state.residency.StateResidency` does."""
     optimizer, group = setup.group()
-    dtype, moments = setup.stepped_dtype, optimizer.rule(group).moments
     counts = Counter(held.shards)
-    states = {s: _StateBytes.of(SliceState.of(s, dtype, group, moments)) for s in counts}
+    states = {}
+    for shard in counts:
+        own = {**group, **optimizer.options_of(shard.global_shape, is_hidden=shard.global_shape not in embeddings)}
+        moments = optimizer.rule(own).moments
+        states[shard] = _StateBytes.of(SliceState.of(shard, setup.stepped_dtype, own, moments))
     stays = counts
     if group["offload"] is not None:
         budget = Budget(bytes_of(group["device_state_budget"]))

@@ -65,11 +65,13 @@ class Model:
         name: what the user calls it.
         parameters: in the optimizer's order.
         note: what had to be assumed.
+        embeddings: the shapes of its input and output embeddings.
     """
 
     name: str
     parameters: tuple[ParameterShape, ...]
     note: str = ""
+    embeddings: frozenset[Shape] = frozenset()
 
     @cached_property
     def numel(self) -> int:
@@ -107,7 +109,8 @@ class Model:
         """A model of layers, which are units, and of what comes before and after them, which is a unit together."""
         in_layers = [(shape, number) for number, layer in enumerate(layers, 1) for shape in layer]
         placed = [*((s, 0) for s in first), *in_layers, *((s, 0) for s in last)]
-        return cls(name, tuple(ParameterShape(shape, unit) for shape, unit in placed))
+        parameters = tuple(ParameterShape(shape, unit) for shape, unit in placed)
+        return cls(name, parameters, embeddings=frozenset(shape for shape in (*first, *last) if len(shape) > 1))
 
     @classmethod
     def of_size(cls, text: str) -> Model:

@@ -55,6 +55,15 @@ class ShardedOptimizer(Optimizer, ABC):
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         """The rule's hyper-parameters, by the names in csrc/rules."""
 
+    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
+        """The options that a parameter of this shape has in the param groups that are usual for this optimizer.
+
+        Args:
+            shape: the parameter's.
+            is_hidden: whether it is no input or output embedding.
+        """
+        return {}
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Checks the hyper-parameters in a param group.
 

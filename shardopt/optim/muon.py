@@ -148,6 +148,9 @@ class Muon(ShardedOptimizer):
             self.param_groups.pop()
             raise
 
+    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
+        return {"algorithm": "muon" if is_hidden and len(shape) > 1 else "adamw"}
+
     def rule(self, group: Mapping[str, Any]) -> Rule:
         if group["algorithm"] != "muon":
             return _RULES[group["algorithm"]]
