@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -117,6 +119,22 @@ def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], lea
     assert found.max() <= largest + ROUNDING
     projected, expected = (result * matrix).sum(), (exact * s).sum()
     assert abs(projected - expected) <= 2.0**-7 * expected
+
+
+def test_quintic_is_what_torch_has() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this version of PyTorch has no Muon")
+    assert inspect.signature(torch.optim.Muon).parameters["ns_coefficients"].default == QUINTIC
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "from_", "band"),
+    [(QUINTIC_5, 0.002, (0.682, 1.202)), (POLAR_EXPRESS[:5], 0.001, (0.846, 1.124)), (POLAR_EXPRESS, 0.001, (1, 1))],
+)
+def test_bands(coefficients: Sequence[Coefficients], from_: float, band: tuple[float, float]) -> None:
+    """Where all singular values from some least one on end up."""
+    exact = polynomial(coefficients, torch.logspace(math.log10(from_), 0, 100_001, dtype=torch.float64))
+    assert (round(float(exact.min()), 3), round(float(exact.max()), 3)) == band
 
 
 def test_scale_does_not_matter() -> None:
