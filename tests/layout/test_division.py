@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,13 +29,17 @@ def elements(region: Region) -> list[int]:
     return [region.first + row * region.stride + col for row in range(region.rows) for col in range(region.cols)]
 
 
-@st.composite
-def rectangles_of(draw: st.DrawFn) -> tuple[Shape, Region]:
-    """A matrix and some columns of some of its rows, which may be none."""
-    rows, width = draw(st.integers(1, 8)), draw(st.integers(1, 9))
-    first_row, first_col = draw(st.integers(0, rows)), draw(st.integers(0, width))
-    some, cols = draw(st.integers(0, rows - first_row)), draw(st.integers(0, width - first_col))
-    return (rows, width), Region(first_row * width + first_col if some * cols else 0, some, cols, width)
+def intervals(end: int) -> list[tuple[int, int]]:
+    """All intervals ``[a, b)`` within ``[0, end)``, one empty one included."""
+    return [(0, 0), *itertools.combinations(range(end + 1), 2)]
+
+
+def small_rectangles() -> Iterator[tuple[Shape, Region]]:
+    """All small matrices with all their parts that are some columns of some rows."""
+    for rows, width in itertools.product((1, 2, 4), (1, 3)):
+        for (top, bottom), (left, right) in itertools.product(intervals(rows), intervals(width)):
+            some, cols = bottom - top, right - left
+            yield (rows, width), Region(top * width + left if some * cols else 0, some, cols, width)
 
 
 @st.composite
@@ -44,38 +49,32 @@ def matrices_of(draw: st.DrawFn, rows: int, width: int) -> list[tuple[int, int]]
     return [(a * width, b * width) for a, b in itertools.pairwise([0, *ends, rows])]
 
 
-@settings(deadline=None)
-@given(data=st.data())
-def test_rectangles_within_matrices(data: st.DataObject) -> None:
-    (rows, width), region = data.draw(rectangles_of())
-    for start, end in data.draw(matrices_of(rows, width)):
-        part = region.within(start, end)
-        assert elements(part) == [element for element in elements(region) if start <= element < end]
-        assert part.numel == len(elements(part))
+def test_rectangles_within_matrices() -> None:
+    for (rows, width), region in small_rectangles():
+        for first, last in intervals(rows):
+            part = region.within(first * width, last * width)
+            expected = [element for element in elements(region) if first * width <= element < last * width]
+            assert elements(part) == expected, f"{region} within rows {first} to {last}"
+            assert part.numel == len(expected)
 
 
-@settings(deadline=None)
-@given(data=st.data())
-def test_ranges_within_matrices(data: st.DataObject) -> None:
-    numel = data.draw(st.integers(1, 60))
-    first, start = data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel))
-    cols, end = data.draw(st.integers(0, numel - first)), data.draw(st.integers(start, numel))
-    part = Region(first, 1, cols, cols).within(start, end)
-    assert elements(part) == [element for element in range(first, first + cols) if start <= element < end]
+def test_ranges_within_matrices() -> None:
+    for (first, end), (start, stop) in itertools.product(intervals(9), intervals(9)):
+        part = Region(first, 1, end - first, end - first).within(start, stop)
+        assert elements(part) == [element for element in range(first, end) if start <= element < stop]
 
 
-@settings(deadline=None)
-@given(data=st.data(), offset=st.sampled_from([0, 5]))
-def test_elements_of_a_whole_matrix(data: st.DataObject, offset: int) -> None:
+@pytest.mark.parametrize("offset", [0, 5])
+def test_elements_of_a_whole_matrix(offset: int) -> None:
     """Also where the tensor begins in the midst of its storage, and with another element of the parameter."""
-    (rows, width), region = data.draw(rectangles_of())
-    numbers = torch.arange(-offset, rows * width)[offset:]
-    for start, end in data.draw(matrices_of(rows, width)):
-        part, whole = region.within(start, end), numbers[start:end].clone() if offset == 0 else numbers[start:end]
-        view = part.of(whole, start)
-        assert view.shape == (part.rows, part.cols)
-        assert view.flatten().tolist() == elements(part)
-        if view.numel():
+    for (rows, width), region in small_rectangles():
+        numbers = torch.arange(-offset, rows * width)[offset:]
+        for first, last in intervals(rows):
+            start = first * width
+            part, whole = region.within(start, last * width), numbers[start : last * width]
+            view = part.of(whole, start)
+            assert view.shape == (part.rows, part.cols)
+            assert view.flatten().tolist() == elements(part)
             assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
