@@ -6,6 +6,7 @@ which it begins and the one in which it ends may be cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -84,7 +85,8 @@ class FlatShard(_AssignedShard):
 
     @property
     def division(self) -> Division | None:
-        return super().division if self._division is None else self._division
+        holds_all = self.numel == math.prod(self.global_shape)
+        return self._division if self._division is not None or holds_all else super().division
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row = grid.row_numel, grid.blocks_per_row

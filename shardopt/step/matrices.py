@@ -89,6 +89,8 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
     for place, part in enumerate(parameter.spec.slices):
         shard, first = part.spec.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
+        if 0 in shard.global_shape:
+            continue
         for start, rows, cols in matrix_shapes(name, shard.global_shape, orthogonalized.split):
             matrix = Matrix(
                 tensor=index,

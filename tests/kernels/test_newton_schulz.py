@@ -1,0 +1,194 @@
+"""The Newton-Schulz iteration: torch.optim.Muon's bits, singular values near 1, and nothing but the matrix counts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers import Shape, at_odd_offset
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz, flops
+
+SHAPES: tuple[Shape, ...] = ((64, 64), (48, 130), (130, 48), (1, 257), (257, 1), (1, 1), (3, 1000), (97, 96))
+QUINTIC_5 = (QUINTIC,) * 5
+#: bfloat16 rounds by up to 2^-9 of each element: so far a matrix moves whose 32 singular values are about 1.
+ROUNDING = 32**0.5 * 2.0**-9
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    saved = torch.get_num_threads()
+    yield
+    torch.set_num_threads(saved)
+
+
+def of(shape: Shape, seed: int = 0) -> Tensor:
+    return values(shape, seed, torch.bfloat16)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made inside and live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result._base is None and all(result is not x for x in args):
+            nbytes = result.untyped_storage().nbytes()
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(result, self._gone, nbytes)
+        return result
+
+    def _gone(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def theirs(matrix: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
+    muon = pytest.importorskip("torch.optim._muon", reason="this version of PyTorch has no Muon")
+    return muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bits_of_torch(shape: Shape) -> None:
+    for coefficients, steps, eps in [(QUINTIC, 5, 1e-7), (QUINTIC, 1, 1e-7), ((1.5, -0.5, 0.0), 9, 1e6)]:
+        got = NewtonSchulz((coefficients,) * steps, eps)(of(shape))
+        assert got.shape == shape
+        assert_same({"o": got}, {"o": theirs(of(shape), coefficients, steps, eps)})
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (96, 40), (40, 40)], ids=str)
+def test_each_step_has_its_coefficients(shape: Shape) -> None:
+    """Several steps are as one after the other, each by itself, but for the norm, which comes first and once."""
+    x = of(shape)
+    x.div_(x.norm())
+    expected = x.clone()
+    for triple in POLAR_EXPRESS:
+        wide = expected.T.contiguous() if shape[0] > shape[1] else expected
+        gram = wide @ wide.T
+        a, b, c = triple
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        expected = wide.T.contiguous() if shape[0] > shape[1] else wide
+    assert_same({"o": NewtonSchulz(POLAR_EXPRESS, 1e-7)(of(shape))}, {"o": expected})
+
+
+def known_spectrum(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Orthonormal columns, rows, and singular values of a matrix of this shape, in float64."""
+    rank, generator = min(shape), torch.Generator().manual_seed(sum(shape))
+    u, v = (torch.linalg.qr(torch.randn(n, rank, generator=generator, dtype=torch.float64))[0] for n in shape)
+    return u, torch.logspace(0, -1.5, rank, dtype=torch.float64), v.T
+
+
+def polynomial(coefficients: Sequence[Coefficients], s: Tensor) -> Tensor:
+    """What exact arithmetic makes of singular values."""
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "least", "largest"),
+    [
+        pytest.param(QUINTIC_5, 0.68, 1.21, id="quintic"),
+        pytest.param(POLAR_EXPRESS[:5], 0.87, 1.13, id="polar express, 5 steps"),
+        pytest.param(POLAR_EXPRESS, 1.0, 1.0, id="polar express"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(32, 32), (32, 80), (80, 32)], ids=str)
+def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], least: float, largest: float) -> None:
+    """Those of the matrix go through the polynomial, and its singular vectors stay where they were."""
+    u, s, v = known_spectrum(shape)
+    matrix = (u * s) @ v
+    result = NewtonSchulz(tuple(coefficients), 1e-7)(matrix.bfloat16().contiguous()).double()
+    exact = polynomial(coefficients, s / s.norm())
+    assert least - 1e-3 <= exact.min()
+    assert exact.max() <= largest + 1e-3
+    found = torch.linalg.svdvals(result)
+    assert least - ROUNDING <= found.min()
+    assert found.max() <= largest + ROUNDING
+    projected, expected = (result * matrix).sum(), (exact * s).sum()
+    assert abs(projected - expected) <= 2.0**-7 * expected
+
+
+def test_quintic_is_what_torch_has() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this version of PyTorch has no Muon")
+    assert inspect.signature(torch.optim.Muon).parameters["ns_coefficients"].default == QUINTIC
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "from_", "band"),
+    [(QUINTIC_5, 0.002, (0.682, 1.202)), (POLAR_EXPRESS[:5], 0.001, (0.846, 1.124)), (POLAR_EXPRESS, 0.001, (1, 1))],
+)
+def test_bands(coefficients: Sequence[Coefficients], from_: float, band: tuple[float, float]) -> None:
+    """Where all singular values from some least one on end up."""
+    exact = polynomial(coefficients, torch.logspace(math.log10(from_), 0, 100_001, dtype=torch.float64))
+    assert (round(float(exact.min()), 3), round(float(exact.max()), 3)) == band
+
+
+def test_scale_does_not_matter() -> None:
+    """Powers of two are exact in bfloat16, and the norm takes them away; below eps it does not."""
+    for power in (2.0**-20, 2.0**20):
+        assert_same(
+            {"o": NewtonSchulz(QUINTIC_5, 1e-7)(of((30, 50)) * power)},
+            {"o": NewtonSchulz(QUINTIC_5, 1e-7)(of((30, 50)))},
+        )
+    small = of((30, 50)) * 2.0**-60
+    assert not torch.equal(NewtonSchulz(QUINTIC_5, 1e-7)(small.clone()), NewtonSchulz(QUINTIC_5, 1e-30)(small.clone()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_zero_stays_zero(shape: Shape) -> None:
+    for coefficients in (QUINTIC_5, POLAR_EXPRESS):
+        result = NewtonSchulz(coefficients, 1e-7)(torch.zeros(shape, dtype=torch.bfloat16))
+        assert_same({"o": result.abs()}, {"o": torch.zeros(shape, dtype=torch.bfloat16)})
+
+
+def test_one_element_is_its_sign() -> None:
+    for value in (-3.0, 1e-3, 1e30):
+        result = NewtonSchulz(POLAR_EXPRESS, 1e-7)(torch.tensor([[value]], dtype=torch.bfloat16))
+        assert abs(float(result) - (1 if value > 0 else -1)) <= 2.0**-7
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", [(150, 160), (300, 64), (1, 5000)], ids=str)
+def test_threads_change_nothing(shape: Shape) -> None:
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append({"o": NewtonSchulz(QUINTIC_5, 1e-7)(of(shape))})
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("shape", [(97, 130), (130, 97), (64, 256), (1, 4099)], ids=str)
+def test_memory_changes_nothing(shape: Shape) -> None:
+    """Neither where the matrix lies, aligned or not, nor what was allocated before."""
+    expected = {"o": NewtonSchulz(QUINTIC_5, 1e-7)(of(shape))}
+    kept = []
+    for offset in (1, 3, 8, 16, 100):
+        kept.append(torch.empty(offset * 1000 + 7, dtype=torch.uint8))
+        assert_same({"o": NewtonSchulz(QUINTIC_5, 1e-7)(at_odd_offset(of(shape), offset))}, expected)
+
+
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40), (1, 500)], ids=str)
+def test_workspace_is_enough(shape: Shape) -> None:
+    """At most so much lives beside the matrix, results of operations included."""
+    newton_schulz, matrix = NewtonSchulz(QUINTIC_5, 1e-7), of(shape)
+    with LiveBytes() as live:
+        newton_schulz(matrix)
+    assert 0 < live.most <= NewtonSchulz.workspace(*shape)
+
+
+def test_flops_do_not_know_of_transposition() -> None:
+    assert flops(40, 90) == flops(90, 40) == 40 * 40 * 90 + 40 * 40 * 40 + 40 * 40 * 90

@@ -1,0 +1,219 @@
+"""Who computes which matrix, and when: pure functions of the matrices, equal on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz, flops
+from shardopt.layout import Division, Region
+from shardopt.layout.division import ranges
+from shardopt.step.matrices import LIVE_WAVES, Matrix, Wave, matrix_shapes, waves_of
+
+NEWTON_SCHULZ = NewtonSchulz((QUINTIC,) * 5, 1e-7)
+
+
+class Group(NamedTuple):
+    """Ranks as one of them sees them: who it is does not count in comparisons."""
+
+    name: str
+    rank: int
+    device_type: str = "cpu"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def matrix(rows: int, cols: int, ranks: int = 1, **changed: Any) -> Matrix:
+    """A matrix of a parameter by itself, in equal ranges; or whole on the only rank."""
+    size, numel = -(-rows * cols // ranks), rows * cols
+    regions = tuple(ranges([min(rank * size, numel) for rank in range(ranks + 1)]))
+    division = Division(cast(Any, Group("all", 0)), regions) if ranks > 1 else None
+    given = {"tensor": 0, "part": 0, "spec": None, "start": 0, "first": 0, "number": 0, "group": 0, "scale": 1.0}
+    own = {"rows": rows, "cols": cols, "division": division, "regions": regions, "newton_schulz": NEWTON_SCHULZ}
+    return Matrix(**{**given, **own, **changed})
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> list[Matrix]:
+    """The matrices of some parameters on some ranks; some parameters are several."""
+    ranks, found = draw(st.integers(1, 4)), []
+    for tensor in range(draw(st.integers(1, 8))):
+        part = draw(st.integers(0, 1))
+        for _ in range(draw(st.integers(1, 3))):
+            rows, cols = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+            found.append(matrix(rows, cols, ranks, tensor=tensor, part=part, number=draw(st.integers(0, 9))))
+    return found
+
+
+def bytes_by_rank(wave: Wave) -> list[int]:
+    """What the directions of a wave take: each rank's own in units of 16 bytes, and again all that an owner gathers."""
+    taken = [0] * len(wave.matrices[0].regions)
+    for one, owner in zip(wave.matrices, wave.owners, strict=True):
+        sizes = [-(-2 * region.rows * region.cols // 16) * 16 for region in one.regions]
+        for rank, size in enumerate(sizes):
+            taken[rank] += size
+        if one.division is not None and not one.division.is_copied:
+            taken[owner] += sum(sizes)
+    return taken
+
+
+@settings(deadline=None)
+@given(matrices=parameters(), memory=st.integers(0, 60_000))
+def test_every_matrix_once_and_slices_whole(matrices: list[Matrix], memory: int) -> None:
+    waves = waves_of(matrices, memory)
+    found = [id(one) for wave in waves for one in wave.matrices]
+    assert sorted(found) == sorted(map(id, matrices))
+    for key in {(one.tensor, one.part) for one in matrices}:
+        assert sum(any((one.tensor, one.part) == key for one in wave.matrices) for wave in waves) == 1
+    for wave in waves:
+        assert list(wave.owners) == sorted(wave.owners)
+        assert len(wave.owners) == len(wave.matrices)
+
+
+@settings(deadline=None)
+@given(matrices=parameters(), memory=st.integers(0, 60_000))
+def test_memory_is_kept_to(matrices: list[Matrix], memory: int) -> None:
+    """So many waves live at once, and one matrix is computed; a slice that needs more is alone."""
+    workspace = max(one.workspace for one in matrices)
+    for wave in waves_of(matrices, memory):
+        if len({(one.tensor, one.part) for one in wave.matrices}) > 1:
+            assert LIVE_WAVES * max(bytes_by_rank(wave)) + workspace <= memory
+
+
+@settings(deadline=None)
+@given(matrices=parameters())
+def test_no_more_waves_than_need_be(matrices: list[Matrix]) -> None:
+    assert len(waves_of(matrices, 10**9)) == 1
+
+
+@settings(deadline=None)
+@given(matrices=parameters(), memory=st.integers(0, 60_000))
+def test_next_wave_did_not_fit(matrices: list[Matrix], memory: int) -> None:
+    """The first slice of a wave would have been too much for the one before."""
+    limit = (memory - max(one.workspace for one in matrices)) // LIVE_WAVES
+    owner_of = {id(m): o for wave in waves_of(matrices, memory) for m, o in zip(*wave, strict=True)}
+    waves = waves_of(matrices, memory)
+    for before, after in itertools.pairwise(waves):
+        fits = []
+        for key in {(one.tensor, one.part) for one in after.matrices}:
+            more = tuple(one for one in after.matrices if (one.tensor, one.part) == key)
+            joined = (*before.matrices, *more)
+            fits.append(max(bytes_by_rank(Wave(joined, tuple(owner_of[id(one)] for one in joined)))) <= limit)
+        assert not all(fits)
+
+
+@settings(deadline=None)
+@given(matrices=parameters(), memory=st.integers(0, 60_000))
+def test_owners_have_like_loads(matrices: list[Matrix], memory: int) -> None:
+    costs = [flops(one.rows, one.cols) for one in matrices]
+    loads = [0] * len(matrices[0].regions)
+    for wave in waves_of(matrices, memory):
+        for one, owner in zip(wave.matrices, wave.owners, strict=True):
+            loads[owner] += flops(one.rows, one.cols)
+    assert max(loads) - min(loads) <= max(costs)
+
+
+def described(waves: Sequence[Wave]) -> list[list[tuple[int, int, int]]]:
+    return [[(m.tensor, m.start, owner) for m, owner in zip(*wave, strict=True)] for wave in waves]
+
+
+@settings(deadline=None)
+@given(matrices=parameters(), memory=st.integers(0, 60_000))
+def test_all_ranks_agree(matrices: list[Matrix], memory: int) -> None:
+    """Nothing counts that differs between ranks: who they are, and where their parts lie."""
+    found = []
+    for rank in range(len(matrices[0].regions)):
+        group = cast(Any, Group("all", rank))
+        own = [_as_seen(one, group, 1000 * rank + 8 * index) for index, one in enumerate(matrices)]
+        found.append(described(waves_of(own, memory)))
+    assert all(one == found[0] for one in found)
+
+
+def _as_seen(one: Matrix, group: Any, first: int) -> Matrix:
+    division = one.division and one.division._replace(ranks=group)
+    return Matrix(**{**vars(one), "division": division, "first": first})
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ties_go_round(ranks: int) -> None:
+    """Where each step has one matrix, as with released gradients, the parameters' numbers decide."""
+    owners = [waves_of([matrix(30, 20, ranks, number=number)], 10**6)[0].owners[0] for number in range(12)]
+    assert owners == [number % ranks for number in range(12)]
+
+
+def test_equal_matrices_are_shared_equally() -> None:
+    matrices = [matrix(30, 20, 4, tensor=i, number=i) for i in range(12)]
+    (wave,) = waves_of(matrices, 10**9)
+    assert Counter(wave.owners) == dict.fromkeys(range(4), 3)
+
+
+def test_costliest_first() -> None:
+    """One large matrix on one rank, and all small ones on the other: in any order of the parameters."""
+    for place in range(4):
+        matrices = [matrix(100 if i == place else 10, 100, 2, tensor=i, number=i) for i in range(4)]
+        (wave,) = waves_of(matrices, 10**9)
+        owners = {one.tensor: owner for one, owner in zip(*wave, strict=True)}
+        large = owners.pop(place)
+        assert set(owners.values()) == {1 - large}
+
+
+def test_ranks_that_differ_have_waves_of_their_own() -> None:
+    regions = tuple(ranges([0, 300, 600]))
+    one, other = (Division(cast(Any, Group(name, 0)), regions) for name in ("one", "other"))
+    copies = Division(cast(Any, Group("one", 0)), (Region(0, 30, 20, 20),) * 2)
+    divisions = [one, None, other, copies, one, None, copies]
+    matrices = [
+        matrix(30, 20, tensor=i, division=d, regions=d.regions if d else (Region(0, 30, 20, 20),))
+        for i, d in enumerate(divisions)
+    ]
+    waves = waves_of(matrices, 10**9)
+    assert [sorted(m.tensor for m in wave.matrices) for wave in waves] == [[0, 4], [1, 5], [2], [3, 6]]
+
+
+def test_copies_take_no_memory_twice() -> None:
+    """An owner has them already: where ranges need two waves, copies need one."""
+    copies = Division(cast(Any, Group("all", 0)), (Region(0, 64, 64, 64),) * 2)
+    memory = LIVE_WAVES * 2 * 8192 + matrix(64, 64).workspace
+    copied = [matrix(64, 64, division=copies, regions=copies.regions, tensor=i, number=i) for i in range(2)]
+    assert len(waves_of(copied, memory)) == 1
+    assert len(waves_of(copied, memory - LIVE_WAVES)) == 2
+    assert len(waves_of([matrix(64, 64, tensor=i) for i in range(2)], memory)) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "expected"),
+    [
+        ((6, 4), None, [(0, 6, 4)]),
+        ((6, 4, 3), None, [(0, 6, 12)]),
+        ((6, 4), (1, 3, 2), [(0, 1, 4), (4, 3, 4), (16, 2, 4)]),
+        ((6, 4, 3), (2, 4), [(0, 2, 12), (24, 4, 12)]),
+        ((3, 4, 5), "each", [(0, 4, 5), (20, 4, 5), (40, 4, 5)]),
+        ((2, 4, 5, 6), "each", [(0, 4, 30), (120, 4, 30)]),
+    ],
+)
+def test_matrices_of_a_parameter(shape: Any, split: Any, expected: list[tuple[int, int, int]]) -> None:
+    assert matrix_shapes("weight", shape, split) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "message"),
+    [
+        ((6,), None, r"weight: got a parameter of shape \(6,\) in a param group for Muon"),
+        ((), None, r"got a parameter of shape \(\) in a param group for Muon"),
+        ((6, 4), "each", "got split='each' for a parameter of shape"),
+        ((6, 4), (1, 3), r"got split=\(1, 3\) for a parameter of shape \(6, 4\), expected a sum of 6"),
+    ],
+)
+def test_what_is_no_matrix(shape: Any, split: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        matrix_shapes("weight", shape, split)
