@@ -54,6 +54,15 @@ def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str, dtypes: str)
     compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
 
 
+@pytest.mark.parametrize(("codec", "dtypes"), [("log8", "bf16"), ("dynamic8", "fp16-fp32"), ("fp32", "bf16")])
+def test_muon(emulated: ModuleType, codec: str, dtypes: str) -> None:
+    """Both of its passes; what comes between them is PyTorch's."""
+    param_dtype, gradient_dtype = DTYPES[dtypes]
+    steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3)]
+    compare(emulated, "muon", codec, start(param_dtype, SHAPES), steps)
+    compare(emulated, "muon_in_waves", codec, start(param_dtype, SHAPES), steps)
+
+
 #: Of whole, aligned blocks: less than a turn, turns and a rest, several tasks.
 ALIGNED = ((2, 128), (9, 128), (3, 1152), (1, 6528))
 ALIGNED_FORMATS: dict[str, tuple[torch.dtype, dict[str, object]]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from helpers import RULES, Named, step
+from helpers import CASES, Named, step
 from ranks.snapshot import Snapshot, snapshot
 from shardopt import _C
 from shardopt.optim import ShardedOptimizer
@@ -29,7 +29,7 @@ def make_on(
     """Parameters on a device with copies of these values, and their optimizer."""
     params = {name: Parameter(value.to(device, copy=True)) for name, value in initial.items()}
     options = {"min_quantized_numel": 0, **options}
-    return params, RULES[rule].make(list(params.values()), codec=codec, **options)
+    return params, CASES[rule].make(list(params.values()), codec=codec, **options)
 
 
 def step_on(optimizer: ShardedOptimizer, params: Named, gradients: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from helpers import RULES, Named, Shape, parameters
+from helpers import CASES, Named, Shape, parameters
 from ranks.layouts import values
 from shardopt.kernels import dispatch
 from shardopt.optim import ShardedOptimizer
@@ -69,4 +69,4 @@ def gradients(t: int, dtype: torch.dtype, shapes: tuple[Shape, ...] = SHAPES, sc
 def make(rule: str, codec: str, initial: Named, **options: object) -> tuple[Named, ShardedOptimizer]:
     params = parameters(initial)
     options = {"min_quantized_numel": 0, **options}
-    return params, RULES[rule].make(list(params.values()), codec=codec, **options)
+    return params, CASES[rule].make(list(params.values()), codec=codec, **options)
