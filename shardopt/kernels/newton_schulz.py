@@ -45,11 +45,13 @@ class NewtonSchulz:
     coefficients: tuple[Coefficients, ...]
     eps: float
 
-    def __call__(self, matrix: Tensor) -> Tensor:
+    def __call__(self, matrix: Tensor, *, in_float32: bool | None = None) -> Tensor:
         """Orthogonalizes a matrix.
 
         Args:
             matrix: bfloat16, contiguous, of two dimensions; overwritten.
+            in_float32: whether products are computed in float32 and rounded, and not as bfloat16 products of the
+                device. By default on the CPU: most processors take a hundred times as long for the latter.
 
         Returns:
             A matrix of its shape and dtype, maybe transposed in memory.
@@ -57,17 +59,18 @@ class NewtonSchulz:
         is_tall = matrix.shape[0] > matrix.shape[1]
         x = matrix.T if is_tall else matrix
         x.div_(x.norm().clamp(min=self.eps))
-        x = self._in_float32(x) if x.device.type == "cpu" else self._iterate(x)
+        if in_float32 is None:
+            in_float32 = x.device.type == "cpu"
+        x = self._in_float32(x) if in_float32 else self._in_bfloat16(x)
         return x.T if is_tall else x
 
-    def _iterate(self, x: Tensor) -> Tensor:
+    def _in_bfloat16(self, x: Tensor) -> Tensor:
         for a, b, c in self.coefficients:
             gram = x @ x.T
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
 
     def _in_float32(self, x: Tensor) -> Tensor:
-        """The same for processors, most of which multiply bfloat16 a hundred times more slowly than float32."""
         x = x.float()
         result = torch.empty_like(x)
         gram, polynomial = x.new_empty(2, len(x), len(x))

@@ -70,7 +70,7 @@ def bytes_by_rank(wave: Wave) -> list[int]:
 @settings(deadline=None)
 @given(matrices=parameters(), memory=st.integers(0, 60_000))
 def test_every_matrix_once_and_slices_whole(matrices: list[Matrix], memory: int) -> None:
-    waves = waves_of(matrices, memory)
+    waves = waves_of(matrices, memory, "cpu")
     found = [id(one) for wave in waves for one in wave.matrices]
     assert sorted(found) == sorted(map(id, matrices))
     for key in {(one.tensor, one.part) for one in matrices}:
@@ -84,8 +84,8 @@ def test_every_matrix_once_and_slices_whole(matrices: list[Matrix], memory: int)
 @given(matrices=parameters(), memory=st.integers(0, 60_000))
 def test_memory_is_kept_to(matrices: list[Matrix], memory: int) -> None:
     """So many waves live at once, and one matrix is computed; a slice that needs more is alone."""
-    workspace = max(one.workspace for one in matrices)
-    for wave in waves_of(matrices, memory):
+    workspace = max(one.workspace("cpu") for one in matrices)
+    for wave in waves_of(matrices, memory, "cpu"):
         if len({(one.tensor, one.part) for one in wave.matrices}) > 1:
             assert LIVE_WAVES * max(bytes_by_rank(wave)) + workspace <= memory
 
@@ -93,16 +93,16 @@ def test_memory_is_kept_to(matrices: list[Matrix], memory: int) -> None:
 @settings(deadline=None)
 @given(matrices=parameters())
 def test_no_more_waves_than_need_be(matrices: list[Matrix]) -> None:
-    assert len(waves_of(matrices, 10**9)) == 1
+    assert len(waves_of(matrices, 10**9, "cpu")) == 1
 
 
 @settings(deadline=None)
 @given(matrices=parameters(), memory=st.integers(0, 60_000))
 def test_next_wave_did_not_fit(matrices: list[Matrix], memory: int) -> None:
     """The first slice of a wave would have been too much for the one before."""
-    limit = (memory - max(one.workspace for one in matrices)) // LIVE_WAVES
-    owner_of = {id(m): o for wave in waves_of(matrices, memory) for m, o in zip(*wave, strict=True)}
-    waves = waves_of(matrices, memory)
+    limit = (memory - max(one.workspace("cpu") for one in matrices)) // LIVE_WAVES
+    owner_of = {id(m): o for wave in waves_of(matrices, memory, "cpu") for m, o in zip(*wave, strict=True)}
+    waves = waves_of(matrices, memory, "cpu")
     for before, after in itertools.pairwise(waves):
         fits = []
         for key in {(one.tensor, one.part) for one in after.matrices}:
@@ -117,7 +117,7 @@ def test_next_wave_did_not_fit(matrices: list[Matrix], memory: int) -> None:
 def test_owners_have_like_loads(matrices: list[Matrix], memory: int) -> None:
     costs = [flops(one.rows, one.cols) for one in matrices]
     loads = [0] * len(matrices[0].regions)
-    for wave in waves_of(matrices, memory):
+    for wave in waves_of(matrices, memory, "cpu"):
         for one, owner in zip(wave.matrices, wave.owners, strict=True):
             loads[owner] += flops(one.rows, one.cols)
     assert max(loads) - min(loads) <= max(costs)
@@ -135,7 +135,7 @@ def test_all_ranks_agree(matrices: list[Matrix], memory: int) -> None:
     for rank in range(len(matrices[0].regions)):
         group = cast(Any, Group("all", rank))
         own = [_as_seen(one, group, 1000 * rank + 8 * index) for index, one in enumerate(matrices)]
-        found.append(described(waves_of(own, memory)))
+        found.append(described(waves_of(own, memory, "cpu")))
     assert all(one == found[0] for one in found)
 
 
@@ -147,13 +147,13 @@ def _as_seen(one: Matrix, group: Any, first: int) -> Matrix:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ties_go_round(ranks: int) -> None:
     """Where each step has one matrix, as with released gradients, the parameters' numbers decide."""
-    owners = [waves_of([matrix(30, 20, ranks, number=number)], 10**6)[0].owners[0] for number in range(12)]
+    owners = [waves_of([matrix(30, 20, ranks, number=number)], 10**6, "cpu")[0].owners[0] for number in range(12)]
     assert owners == [number % ranks for number in range(12)]
 
 
 def test_equal_matrices_are_shared_equally() -> None:
     matrices = [matrix(30, 20, 4, tensor=i, number=i) for i in range(12)]
-    (wave,) = waves_of(matrices, 10**9)
+    (wave,) = waves_of(matrices, 10**9, "cpu")
     assert Counter(wave.owners) == dict.fromkeys(range(4), 3)
 
 
@@ -161,7 +161,7 @@ def test_costliest_first() -> None:
     """One large matrix on one rank, and all small ones on the other: in any order of the parameters."""
     for place in range(4):
         matrices = [matrix(100 if i == place else 10, 100, 2, tensor=i, number=i) for i in range(4)]
-        (wave,) = waves_of(matrices, 10**9)
+        (wave,) = waves_of(matrices, 10**9, "cpu")
         owners = {one.tensor: owner for one, owner in zip(*wave, strict=True)}
         large = owners.pop(place)
         assert set(owners.values()) == {1 - large}
@@ -176,18 +176,18 @@ def test_ranks_that_differ_have_waves_of_their_own() -> None:
         matrix(30, 20, tensor=i, division=d, regions=d.regions if d else (Region(0, 30, 20, 20),))
         for i, d in enumerate(divisions)
     ]
-    waves = waves_of(matrices, 10**9)
+    waves = waves_of(matrices, 10**9, "cpu")
     assert [sorted(m.tensor for m in wave.matrices) for wave in waves] == [[0, 4], [1, 5], [2], [3, 6]]
 
 
 def test_copies_take_no_memory_twice() -> None:
     """An owner has them already: where ranges need two waves, copies need one."""
     copies = Division(cast(Any, Group("all", 0)), (Region(0, 64, 64, 64),) * 2)
-    memory = LIVE_WAVES * 2 * 8192 + matrix(64, 64).workspace
+    memory = LIVE_WAVES * 2 * 8192 + matrix(64, 64).workspace("cpu")
     copied = [matrix(64, 64, division=copies, regions=copies.regions, tensor=i, number=i) for i in range(2)]
-    assert len(waves_of(copied, memory)) == 1
-    assert len(waves_of(copied, memory - LIVE_WAVES)) == 2
-    assert len(waves_of([matrix(64, 64, tensor=i) for i in range(2)], memory)) == 1
+    assert len(waves_of(copied, memory, "cpu")) == 1
+    assert len(waves_of(copied, memory - LIVE_WAVES, "cpu")) == 2
+    assert len(waves_of([matrix(64, 64, tensor=i) for i in range(2)], memory, "cpu")) == 1
 
 
 @pytest.mark.parametrize(
