@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import DTYPES, Call, LossScaling
+from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import FlatShard
-from shardopt.state.residency import Offload, StateResidency
-from shardopt.step.batch import Batch, run_phases
+from shardopt.state.residency import StateResidency
+from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.directions import Directions
-from shardopt.step.group_tables import GroupTables, Scaled
+from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input
-from shardopt.step.matrices import BYTES, Matrix, Wave, matrices_of, waves_of
+from shardopt.step.matrices import Matrix, Wave, matrices_of, waves_of
+from shardopt.step.passes import Alike, Operands, Passes
 from shardopt.step.rows import ROW, Group, table_of
-
-_DIRECTION = WeightFormat(torch.bfloat16)
-
-#: This rank's parts of a parameter and its gradient, by the parameter's index.
-Operands = Callable[[int], tuple[Tensor, Tensor]]
-
-
-#: What is copied for the step of some parameters, and the index of the only one if it is not contiguous.
-Alike = tuple[Offload, int | None]
 
 
 class _Planned:
@@ -150,7 +139,7 @@ class WaveStep:
     ) -> None:
         self._directions = Directions(wave, device)
         self._cuts = cuts
-        self._passes = [_Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
+        self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
         self._stepped = {index for passes in self._passes for index in passes.tensors}
 
     @property
@@ -186,115 +175,6 @@ class WaveStep:
         directions = self._directions.receive()
         for passes in self._passes:
             passes.apply(directions)
-
-
-class _Passes:
-    """Both passes over some rows of a wave; the arguments are those of :class:`WaveStep`."""
-
-    def __init__(
-        self,
-        wave: Wave,
-        directions: Directions,
-        device: torch.device,
-        key: Alike,
-        rows: npt.NDArray[np.void],
-        matrices: npt.NDArray[np.int64],
-    ) -> None:
-        offload, self._strided = key
-        moved = np.array([first - m.first for first, m in zip(directions.first, wave.matrices, strict=True)])
-        self._offsets = (BYTES * (rows["element"] + moved[matrices])).astype(np.uint64)
-        scaled = [Scaled(wave.matrices[index].group, wave.matrices[index].scale) for index in matrices.tolist()]
-        self._scaled = tuple(dict.fromkeys(scaled))
-        momentum, apply = rows.copy(), rows.copy()
-        momentum["entry"]["low_bits"] = momentum["extent"]["low_bits"] = 0
-        momentum["entry"]["weight_format"] = _DIRECTION.index
-        for field in ("codes", "scales"):
-            apply["entry"][field] = apply["extent"][field] = 0
-        apply["entry"]["extremes"] = apply["entry"]["cut"] = 0
-        apply["entry"]["gradient_dtype"] = DTYPES[torch.bfloat16]
-        apply["entry"]["group"] = [self._scaled.index(one) for one in scaled]
-        self.tensors = set(rows["tensor"].tolist())
-        self._device = device
-        self._operands: tuple[Tensor, Tensor] | None = None
-        self._gradient: Tensor | None = None
-        self._momentum = Batch(device, offload, momentum, [], None)
-        self._apply = Batch(device, offload if apply["entry"]["low_bits"].any() else None, apply, [], None)
-
-    @property
-    def calls(self) -> list[Call]:
-        """The kernels' calls that were made so far."""
-        return [batch.call for batch in (self._momentum, self._apply) if batch.call is not None]
-
-    def update(
-        self,
-        watched: _C.Inputs,
-        groups: GroupTables,
-        scaling: LossScaling,
-        skipped: SkippedElements,
-        residency: StateResidency,
-        operands: Operands,
-    ) -> None:
-        """Takes the gradients and options of a step. The first time, takes the memory that the calls need."""
-        of_momentum = groups.on(self._device, self._momentum.kernels)
-        of_apply = groups.on(self._device, self._apply.kernels, self._scaled)
-        self._prepare_momentum = partial(
-            self._momentum.update, groups=of_momentum, scaling=scaling, skipped=skipped, residency=residency
-        )
-        self._prepare_apply = partial(
-            self._apply.update,
-            groups=of_apply,
-            scaling=scaling._replace(grad_scale=None),
-            skipped=skipped,
-            residency=residency,
-        )
-        self._operands = None if self._strided is None else operands(self._strided)
-        self._new_gradients = self._momentum.fill(watched)
-        if self._momentum.call is None:
-            self._prepare_momentum(True)
-            self._prepare_apply(True)
-
-    def momentum_into(self, memory: Tensor) -> Call:
-        """The call of the momentum's pass, which writes its directions to memory."""
-        entries = self._momentum.tables.entries
-        changed = self._new_gradients | _point(entries["param"], memory, self._offsets)
-        if self._operands is not None:
-            _, gradient = self._operands
-            self._gradient = gradient.resolve_neg().contiguous()
-            in_gradient = (self._momentum.elements * gradient.itemsize).astype(np.uint64)
-            changed |= _point(entries["gradient"], self._gradient, in_gradient)
-        self._prepare_momentum(changed)
-        assert self._momentum.call is not None
-        return self._momentum.call
-
-    def apply(self, directions: Tensor) -> None:
-        """The pass over the parameters."""
-        entries = self._apply.tables.entries
-        changed = _point(entries["gradient"], directions, self._offsets)
-        if self._operands is not None:
-            param = self._operands[0].detach()
-            copy = param.contiguous()
-            changed |= _point(entries["param"], copy, (self._apply.elements * copy.itemsize).astype(np.uint64))
-        self._prepare_apply(changed)
-        assert self._apply.call is not None
-        self._apply.call.run(_C.Phase.step)
-        if self._operands is not None and copy is not param:
-            param.copy_(copy)
-        self._operands = self._gradient = None
-
-
-def _point(addresses: npt.NDArray[np.uint64], tensor: Tensor, offsets: npt.NDArray[np.uint64]) -> bool:
-    """Puts the addresses of a tensor's elements into a column of a table; returns whether they are new.
-
-    Args:
-        addresses: the column.
-        tensor: contiguous.
-        offsets: of the elements, in bytes.
-    """
-    new = np.uint64(tensor.data_ptr()) + offsets
-    if np.array_equal(addresses, new):
-        return False
-    addresses[...] = new
-    return True
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
