@@ -1,0 +1,90 @@
+"""Trains the job's model by Muon in 8 bits, Muon in float32 and AdamW in 8 bits, and compares held-out losses.
+
+    python benchmarks/muon_training.py                  learning rates by one seed, then five others; a quarter of an hour
+    python benchmarks/muon_training.py --steps 600 --seeds 3
+
+The text is that of ``launch/train.py``: the source of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ("--backend", "single", "--device", "cpu", "--dim", "96", "--layers", "3", "--heads", "3")
+TRAINING = (
+    "--batch",
+    "16",
+    "--context",
+    "128",
+    "--warmup",
+    "30",
+    "--weight-decay",
+    "0.1",
+    "--checkpoint-interval",
+    "0",
+)
+SWEEP_SEED = 1000
+
+#: Name, options, and learning rates of which the best is taken.
+OPTIMIZERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "Muon8bit": (("--optimizer", "muon", "--adamw-lr", "0.003"), (0.01, 0.02, 0.04)),
+    "Muon, fp32": (("--optimizer", "muon", "--adamw-lr", "0.003", "--codec", "fp32"), (0.01, 0.02, 0.04)),
+    "AdamW8bit": (("--optimizer", "adamw", "--betas", "0.9", "0.95"), (0.0015, 0.003, 0.006)),
+}
+
+
+def heldout_loss(options: tuple[str, ...], lr: float, seed: int, steps: int) -> float:
+    """Held-out loss at the end of a run of the job, in nats per byte."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ("--lr", str(lr), "--seed", str(seed), "--steps", str(steps), "--eval-interval", str(steps))
+        command = [
+            sys.executable,
+            str(ROOT / "launch" / "train.py"),
+            *MODEL,
+            *TRAINING,
+            *options,
+            *run,
+            "--output",
+            folder,
+        ]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": path})
+        found: float = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))["heldout_loss"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=5)
+    arguments = parser.parse_args()
+    losses: dict[str, list[float]] = {}
+    for name, (options, rates) in OPTIMIZERS.items():
+        tried = {lr: heldout_loss(options, lr, SWEEP_SEED, arguments.steps) for lr in rates}
+        best = min(tried, key=lambda lr: tried[lr])
+        shown = ", ".join(f"{lr}: {loss:.4f}" for lr, loss in tried.items())
+        losses[name] = [heldout_loss(options, best, seed, arguments.steps) for seed in range(arguments.seeds)]
+        each = " ".join(f"{loss:.4f}" for loss in losses[name])
+        print(f"{name:12} lr {best} (of {shown})  {each}", flush=True)
+    first, *others = losses
+    print(f"\n{arguments.steps} steps, {arguments.seeds} seeds; differences from {first} seed by seed")
+    for name, found in losses.items():
+        differences = [other - own for other, own in zip(found, losses[first], strict=True)]
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        line = f"{name:12} {statistics.mean(found):.4f} +- {spread:.4f}"
+        if name in others:
+            spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
+            line += f"   {statistics.mean(differences):+.4f} +- {spread:.4f}"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
