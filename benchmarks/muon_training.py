@@ -1,8 +1,8 @@
 """Trains the job's model by Muon in 8 bits, Muon in float32 and AdamW in 8 bits, and compares held-out losses.
 
-    python benchmarks/muon_training.py                  learning rates by one seed, then five others; a quarter of an hour
-    python benchmarks/muon_training.py --steps 600 --seeds 3
+    python benchmarks/muon_training.py [--steps N] [--seeds N]
 
+Learning rates are chosen by one seed, and the losses are those of five others. It takes a quarter of an hour.
 The text is that of ``launch/train.py``: the source of Python's standard library.
 """
 

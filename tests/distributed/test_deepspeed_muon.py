@@ -26,7 +26,15 @@ STEPS = 3
 MEMORY = {"orthogonalize_memory": 100_000}
 ROUND_ROBIN = {"round_robin_gradients": True}
 SUB_GROUPS = {"sub_group_size": 20000}
-STAGES: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, ROUND_ROBIN), (2, {}), (3, SUB_GROUPS), (3, {})]
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+STAGES: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (1, ROUND_ROBIN),
+    (2, {}),
+    (3, SUB_GROUPS),
+    (2, OFFLOAD),
+    (3, OFFLOAD),
+]
 
 
 def _as_whole(stage: int, zero: dict[str, Any], by_config: bool) -> None:
