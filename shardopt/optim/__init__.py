@@ -11,6 +11,7 @@ from shardopt.optim.lamb import LAMB, LAMB8bit
 from shardopt.optim.lars import LARS, LARS8bit
 from shardopt.optim.lion import Lion, Lion8bit
 from shardopt.optim.nadam import NAdam, NAdam8bit
+from shardopt.optim.prodigy import Prodigy, Prodigy8bit
 from shardopt.optim.radam import RAdam, RAdam8bit
 from shardopt.optim.rmsprop import RMSprop, RMSprop8bit
 from shardopt.optim.sgd import SGD, SGD8bit
@@ -41,6 +42,8 @@ __all__ = [
     "Lion8bit",
     "NAdam",
     "NAdam8bit",
+    "Prodigy",
+    "Prodigy8bit",
     "RAdam",
     "RAdam8bit",
     "RMSprop",

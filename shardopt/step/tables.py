@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.val
 
 _CPU = torch.device("cpu")
 
+#: Takes the sums over all parameters: int64, (sums, words), or None without any here. Gives, per param group, the
+#: hyper-parameters that follow from them.
+TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
+
 
 class StepTables:
     """The tables of a step, kept as long as ``_C.Inputs`` finds what they point to unchanged.
@@ -47,6 +51,7 @@ class StepTables:
         scaling: the loss scale.
         skipped: counts skipped elements.
         residency: where the state of each parameter lives.
+        take_totals: takes the sums over all parameters, for rules with some.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
@@ -62,8 +67,11 @@ class StepTables:
         scaling: LossScaling,
         skipped: SkippedElements,
         residency: StateResidency,
+        take_totals: TakeTotals,
     ) -> None:
         self.groups = groups
+        self._take_totals, self._from_totals = take_totals, [dict[str, float]() for _ in groups]
+        self._scaling = scaling
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
         self._gradients: list[Tensor | None] = local_gradients(params, inputs)  # kept alive until the step is taken
@@ -127,10 +135,11 @@ class StepTables:
         """The sums that rules need, by the parameters' device; no entry for a device without any."""
         summed: dict[torch.device, list[Summed]] = {}
         for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
-            count = self.groups[parameter.group].rule.sums
-            if count and parameter.spec is not None:
+            rule = self.groups[parameter.group].rule
+            if rule.sums and parameter.spec is not None:
                 kernels = _kernels_of(parameter.device, self._residency.of(param).offload)
-                summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, count, kernels))
+                each = Summed(index, parameter.spec, rule.sums, rule.totals, kernels)
+                summed.setdefault(parameter.device, []).append(each)
         return {device: ExactSums(tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
@@ -172,7 +181,9 @@ class StepTables:
             self._kinds = kinds
         if self._new_groups:
             self._group_tables.clear()
+            self._from_totals = [{} for _ in self.groups]
             self._new_groups = False
+        self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
                 groups = self._groups_on(device, batch.kernels)
@@ -196,6 +207,10 @@ class StepTables:
                 before it, in the order of their first parameters, were stepped.
         """
         try:
+            for device in self._sums:
+                self._add_up(device)
+            if any(group.rule.totals for group in self.groups):
+                self._use_totals()
             for device in self._batches:
                 self._run_on(device)
         finally:
@@ -206,17 +221,32 @@ class StepTables:
         increment_version(self._stepped)  # a graph that has saved their old values is to notice
         self._gradients, self._stepped = [], []
 
+    def _calls_on(self, device: torch.device) -> list[Call]:
+        return [batch.call for batch in self._batches[device] if batch.call is not None]
+
+    def _add_up(self, device: torch.device) -> None:
+        """Adds up the sums that rules on a device need, over all ranks."""
+        self._sums[device].clear()
+        for call in self._calls_on(device):
+            call.run(_C.Phase.sums)
+        self._sums[device].exchange()
+
+    def _use_totals(self) -> None:
+        """Puts what follows from the sums over all parameters into the tables of the rest of the step."""
+        totals = [each for sums in self._sums.values() for each in sums.totals()]
+        self._from_totals = [*map(dict, self._take_totals(torch.stack(totals).sum(0) if totals else None))]
+        self._group_tables.clear()
+        for device, batches in self._batches.items():
+            for batch in batches:
+                if batch.call is not None:
+                    batch.call.update(False, self._groups_on(device, batch.kernels), self._scaling)
+        self._new_groups = True  # the next step begins without it
+
     def _run_on(self, device: torch.device) -> None:
-        """Runs all phases of the step on a device, also where only other ranks have something to step."""
-        exchange = self._exchanges[device]
-        calls = [batch.call for batch in self._batches[device] if batch.call is not None]
+        """Runs the step itself on a device, also where only other ranks have something to step."""
+        exchange, calls = self._exchanges[device], self._calls_on(device)
         for call in calls:
             self._skipped.keep_if_captured(call, (self._lr, exchange, self._sums))
-        if device in self._sums:
-            self._sums[device].clear()
-            for call in calls:
-                call.run(_C.Phase.sums)
-            self._sums[device].exchange()
         exchange.clear_extremes()
         for call in calls:
             call.run(_C.Phase.step)
@@ -271,7 +301,9 @@ class StepTables:
         """The param groups' table for kernels on one device and parameters on another or the same."""
         key = (device, kernels)
         if key not in self._group_tables:
-            rows = [self._group_row(kernels, index, group) for index, group in enumerate(self.groups)]
+            taken = zip(self.groups, self._from_totals, strict=True)
+            groups = [group._replace(hyper={**group.hyper, **more}) if more else group for group, more in taken]
+            rows = [self._group_row(kernels, index, group) for index, group in enumerate(groups)]
             self._group_tables[key] = table_of(rows, _C.group_entry)
         return self._group_tables[key]
 

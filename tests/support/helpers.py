@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -69,6 +71,9 @@ RULES: dict[str, RuleCase] = {
     "cautious_adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
     "cautious_decay_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}),
     "cautious_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
+    "prodigy": RuleCase(
+        shardopt.Prodigy, {"lr": 0.5, "d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}
+    ),
     "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 
@@ -135,34 +140,54 @@ class ReferenceOptimizer:
             state = optimizer.state.get(param) or self._spec(name).new(torch.device("cpu"))
             self.state[name] = {key: value.clone() for key, value in state.items()}
         self.nonfinite = 0
+        self._found: dict[str, Any] = {}  # what sums over all parameters have changed in the param groups
 
     def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
+        for name in gradients:
+            self.state[name]["step"] += 1
+        twin = copy.copy(self._optimizer)  # with the param groups as they were before the optimizer's own step
+        twin.param_groups = [{**group, **self._found} for group in self._optimizer.param_groups]
+        hyper = [dict(twin.hyper(group)) for group in twin.param_groups]
+        group_of = {param: i for i, group in enumerate(twin.param_groups) for param in group["params"]}
+        groups = {name: group_of[self._originals[name]] for name in gradients}
+        common = {"gradient_scale": gradient_scale}
+        if any(twin.rule(group).totals for group in twin.param_groups):
+            terms = [self._reference(n, g, hyper[groups[n]], products_only=True, **common) for n, g in gradients.items()]
+            totals = [math.fsum(x for each in of_sum for x in each) for of_sum in zip(*terms, strict=True)]
+            before = dict(twin.param_groups[0])
+            for own, more in zip(hyper, twin.with_totals(totals), strict=True):
+                own.update(more)
+            after = twin.param_groups[0].items()
+            self._found |= {key: x for key, x in after if key != "params" and x != before[key]}
         for name, gradient in gradients.items():
-            original, spec, state = self._originals[name], self._spec(name), self.state[name]
-            group = self._groups[original]
-            state["step"] += 1
-            stepped = reference.step(
-                self._optimizer.rule(group).name,
-                spec.moments,
-                spec.codec,
-                coding,
-                param=self.params[name],
-                gradient=gradient,
-                coded=[spec.local_coded(state, moment) for moment in spec.moments],
-                hyper=self._optimizer.hyper(group),
-                step=int(state["step"]),
-                block_size=group["block_size"],
-                gradient_scale=gradient_scale,
-                nonfinite=group["nonfinite"],
-                weights=spec.weights,
-                low_bits=spec.local_low_bits(state),
-                noise_key=noise_key(group["stochastic_rounding_seed"], self._places[original]),
-            )
+            spec, state = self._spec(name), self.state[name]
+            stepped = self._reference(name, gradient, hyper[groups[name]], **common)
             self.params[name] = stepped.param
             if stepped.low_bits is not None:
                 state[LOW_BITS] = stepped.low_bits
             state.update(spec.coded_entries(stepped.coded))
             self.nonfinite += stepped.nonfinite
+
+    def _reference(self, name: str, gradient: Tensor, hyper: Mapping[str, float], **more: Any) -> Any:
+        original, spec, state = self._originals[name], self._spec(name), self.state[name]
+        group = self._groups[original]
+        return reference.step(
+            self._optimizer.rule(group).name,
+            spec.moments,
+            spec.codec,
+            coding,
+            param=self.params[name],
+            gradient=gradient,
+            coded=[spec.local_coded(state, moment) for moment in spec.moments],
+            hyper=hyper,
+            step=int(state["step"]),
+            block_size=group["block_size"],
+            nonfinite=group["nonfinite"],
+            weights=spec.weights,
+            low_bits=spec.local_low_bits(state),
+            noise_key=noise_key(group["stochastic_rounding_seed"], self._places[original]),
+            **more,
+        )
 
     def snapshot(self) -> Snapshot:
         """In the form of :func:`ranks.snapshot.snapshot`."""
