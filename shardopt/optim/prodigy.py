@@ -193,8 +193,9 @@ def _beta3(group: Mapping[str, Any]) -> float:
 def _bias_correction(group: Mapping[str, Any]) -> float:
     if not group["use_bias_correction"]:
         return 1.0
-    (beta1, beta2), step = group["betas"], group["k"] + 1
-    return math.sqrt(1.0 - float(beta2) ** step) / (1.0 - float(beta1) ** step)
+    beta1, beta2 = map(float, group["betas"])
+    step = int(group["k"]) + 1
+    return math.sqrt(1.0 - math.pow(beta2, step)) / (1.0 - math.pow(beta1, step))
 
 
 _CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"

@@ -50,8 +50,9 @@ class SliceState:
 
     A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape; codes of 16 bits have a
     last dimension of 2 for their bytes, as collectives do not take int16) and ``exp_avg_scales`` (float32, a scale or
-    more per block); any other moment has one, ``exp_avg``, and so has an exact one beside quantized ones. ``step`` is a float32 scalar. A 16-bit
-    parameter with a master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``).
+    more per block); any other moment has one, ``exp_avg``, and so has an exact one beside quantized ones. ``step`` is a
+    float32 scalar. A 16-bit parameter with a master weight has ``master_low_bits`` (int8,
+    ``WeightFormat.low_bits_shape``).
 
     All tensors here are plain ones with this rank's part; :class:`TensorState` has them as the optimizer keeps them.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,12 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.layout import Exchange
+from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
+
+#: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Gives, per param group,
+#: the hyper-parameters that follow from them.
+TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -20,15 +25,13 @@ class Summed:
     Attributes:
         index: its index in the step.
         spec: its state.
-        count: how many sums each parameter has, or all together.
-        totals: whether the sums are over all parameters.
+        rule: says how many sums each parameter has, or all of them together.
         device: of the kernels that step it.
     """
 
     index: int
     spec: TensorState
-    count: int
-    totals: bool
+    rule: Rule
     device: torch.device
 
 
@@ -53,11 +56,11 @@ class ExactSums:
             for part in each.spec.slices:
                 ranks = part.spec.shard.parts
                 devices.setdefault(ranks, set()).add(each.device)
-                own = self._totals.get(ranks) if each.totals else None
+                own = self._totals.get(ranks) if each.rule.totals else None
                 if own is None:
-                    own = slice(counts.get(ranks, 0), counts.get(ranks, 0) + each.count)
+                    own = slice(counts.get(ranks, 0), counts.get(ranks, 0) + each.rule.sums)
                     counts[ranks] = own.stop
-                if each.totals:
+                if each.rule.totals:
                     self._totals[ranks] = own
                 places[each.index].append((ranks, own.start, each.device))
         # int64, (sums, words): on each device room for all sums, since ranks may have them on different ones.
@@ -111,3 +114,9 @@ class ExactSums:
                         "expected none; take the step outside of the graph, or with another optimizer"
                     )
                 yield buffer[own].cpu()
+
+
+def total_of(sums: Iterable[ExactSums]) -> Tensor | None:
+    """The sums over all parameters on all devices: int64, (sums, words); None without any."""
+    totals = [each for on_device in sums for each in on_device.totals()]
+    return torch.stack(totals).sum(0) if totals else None

@@ -14,9 +14,10 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
+from shardopt.step.exact_sums import TakeTotals
 from shardopt.step.inputs import ParamGroups, describe
 from shardopt.step.rows import Group
-from shardopt.step.tables import StepTables, TakeTotals
+from shardopt.step.tables import StepTables
 
 _options_of = itemgetter(*DEFAULTS)
 

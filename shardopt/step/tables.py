@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,17 +25,13 @@ from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.exact_sums import ExactSums, Summed
+from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, rows_of, table_of
 
 _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 
 _CPU = torch.device("cpu")
-
-#: Takes the sums over all parameters: int64, (sums, words), or None without any here. Gives, per param group, the
-#: hyper-parameters that follow from them.
-TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
 
 
 class StepTables:
@@ -70,8 +66,8 @@ class StepTables:
         take_totals: TakeTotals,
     ) -> None:
         self.groups = groups
-        self._take_totals, self._from_totals = take_totals, [dict[str, float]() for _ in groups]
-        self._scaling = scaling
+        self._scaling, self._take_totals = scaling, take_totals
+        self._from_totals = [dict[str, float]() for _ in groups]
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
         self._gradients: list[Tensor | None] = local_gradients(params, inputs)  # kept alive until the step is taken
@@ -138,8 +134,7 @@ class StepTables:
             rule = self.groups[parameter.group].rule
             if rule.sums and parameter.spec is not None:
                 kernels = _kernels_of(parameter.device, self._residency.of(param).offload)
-                each = Summed(index, parameter.spec, rule.sums, rule.totals, kernels)
-                summed.setdefault(parameter.device, []).append(each)
+                summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, rule, kernels))
         return {device: ExactSums(tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
@@ -221,30 +216,27 @@ class StepTables:
         increment_version(self._stepped)  # a graph that has saved their old values is to notice
         self._gradients, self._stepped = [], []
 
-    def _calls_on(self, device: torch.device) -> list[Call]:
-        return [batch.call for batch in self._batches[device] if batch.call is not None]
-
     def _add_up(self, device: torch.device) -> None:
         """Adds up the sums that rules on a device need, over all ranks."""
         self._sums[device].clear()
-        for call in self._calls_on(device):
-            call.run(_C.Phase.sums)
+        for batch in self._batches[device]:
+            if batch.call is not None:
+                batch.call.run(_C.Phase.sums)
         self._sums[device].exchange()
 
     def _use_totals(self) -> None:
-        """Puts what follows from the sums over all parameters into the tables of the rest of the step."""
-        totals = [each for sums in self._sums.values() for each in sums.totals()]
-        self._from_totals = [*map(dict, self._take_totals(torch.stack(totals).sum(0) if totals else None))]
+        """Puts what follows from the sums over all parameters into the param groups' tables."""
+        self._from_totals = [*map(dict, self._take_totals(total_of(self._sums.values())))]
         self._group_tables.clear()
         for device, batches in self._batches.items():
-            for batch in batches:
-                if batch.call is not None:
-                    batch.call.update(False, self._groups_on(device, batch.kernels), self._scaling)
-        self._new_groups = True  # the next step begins without it
+            for call, kernels in ((batch.call, batch.kernels) for batch in batches if batch.call is not None):
+                call.update(False, self._groups_on(device, kernels), self._scaling)
+        self._new_groups = True  # in the next step
 
     def _run_on(self, device: torch.device) -> None:
         """Runs the step itself on a device, also where only other ranks have something to step."""
-        exchange, calls = self._exchanges[device], self._calls_on(device)
+        exchange = self._exchanges[device]
+        calls = [batch.call for batch in self._batches[device] if batch.call is not None]
         for call in calls:
             self._skipped.keep_if_captured(call, (self._lr, exchange, self._sums))
         exchange.clear_extremes()
@@ -301,8 +293,8 @@ class StepTables:
         """The param groups' table for kernels on one device and parameters on another or the same."""
         key = (device, kernels)
         if key not in self._group_tables:
-            taken = zip(self.groups, self._from_totals, strict=True)
-            groups = [group._replace(hyper={**group.hyper, **more}) if more else group for group, more in taken]
+            both = zip(self.groups, self._from_totals, strict=True)
+            groups = [group._replace(hyper={**group.hyper, **more}) for group, more in both]
             rows = [self._group_row(kernels, index, group) for index, group in enumerate(groups)]
             self._group_tables[key] = table_of(rows, _C.group_entry)
         return self._group_tables[key]

@@ -18,6 +18,7 @@ from ranks.snapshot import Snapshot, snapshot
 from shardopt.codec import CODECS
 from shardopt.kernels.weights import noise_key
 from shardopt.optim import ShardedOptimizer
+from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_state import LOW_BITS, SliceState
 from shardopt.state.tensor_state import tensor_state_of
 
@@ -71,9 +72,7 @@ RULES: dict[str, RuleCase] = {
     "cautious_adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
     "cautious_decay_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}),
     "cautious_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
-    "prodigy": RuleCase(
-        shardopt.Prodigy, {"lr": 0.5, "d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}
-    ),
+    "prodigy": RuleCase(shardopt.Prodigy, {"lr": 0.5, "d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}),
     "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 
@@ -140,28 +139,31 @@ class ReferenceOptimizer:
             state = optimizer.state.get(param) or self._spec(name).new(torch.device("cpu"))
             self.state[name] = {key: value.clone() for key, value in state.items()}
         self.nonfinite = 0
-        self._found: dict[str, Any] = {}  # what sums over all parameters have changed in the param groups
+        first = optimizer.param_groups[0]
+        kept = first.keys() - {*DEFAULTS, "params", "lr", "weight_decay"} if optimizer.rule(first).totals else ()
+        self._found = {key: first[key] for key in kept}  # sums over all parameters change these, here and there
 
     def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
         for name in gradients:
             self.state[name]["step"] += 1
-        twin = copy.copy(self._optimizer)  # with the param groups as they were before the optimizer's own step
+        twin = copy.copy(self._optimizer)
         twin.param_groups = [{**group, **self._found} for group in self._optimizer.param_groups]
         hyper = [dict(twin.hyper(group)) for group in twin.param_groups]
         group_of = {param: i for i, group in enumerate(twin.param_groups) for param in group["params"]}
         groups = {name: group_of[self._originals[name]] for name in gradients}
-        common = {"gradient_scale": gradient_scale}
+
+        def referred(name: str, **more: Any) -> Any:
+            own = hyper[groups[name]]
+            return self._reference(name, gradients[name], own, gradient_scale=gradient_scale, **more)
+
         if any(twin.rule(group).totals for group in twin.param_groups):
-            terms = [self._reference(n, g, hyper[groups[n]], products_only=True, **common) for n, g in gradients.items()]
+            terms = [referred(name, products_only=True) for name in gradients]
             totals = [math.fsum(x for each in of_sum for x in each) for of_sum in zip(*terms, strict=True)]
-            before = dict(twin.param_groups[0])
             for own, more in zip(hyper, twin.with_totals(totals), strict=True):
                 own.update(more)
-            after = twin.param_groups[0].items()
-            self._found |= {key: x for key, x in after if key != "params" and x != before[key]}
-        for name, gradient in gradients.items():
-            spec, state = self._spec(name), self.state[name]
-            stepped = self._reference(name, gradient, hyper[groups[name]], **common)
+            self._found = {key: twin.param_groups[0][key] for key in self._found}
+        for name in gradients:
+            spec, state, stepped = self._spec(name), self.state[name], referred(name)
             self.params[name] = stepped.param
             if stepped.low_bits is not None:
                 state[LOW_BITS] = stepped.low_bits

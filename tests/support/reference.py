@@ -91,7 +91,8 @@ def step(
         products_only: of a rule with sums over all parameters: return what each element adds to each sum.
 
     Returns:
-        A :class:`Stepped`: the new parameter in its dtype, the new low bits and moments, and the number of gradient elements skipped.
+        A :class:`Stepped`: the new parameter in its dtype, the new low bits and moments, and the number of gradient
+        elements skipped.
     """
     rows = param.shape[0] if codec.blockwise else 1
     cols = param.numel() // max(rows, 1)
