@@ -63,7 +63,7 @@ class Prodigy(ShardedOptimizer):
         safeguard_warmup: leave ``lr`` out of the slow average, for a schedule with a warm-up.
         d0: the estimate to begin with.
         d_coef: factor of the estimate: 0.5 for smaller steps, 2 for larger ones.
-        growth_rate: most that ``d`` may grow by in a step, as a factor.
+        growth_rate: most that ``d`` may grow by in a step, as a factor, after the first time that it grows.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:

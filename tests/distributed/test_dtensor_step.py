@@ -85,6 +85,7 @@ RULES_AND_CODECS = [
     ("stable_adamw", "companded8"),
     ("cautious_adamw", "log8"),
     ("cautious_lion", "log8"),
+    ("prodigy", "log8"),
 ]
 
 

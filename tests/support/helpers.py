@@ -72,7 +72,15 @@ RULES: dict[str, RuleCase] = {
     "cautious_adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
     "cautious_decay_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}),
     "cautious_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
-    "prodigy": RuleCase(shardopt.Prodigy, {"lr": 0.5, "d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}),
+    # With an L2 penalty, which all gradients have in common, so that the estimate grows.
+    "prodigy": RuleCase(
+        shardopt.Prodigy,
+        {"lr": 0.5, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 1.0, "decouple": False, "use_bias_correction": True},
+    ),
+    "decoupled_prodigy": RuleCase(
+        shardopt.Prodigy,
+        {"d0": 1e-3, "d_coef": 1e3, "weight_decay": 0.1, "growth_rate": 1.1, "safeguard_warmup": True},
+    ),
     "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 
