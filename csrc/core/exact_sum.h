@@ -1,5 +1,5 @@
-// Sums of squares or products over a parameter or all of them, added up in whole numbers: the same bits in any order, on
-// any number of threads and ranks. A product of two float32 is exact in double; its bits go to digits with room for
+// Sums of squares or products over a parameter or all of them, added up in whole numbers: the same bits in any order,
+// on any number of threads and ranks. A product of two float32 is exact in double; its bits go to digits with room for
 // carries.
 #pragma once
 
@@ -48,8 +48,8 @@ SHARDOPT_HD DigitParts digit_parts(int64_t number, int exponent) {
   return {place / kDigitBits, {low & mask, ((low >> kDigitBits) & mask) + (high & mask), high >> kDigitBits}};
 }
 
-// Adding it to a number of (-2^top, 2^top) rounds that to a multiple of 2^(top - kWindowBits), and the bits of the result
-// count these multiples, from bits(rounder) on.
+// Adding it to a number of (-2^top, 2^top) rounds that to a multiple of 2^(top - kWindowBits), and the bits of the
+// result count these multiples, from bits(rounder) on.
 SHARDOPT_HD double rounder_of(int top) { return 1.5 * power_of_two(top - kWindowBits + 52); }
 
 SHARDOPT_HD void add(ExactSum& sum, int64_t number, int exponent) {
@@ -71,23 +71,25 @@ SHARDOPT_HD void carry_once(ExactSum& sum) {
 // The sum, rounded once to the nearest double; NaN if a term was NaN or infinite.
 SHARDOPT_HD double value_of(const ExactSum& sum) {
   if (sum.lost != 0) return static_cast<double>(float_from_bits(0x7fc00000));
-  uint32_t digits[kSumDigits + 2] = {};  // of the magnitude, two zeros first
+  uint32_t digits[kSumDigits + 2] = {};  // two zeros first
+  int top = 0;
   int64_t carry = 0;
   for (int i = 0; i < kSumDigits; ++i) {
     const int64_t digit = sum.digits[i] + carry;
     digits[i + 2] = static_cast<uint32_t>(digit);
     carry = digit >> kDigitBits;
+    if (digits[i + 2] != 0) top = i + 2;
   }
-  const bool is_negative = carry < 0;
-  int top = 0;
-  carry = 1;  // of the two's complement
-  for (int i = 2; i < kSumDigits + 2; ++i) {
-    if (is_negative) {
+  const double sign = carry < 0 ? -1.0 : 1.0;
+  if (carry < 0) {  // below zero, as a two's complement
+    top = 0;
+    carry = 1;
+    for (int i = 2; i < kSumDigits + 2; ++i) {
       carry += static_cast<uint32_t>(~digits[i]);
       digits[i] = static_cast<uint32_t>(carry);
       carry >>= kDigitBits;
+      if (digits[i] != 0) top = i;
     }
-    if (digits[i] != 0) top = i;
   }
   if (top == 0) return 0.0;
   uint64_t window = static_cast<uint64_t>(digits[top]) << kDigitBits | digits[top - 1];
@@ -96,8 +98,7 @@ SHARDOPT_HD double value_of(const ExactSum& sum) {
   for (; window >> 63 == 0; window = window << 1 | next >> 31, next <<= 1) --exponent;
   bool has_more = next != 0;
   for (int i = 0; i < top - 2; ++i) has_more = has_more || digits[i] != 0;
-  const double value = static_cast<double>(window | static_cast<uint64_t>(has_more)) * power_of_two(exponent);
-  return is_negative ? -value : value;
+  return sign * static_cast<double>(window | static_cast<uint64_t>(has_more)) * power_of_two(exponent);
 }
 
 SHARDOPT_END_NAMESPACE

@@ -10,8 +10,9 @@ struct Prodigy {
   static constexpr const char* kName = "prodigy";
   using Kept = Moments<MomentKind::kSigned, MomentKind::kUnsigned, MomentKind::kWide, MomentKind::kExact>;
   // d: the estimate before the step. eps: times the estimate after it. safeguard_warmup: 0 or 1.
-  static constexpr const char* kHyper[] = {"lr",          "beta1", "beta2", "beta3",           "eps",         "coupled_decay",
-                                           "decoupled_decay", "d",     "d0",    "bias_correction", "safeguard_warmup"};
+  static constexpr const char* kHyper[] = {"lr",  "beta1",           "beta2",           "beta3",
+                                           "eps", "coupled_decay",   "decoupled_decay", "d",
+                                           "d0",  "bias_correction", "safeguard_warmup"};
   static constexpr int kSums = 2;  // the gradient's products with the way back to the first weights; and of |s|
   static constexpr bool kProducts = true;
   static constexpr bool kTotals = true;

@@ -148,8 +148,8 @@ int64_t update_run(const void* scalars, const RunFloats& run, int n) {
   return skipped;
 }
 
-// Computes n elements' terms of the rule's sums, a multiple of kEach. Those of updates that are lost are zero. terms: an
-// array per sum; of products one for each first factor, then one for each second.
+// Computes n elements' terms of the rule's sums, a multiple of kEach. Those of updates that are lost are zero. terms:
+// an array per sum; of products one for each first factor, then one for each second.
 template <class Rule, bool kRoots, bool kSkips>
 void terms_of_run(const void* scalars, const RunFloats& run, float* const* terms, int n) {
   using F = Floats<kEachPack>;

@@ -119,38 +119,6 @@ def test_rules_and_codecs(
     deepspeed_ranks.run(3, _as_whole, config(stage, kind, zero=zero, params=params), rule, False, params)
 
 
-#: With an L2 penalty, which all gradients have in common, so that the estimate grows.
-PRODIGY = {"lr": 1.0, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 2.0, "decouple": False}
-
-
-def _with_one_estimate(settings: dict[str, Any]) -> None:
-    engine = stepped_engine(settings, STEPS)
-    whole, optimizer = stepped_whole(STEPS, "prodigy", **PRODIGY)
-    _check(engine, whole, optimizer)
-    assert engine.basic_optimizer.param_groups[0]["d"] == optimizer.param_groups[0]["d"] > PRODIGY["d0"]
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, {}), (2, OFFLOAD), (3, {}), (3, {**OFFLOAD})]
-)
-def test_sums_over_all_parameters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
-    deepspeed_ranks.run(3, _with_one_estimate, config(stage, "Prodigy8bit", zero=zero, params=PRODIGY))
-
-
-def _stepped_one_by_one(stage: int, zero: dict[str, Any], grouped: bool) -> None:
-    with pytest.raises(RuntimeError, match=r"got Prodigy8bit with .*, which ZeRO steps one after another, expected a"):
-        stepped_engine(config(stage, "Prodigy8bit", zero=zero), 0, grouped=grouped)
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero", "grouped"), [(1, {}, True), (2, {}, True), (3, {}, True), (3, SUB_GROUPS, False)]
-)
-def test_sums_over_parts_of_the_parameters_are_refused(
-    deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], grouped: bool
-) -> None:
-    deepspeed_ranks.run(2, _stepped_one_by_one, stage, zero, grouped)
-
-
 @pytest.mark.parametrize(
     ("stage", "zero", "other"),
     [
