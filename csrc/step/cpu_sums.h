@@ -18,14 +18,15 @@ inline Doubles load_doubles(const float* x) {
 }
 
 // Products below 2^top in magnitude, all multiples of 2^(top - kRounds * kWindowBits): each round adds up a window of
-// their bits. product(i): of the elements from i on.
-template <int kRounds, class Product>
-void add_windows(ExactSum& sum, int n, int top, Product product) {
+// their bits. kSquares: y is x. Out of line: inlined, GCC sends halves of vectors through memory.
+template <bool kSquares, int kRounds>
+__attribute__((noinline)) void add_windows(ExactSum& sum, const float* x, const float* y, int n, int top) {
   double rounder[kRounds];
   Longs count[kRounds] = {};
   for (int r = 0; r < kRounds; ++r) rounder[r] = rounder_of(top - r * kWindowBits);
   for (int i = 0; i < n; i += kHalf) {
-    Doubles left = product(i);
+    const Doubles wide = load_doubles(x + i);
+    Doubles left = wide * (kSquares ? wide : load_doubles(y + i));
     for (int r = 0; r < kRounds; ++r) {
       const Doubles rounded = left + rounder[r];
       count[r] += reinterpret_cast<const Longs&>(rounded);
@@ -40,16 +41,18 @@ void add_windows(ExactSum& sum, int n, int top, Product product) {
   }
 }
 
-// Any two floats.
-inline void add_product_slowly(ExactSum& sum, float x, float y) {
-  const int32_t a = magnitude_bits(x), b = magnitude_bits(y);
-  if (a >= kInfinityBits || b >= kInfinityBits) {
-    ++sum.lost;
-  } else if (a && b) {
-    const auto mantissa = [](int32_t m) -> int64_t { return (m & 0x7fffff) | (m >> 23 ? 0x800000 : 0); };
-    const int exponent = max_int(a >> 23, 1) + max_int(b >> 23, 1) - 300;
-    const int64_t product = mantissa(a) * mantissa(b);
-    add(sum, (bits(x) ^ bits(y)) < 0 ? -product : product, exponent);
+// Any floats, one pair after the other.
+inline void add_slowly(ExactSum& sum, const float* x, const float* y, int n) {
+  const auto mantissa = [](int32_t m) -> int64_t { return (m & 0x7fffff) | (m >> 23 ? 0x800000 : 0); };
+  for (int i = 0; i < n; ++i) {
+    const int32_t a = magnitude_bits(x[i]), b = magnitude_bits(y[i]);
+    if (a >= kInfinityBits || b >= kInfinityBits) {
+      ++sum.lost;
+    } else if (a && b) {
+      const int64_t product = mantissa(a) * mantissa(b);
+      const int exponent = max_int(a >> 23, 1) + max_int(b >> 23, 1) - 300;
+      add(sum, (bits(x[i]) ^ bits(y[i])) < 0 ? -product : product, exponent);
+    }
   }
 }
 
@@ -68,39 +71,21 @@ struct Exponents {
   }
 };
 
-// Products of floats with these exponents. slowly(): adds them one after the other.
-template <class Product, class Slowly>
-void add_exactly(ExactSum& sum, const Exponents& x, const Exponents& y, int n, Product product, Slowly slowly) {
-  if (!x.finite || !y.finite) return slowly();
-  if (!x.any || !y.any) return;
-  const int top = x.highest + y.highest - 252, spread = (x.highest - x.lowest) + (y.highest - y.lowest);
-  const int rounds = (spread + 48 + kWindowBits - 1) / kWindowBits;
-  if (rounds == 1) return add_windows<1>(sum, n, top, product);
-  if (rounds == 2) return add_windows<2>(sum, n, top, product);
-  if (rounds == 3) return add_windows<3>(sum, n, top, product);
-  slowly();
+template <bool kSquares>
+void add_exactly(ExactSum& sum, const float* x, const float* y, int n) {
+  const Exponents of_x(x, n), of_y = kSquares ? of_x : Exponents(y, n);
+  if (!of_x.finite || !of_y.finite) return add_slowly(sum, x, y, n);
+  if (!of_x.any || !of_y.any) return;
+  const int top = of_x.highest + of_y.highest - 252;
+  const int lowest = of_x.lowest + of_y.lowest - 300, rounds = (top - lowest + kWindowBits - 1) / kWindowBits;
+  if (rounds == 1) return add_windows<kSquares, 1>(sum, x, y, n, top);
+  if (rounds == 2) return add_windows<kSquares, 2>(sum, x, y, n, top);
+  if (rounds == 3) return add_windows<kSquares, 3>(sum, x, y, n, top);
+  add_slowly(sum, x, y, n);
 }
 
 // n: a multiple of kEach.
-inline void add_squares(ExactSum& sum, const float* x, int n) {
-  const auto square = [x](int i) {
-    const Doubles wide = load_doubles(x + i);
-    return wide * wide;
-  };
-  const auto slowly = [&] {
-    for (int i = 0; i < n; ++i) add_product_slowly(sum, x[i], x[i]);
-  };
-  const Exponents of(x, n);
-  add_exactly(sum, of, of, n, square, slowly);
-}
-
-// The same of x[i] * y[i].
-inline void add_products(ExactSum& sum, const float* x, const float* y, int n) {
-  const auto product = [x, y](int i) { return load_doubles(x + i) * load_doubles(y + i); };
-  const auto slowly = [&] {
-    for (int i = 0; i < n; ++i) add_product_slowly(sum, x[i], y[i]);
-  };
-  add_exactly(sum, Exponents(x, n), Exponents(y, n), n, product, slowly);
-}
+inline void add_squares(ExactSum& sum, const float* x, int n) { add_exactly<true>(sum, x, x, n); }
+inline void add_products(ExactSum& sum, const float* x, const float* y, int n) { add_exactly<false>(sum, x, y, n); }
 
 SHARDOPT_END_NAMESPACE

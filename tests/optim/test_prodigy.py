@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import shardopt
-from helpers import everything
+from helpers import RULES, everything
+from ranks.runs import trained
 from ranks.snapshot import assert_same
 
 SHAPES = ((70, 96), (33,), (3, 257))
@@ -57,6 +58,12 @@ def test_the_estimate_grows_and_the_loss_falls() -> None:
     assert found[-1] > found[0]
     for param, first in zip(params, params_of(), strict=True):
         assert (param - 0.3).square().sum() < (first - 0.3).square().sum()
+
+
+def test_the_estimate_grows_in_other_tests() -> None:
+    """Those of shards and checkpoints compare bits, which would not depend on an estimate that stays."""
+    _, optimizer = trained("single", 2, "prodigy")
+    assert optimizer.param_groups[0]["d"] > RULES["prodigy"].hyper["d0"]
 
 
 def test_a_growth_rate_bounds_the_estimate_once_it_has_left_the_first_value() -> None:

@@ -75,7 +75,7 @@ RULES: dict[str, RuleCase] = {
     # With an L2 penalty, which all gradients have in common, so that the estimate grows.
     "prodigy": RuleCase(
         shardopt.Prodigy,
-        {"lr": 0.5, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 1.0, "decouple": False, "use_bias_correction": True},
+        {"lr": 0.5, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 30.0, "decouple": False, "use_bias_correction": True},
     ),
     "decoupled_prodigy": RuleCase(
         shardopt.Prodigy,
