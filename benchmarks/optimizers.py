@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LAMB": ("LAMB", {}),
     "LARS": ("LARS", {}),
     "StableAdamW": ("StableAdamW", {}),
+    "Prodigy": ("Prodigy", {}),
     "AdamW cautious": ("AdamW", {"cautious": True}),
     "AdamW cautious decay": ("AdamW", {"cautious_weight_decay": True}),
     "Lion cautious": ("Lion", {"cautious": True}),

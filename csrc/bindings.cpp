@@ -23,7 +23,7 @@ using Table = py::array_t<T, py::array::c_style>;
 
 template <generic::MomentKind... kinds>
 py::tuple moment_kinds(generic::Moments<kinds...>) {
-  const char* const names[] = {"signed", "unsigned", "magnitude", "own_units", "wide"};
+  const char* const names[] = {"signed", "unsigned", "magnitude", "own_units", "wide", "exact"};
   return py::make_tuple(names[static_cast<int>(kinds)]...);
 }
 
@@ -40,7 +40,8 @@ py::dict describe_rules(generic::List<Rule...>) {
   int index = 0;
   ((rules[Rule::kName] =
         py::dict(py::arg("index") = index++, py::arg("hyper") = hyper_names<Rule>(),
-                 py::arg("moments") = moment_kinds(typename Rule::Kept{}), py::arg("sums") = generic::kSumsOf<Rule>)),
+                 py::arg("moments") = moment_kinds(typename Rule::Kept{}), py::arg("sums") = generic::kSumsOf<Rule>,
+                 py::arg("totals") = generic::kHasTotals<Rule>)),
    ...);
   return rules;
 }
@@ -96,6 +97,16 @@ class CpuStepOfTables {
   CpuStep step_;
 };
 
+double sum_value(const Table<int64_t>& words) {
+  if (words.size() * sizeof(int64_t) != sizeof(ExactSum)) {
+    throw std::invalid_argument("got a sum of " + std::to_string(words.size()) + " words, expected " +
+                                std::to_string(sizeof(ExactSum) / sizeof(int64_t)));
+  }
+  ExactSum sum;
+  __builtin_memcpy(&sum, words.data(), sizeof sum);
+  return generic::value_of(sum);
+}
+
 }  // namespace
 
 #if defined(SHARDOPT_WITH_CUDA)
@@ -119,6 +130,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("max_hyper") = kMaxHyper;
   m.attr("sum_lowest_bit") = generic::kLowestBit;
   m.attr("sum_words") = sizeof(ExactSum) / sizeof(int64_t);
+  m.def("sum_value", &sum_value, py::arg("words"), "An exact sum, rounded once; NaN if a term was NaN or infinite.");
   py::enum_<DType>(m, "DType")
       .value("float32", DType::kFloat32)
       .value("bfloat16", DType::kBFloat16)

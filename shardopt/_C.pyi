@@ -12,6 +12,7 @@ class _Rule(TypedDict):
     hyper: tuple[str, ...]
     moments: tuple[str, ...]
     sums: int
+    totals: bool
 
 class _Codec(TypedDict):
     index: int
@@ -90,6 +91,7 @@ def step_cuda(
     stream: int,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...
+def sum_value(words: npt.NDArray[np.int64]) -> float: ...
 
 class CpuStep:
     """Steps of the same entries on the CPU."""

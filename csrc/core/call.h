@@ -11,7 +11,7 @@ constexpr int kMaxBlock = 4096;
 constexpr int kMaxSums = 2;
 constexpr int kSumDigits = 22;
 
-// A sum over a parameter, in whole numbers that ranks can add up in any order (core/exact_sum.h).
+// A sum over a parameter or all of them, in whole numbers that ranks can add up in any order (core/exact_sum.h).
 struct ExactSum {
   int64_t digits[kSumDigits];  // of 32 bits, and room for carries
   int64_t lost;                // terms that were NaN or Inf
@@ -59,7 +59,7 @@ struct TensorEntry {
   uint64_t codes[kMaxMoments];
   uint64_t scales[kMaxMoments];
   uint64_t extremes[kMaxMoments];  // cut blocks only
-  uint64_t sums;                   // an ExactSum per sum of the rule, which other entries of the parameter share; or 0
+  uint64_t sums;                   // an ExactSum per sum of the rule, which other entries share; or 0
   double numel;                    // of the whole parameter, where there are sums
   int64_t rows;
   int64_t cols;

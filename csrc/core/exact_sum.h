@@ -1,5 +1,6 @@
-// Sums of squares over a parameter, added up in whole numbers: the same bits in any order, on any number of threads and
-// ranks. A square of a float32 is exact in double; its bits go to digits with room for carries.
+// Sums of squares or products over a parameter or all of them, added up in whole numbers: the same bits in any order,
+// on any number of threads and ranks. A product of two float32 is exact in double; its bits go to digits with room for
+// carries.
 #pragma once
 
 #include "core/call.h"
@@ -8,7 +9,7 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kDigitBits = 32;
-constexpr int kLowestBit = -384;  // digits[0] counts multiples of 2^-384. The least square is 2^-298
+constexpr int kLowestBit = -384;  // digits[0] counts multiples of 2^-384. The least product is 2^-298
 constexpr int kWindowBits = 51;   // bits that one rounding takes: see rounder_of
 
 SHARDOPT_HD int64_t bits(double x) {
@@ -47,13 +48,24 @@ SHARDOPT_HD DigitParts digit_parts(int64_t number, int exponent) {
   return {place / kDigitBits, {low & mask, ((low >> kDigitBits) & mask) + (high & mask), high >> kDigitBits}};
 }
 
-// Adding it to a number of [0, 2^top) rounds that to a multiple of 2^(top - kWindowBits), and the bits of the result
-// count these multiples, from bits(rounder) on.
+// Adding it to a number of (-2^top, 2^top) rounds that to a multiple of 2^(top - kWindowBits), and the bits of the
+// result count these multiples, from bits(rounder) on.
 SHARDOPT_HD double rounder_of(int top) { return 1.5 * power_of_two(top - kWindowBits + 52); }
 
 SHARDOPT_HD void add(ExactSum& sum, int64_t number, int exponent) {
   const DigitParts parts = digit_parts(number, exponent);
   for (int i = 0; i < 3; ++i) sum.digits[parts.first + i] += parts.part[i];
+}
+
+// Carries from each digit to the next one, once: sums of many parameters have room for all of them.
+SHARDOPT_HD void carry_once(ExactSum& sum) {
+  int64_t carried = 0;
+  for (int i = 0; i < kSumDigits; ++i) {
+    const int64_t digit = sum.digits[i];
+    const bool is_last = i == kSumDigits - 1;
+    sum.digits[i] = (is_last ? digit : digit & 0xffffffff) + carried;
+    carried = digit >> kDigitBits;
+  }
 }
 
 // The sum, rounded once to the nearest double; NaN if a term was NaN or infinite.
@@ -68,6 +80,17 @@ SHARDOPT_HD double value_of(const ExactSum& sum) {
     carry = digit >> kDigitBits;
     if (digits[i + 2] != 0) top = i + 2;
   }
+  const double sign = carry < 0 ? -1.0 : 1.0;
+  if (carry < 0) {  // below zero, as a two's complement
+    top = 0;
+    carry = 1;
+    for (int i = 2; i < kSumDigits + 2; ++i) {
+      carry += static_cast<uint32_t>(~digits[i]);
+      digits[i] = static_cast<uint32_t>(carry);
+      carry >>= kDigitBits;
+      if (digits[i] != 0) top = i;
+    }
+  }
   if (top == 0) return 0.0;
   uint64_t window = static_cast<uint64_t>(digits[top]) << kDigitBits | digits[top - 1];
   uint32_t next = digits[top - 2];
@@ -75,7 +98,7 @@ SHARDOPT_HD double value_of(const ExactSum& sum) {
   for (; window >> 63 == 0; window = window << 1 | next >> 31, next <<= 1) --exponent;
   bool has_more = next != 0;
   for (int i = 0; i < top - 2; ++i) has_more = has_more || digits[i] != 0;
-  return static_cast<double>(window | static_cast<uint64_t>(has_more)) * power_of_two(exponent);
+  return sign * static_cast<double>(window | static_cast<uint64_t>(has_more)) * power_of_two(exponent);
 }
 
 SHARDOPT_END_NAMESPACE

@@ -10,6 +10,9 @@
 //   kSums              how many
 //   terms(...)         the numbers whose squares one element adds to each
 //   with_sums(...)     takes the sums and the number of the parameter's elements
+//   kProducts          true: `terms` has two numbers per sum, whose product an element adds
+//   kTotals            true: the sums are over all parameters of the optimizer. Its `with_totals` in Python takes them,
+//                      before the step itself, and gives hyper-parameters that follow; there is no `with_sums`
 // Rules do not depend on codecs, devices or shards.
 #pragma once
 
@@ -26,6 +29,7 @@ enum class MomentKind {
   kMagnitude,  // >= 0 and in units of gradients: coded as it is; relative codecs take it for a root
   kOwnUnits,   // signed, in units of its own
   kWide,       // a slow signed average, which 8 bits cannot hold: 16 bits
+  kExact,      // float32, whatever the codec; written even where the update is lost
 };
 
 constexpr bool is_unsigned(MomentKind kind) { return kind == MomentKind::kUnsigned || kind == MomentKind::kMagnitude; }
@@ -104,6 +108,16 @@ template <class Rule, class = void>
 constexpr int kSumsOf = 0;
 template <class Rule>
 constexpr int kSumsOf<Rule, std::void_t<decltype(Rule::kSums)>> = Rule::kSums;
+
+template <class Rule, class = void>
+constexpr bool kHasProducts = false;
+template <class Rule>
+constexpr bool kHasProducts<Rule, std::void_t<decltype(Rule::kProducts)>> = Rule::kProducts;
+
+template <class Rule, class = void>
+constexpr bool kHasTotals = false;
+template <class Rule>
+constexpr bool kHasTotals<Rule, std::void_t<decltype(Rule::kTotals)>> = Rule::kTotals;
 
 // The kinds of a rule's moments, in the order of `moment`.
 template <MomentKind... kinds>

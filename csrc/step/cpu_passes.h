@@ -132,7 +132,9 @@ int64_t update_run(const void* scalars, const RunFloats& run, int n) {
 #pragma GCC unroll 4
       for (int k = 0; k < Kept::kCount; ++k) {
         const bool is_root = kRoots && Kept::kKinds[k] == MomentKind::kUnsigned;
-        store_lanes(run.moments[k] + i, select(lost, old[k], is_root ? root[Kept::root_of(k)] : moment[k]));
+        const bool is_exact = Kept::kKinds[k] == MomentKind::kExact;
+        const F x = is_root ? root[Kept::root_of(k)] : moment[k];
+        store_lanes(run.moments[k] + i, is_exact ? x : select(lost, old[k], x));
       }
     } else {
       store_lanes(run.param + i, weight);
@@ -146,25 +148,31 @@ int64_t update_run(const void* scalars, const RunFloats& run, int n) {
   return skipped;
 }
 
-// Computes n elements' terms of the rule's sums, a multiple of kEach. Those of updates that are lost are zero.
+// Computes n elements' terms of the rule's sums, a multiple of kEach. Those of updates that are lost are zero. terms:
+// an array per sum; of products one for each first factor, then one for each second.
 template <class Rule, bool kRoots, bool kSkips>
 void terms_of_run(const void* scalars, const RunFloats& run, float* const* terms, int n) {
   using F = Floats<kEachPack>;
   using Kept = typename Rule::Kept;
   const Rule rule = *static_cast<const Rule*>(scalars);
   for (int i = 0; i < n; i += kEach) {
-    F moment[Kept::kCount + 1], x[kSumsOf<Rule>];
-    const F gradient = load_lanes<kEachPack>(run.gradient + i);
+    F moment[Kept::kCount + 1], x[kSumsOf<Rule>], y[kSumsOf<Rule>];
+    const F gradient = load_lanes<kEachPack>(run.gradient + i), param = load_lanes<kEachPack>(run.param + i);
 #pragma GCC unroll 4
     for (int k = 0; k < Kept::kCount; ++k) {
       moment[k] = load_lanes<kEachPack>(run.moments[k] + i);
       if (kRoots && Kept::kKinds[k] == MomentKind::kUnsigned) moment[k] = moment[k] * moment[k];
     }
-    rule.terms(load_lanes<kEachPack>(run.param + i), gradient, moment, x);
+    if constexpr (kHasProducts<Rule>) {
+      rule.terms(param, gradient, moment, x, y);
+    } else {
+      rule.terms(param, gradient, moment, x);
+    }
 #pragma GCC unroll 2
     for (int j = 0; j < kSumsOf<Rule>; ++j) {
       if constexpr (kSkips) x[j] = select(is_lost<Kept::kCount>(gradient, x[j], moment), spread<F>(0.0f), x[j]);
       store_lanes(terms[j] + i, x[j]);
+      if constexpr (kHasProducts<Rule>) store_lanes(terms[kSumsOf<Rule> + j] + i, y[j]);
     }
   }
 }
@@ -173,9 +181,10 @@ constexpr size_t kRuleBytes = 64;
 
 struct RulePasses {
   int moments, first_unsigned, sums;
+  bool products;  // whether the sums are of products
   const MomentKind* kinds;
   void (*make)(void* rule, const double* hyper, float step);
-  void (*with_sums)(void* rule, const double* sums, double numel);                          // of a rule with sums
+  void (*with_sums)(void* rule, const double* sums, double numel);  // nullptr: of no rule with sums, or with totals
   int64_t (*update[2][2])(const void* rule, const RunFloats& run, int n);                   // [kRoots][kSkips]
   void (*terms[2][2])(const void* rule, const RunFloats& run, float* const* terms, int n);  // the same
 };
@@ -205,6 +214,7 @@ constexpr RulePasses rule_passes() {
       Rule::Kept::kCount,
       Rule::Kept::kUnsigned,
       kSumsOf<Rule>,
+      kHasProducts<Rule>,
       Rule::Kept::kKinds,
       [](void* rule, const double* hyper, float step) { *static_cast<Rule*>(rule) = rule_of<Rule>(hyper, step); },
       nullptr,
@@ -213,9 +223,11 @@ constexpr RulePasses rule_passes() {
       {}};
   if constexpr (kSumsOf<Rule> > 0) {
     static_assert(kSumsOf<Rule> <= kMaxSums, "raise kMaxSums");
-    passes.with_sums = [](void* rule, const double* sums, double numel) {
-      static_cast<Rule*>(rule)->with_sums(sums, numel);
-    };
+    if constexpr (!kHasTotals<Rule>) {
+      passes.with_sums = [](void* rule, const double* sums, double numel) {
+        static_cast<Rule*>(rule)->with_sums(sums, numel);
+      };
+    }
     passes.terms[0][0] = terms_of_run<Rule, false, false>;
     passes.terms[0][1] = terms_of_run<Rule, false, true>;
     passes.terms[1][0] = terms_of_run<Rule, true, false>;

@@ -43,7 +43,7 @@ class RunStepper {
         codec_(passes_of_codec(entry.codec, Codecs{})) {
     const float counted = *reinterpret_cast<const float*>(entry.step);
     rule_.make(scalars_, group_.hyper, phase_ == Phase::kSums ? counted + 1.0f : counted);
-    if (entry.sums && phase_ != Phase::kSums) {
+    if (entry.sums && phase_ != Phase::kSums && rule_.with_sums) {
       double sums[kMaxSums];
       for (int j = 0; j < rule_.sums; ++j) sums[j] = value_of(shared_sums()[j]);
       rule_.with_sums(scalars_, sums, entry.numel);
@@ -76,9 +76,10 @@ class RunStepper {
   ExactSum* shared_sums() const { return reinterpret_cast<ExactSum*>(entry_.sums); }
 
   // Other threads add theirs.
-  void share_sums() const {
+  void share_sums() {
     constexpr int kWords = sizeof(ExactSum) / sizeof(int64_t);
     for (int j = 0; j < rule_.sums; ++j) {
+      if (!rule_.with_sums) carry_once(sums_[j]);
       const auto from = reinterpret_cast<const int64_t*>(&sums_[j]);
       const auto to = reinterpret_cast<int64_t*>(shared_sums() + j);
       for (int i = 0; i < kWords; ++i) {
@@ -88,6 +89,8 @@ class RunStepper {
   }
 
   const CodecPasses& codec_of(MomentKind kind) const {
+    constexpr int kExact = index_of<Float32>(Codecs{});
+    if (kind == MomentKind::kExact) return passes_of_codec(kExact, Codecs{});
     return kind == MomentKind::kWide ? passes_of_codec(codec_.wide, Codecs{}) : codec_;
   }
 
@@ -119,12 +122,19 @@ class RunStepper {
     decode(padded);
     const bool skips = has_large && group_.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
     if (phase_ == Phase::kSums) {
-      float* terms[kMaxSums];
-      for (int j = 0; j < rule_.sums; ++j) terms[j] = take();
+      float* terms[2 * kMaxSums];
+      const int count = rule_.products ? 2 * rule_.sums : rule_.sums;
+      for (int j = 0; j < count; ++j) terms[j] = take();
       rule_.terms[codec_.root][skips](scalars_, run_, terms, padded);
-      for (int j = 0; j < rule_.sums; ++j) {
+      for (int j = 0; j < count; ++j) {
         for (int i = n_; i < padded; ++i) terms[j][i] = 0.0f;
-        add_squares(sums_[j], terms[j], padded);
+      }
+      for (int j = 0; j < rule_.sums; ++j) {
+        if (rule_.products) {
+          add_products(sums_[j], terms[j], terms[rule_.sums + j], padded);
+        } else {
+          add_squares(sums_[j], terms[j], padded);
+        }
       }
       return 0;
     }
@@ -205,7 +215,7 @@ class RunStepper {
   RunFloats run_;
   alignas(64) char scalars_[kRuleBytes];
   ExactSum sums_[kMaxSums] = {};
-  alignas(64) float floats_[(kMaxMoments + 2 + kMaxSums) * kMaxBlock];
+  alignas(64) float floats_[(kMaxMoments + 2 + 2 * kMaxSums) * kMaxBlock];
 };
 
 // Steps blocks [begin, end) of an entry; see CpuKernel.

@@ -36,7 +36,9 @@ struct KeptMoment {
   using Kept = typename Rule::Kept;
   static constexpr MomentKind kKind = Kept::kKinds[k];
   static constexpr bool kIsUnsigned = is_unsigned(kKind);
-  using Used = std::conditional_t<kKind == MomentKind::kWide, WideCodec<Codec>, Codec>;
+  static constexpr bool kIsExact = kKind == MomentKind::kExact;
+  using Used =
+      std::conditional_t<kIsExact, Float32, std::conditional_t<kKind == MomentKind::kWide, WideCodec<Codec>, Codec>>;
   using Coder = std::conditional_t<kIsUnsigned, typename Used::Unsigned, typename Used::Signed>;
   using Code = typename Used::Code;
   static constexpr bool kIsRoot = Used::kRoot && kKind == MomentKind::kUnsigned;

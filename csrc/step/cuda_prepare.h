@@ -19,7 +19,7 @@ SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
   Prepared<Rule> prepared;
   prepared.step = *reinterpret_cast<const float*>(entry.step) + (call.phase == Phase::kSums ? 1.0f : 0.0f);
   prepared.rule = Rule::make(hyper, prepared.step);
-  if constexpr (kSumsOf<Rule> > 0) {
+  if constexpr (kSumsOf<Rule> > 0 && !kHasTotals<Rule>) {
     if (entry.sums && call.phase != Phase::kSums) {
       double sums[kSumsOf<Rule>];
       for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j] = value_of(reinterpret_cast<const ExactSum*>(entry.sums)[j]);

@@ -68,12 +68,20 @@ class WarpStepper {
     WarpSum sums[kSumsOf<Rule>];
     each_turn(task, [&] {
       for (int begin = 0; begin < entry_.block_size; begin += kChunk) {
-        float terms[kSumsOf<Rule>][kLane];
-        compute_terms(terms, begin);
-        for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j].add_squares(terms[j]);
+        float terms[kSumsOf<Rule>][kLane], factors[kSumsOf<Rule>][kLane];
+        compute_terms(terms, factors, begin);
+        for (int j = 0; j < kSumsOf<Rule>; ++j) {
+          if constexpr (kHasProducts<Rule>) {
+            sums[j].add_products(terms[j], factors[j]);
+          } else {
+            sums[j].add_squares(terms[j]);
+          }
+        }
       }
     });
-    for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j].add_to(reinterpret_cast<ExactSum*>(entry_.sums) + j);
+    for (int j = 0; j < kSumsOf<Rule>; ++j) {
+      sums[j].template add_to<kHasTotals<Rule>>(reinterpret_cast<ExactSum*>(entry_.sums) + j);
+    }
   }
 
  private:
@@ -167,8 +175,9 @@ class WarpStepper {
     span_.in_words = aligned_ && left >= kLane;
   }
 
-  // The terms of the lane's elements of the chunk that begins there: zeros for missing ones and lost updates.
-  SHARDOPT_DEVICE void compute_terms(float (*terms)[kLane], int begin) {
+  // The terms of the lane's elements of the chunk that begins there: zeros for missing ones and lost updates. factors:
+  // the second ones of products.
+  SHARDOPT_DEVICE void compute_terms(float (*terms)[kLane], float (*factors)[kLane], int begin) {
     find_span(begin);
     float gradient[kLane], old[kMoments + 1][kLane];
     load_weights(param_, streams_, span_);
@@ -177,15 +186,20 @@ class WarpStepper {
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const float g = gradient[i] * gradient_scale_;
-      float moment[kMoments + 1], x[kSumsOf<Rule>];
+      float moment[kMoments + 1], x[kSumsOf<Rule>], y[kSumsOf<Rule>];
       each_of<kMoments>([&](auto k) {
         const float decoded = old[k()][i];
         moment[k()] = Moment<k()>::kIsRoot ? decoded * decoded : decoded;
       });
-      rule_.terms(param_[i], g, moment, x);
+      if constexpr (kHasProducts<Rule>) {
+        rule_.terms(param_[i], g, moment, x, y);
+      } else {
+        rule_.terms(param_[i], g, moment, x);
+      }
       each_of<kSumsOf<Rule>>([&](auto j) {
         const bool lost = prepared_.skips && is_lost<kMoments>(g, x[j()], moment);
         terms[j()][i] = i >= span_.n || lost ? 0.0f : x[j()];
+        if constexpr (kHasProducts<Rule>) factors[j()][i] = i >= span_.n ? 0.0f : y[j()];
       });
     }
   }
@@ -214,7 +228,7 @@ class WarpStepper {
       param_[i] = lost ? param_[i] : param;
       each_of<kMoments>([&](auto k) {
         const float x = Moment<k()>::kIsRoot ? roots[Moment<k()>::kRoot] : moment[k()];
-        kept_[k()][i] = i >= span_.n ? 0.0f : lost ? old[k()][i] : x;
+        kept_[k()][i] = i >= span_.n ? 0.0f : lost && !Moment<k()>::kIsExact ? old[k()][i] : x;
       });
     }
     return largest_gradient;

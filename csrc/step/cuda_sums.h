@@ -1,4 +1,4 @@
-// Adds squares to an exact sum on CUDA.
+// Adds squares and products to an exact sum on CUDA.
 #pragma once
 
 #include "core/exact_sum.h"
@@ -32,45 +32,58 @@ class WarpSum {
 
  public:
   // Adds the squares of each lane's numbers. All lanes of the warp take part.
-  SHARDOPT_DEVICE void add_squares(const float (&x)[kLane]) {
+  SHARDOPT_DEVICE void add_squares(const float (&x)[kLane]) { add<true>(x, x); }
+
+  // The same of their products.
+  SHARDOPT_DEVICE void add_products(const float (&x)[kLane], const float (&y)[kLane]) { add<false>(x, y); }
+
+  // Other warps add theirs. kCarries: carries from each digit to the next one, once.
+  template <bool kCarries>
+  SHARDOPT_DEVICE void add_to(ExactSum* sum) const {
+    if (lane_ >= kWords || word_ == 0) return;
+    const auto to = reinterpret_cast<unsigned long long*>(sum) + lane_;
+    const bool carries = kCarries && lane_ < kSumDigits - 1;
+    atomicAdd(to, static_cast<unsigned long long>(carries ? word_ & 0xffffffff : word_));
+    if (carries && word_ >> kDigitBits) atomicAdd(to + 1, static_cast<unsigned long long>(word_ >> kDigitBits));
+  }
+
+ private:
+  template <bool kSquares>
+  SHARDOPT_DEVICE void add(const float (&x)[kLane], const float (&y)[kLane]) {
     double left[kLane];
-    int32_t largest = 0, lost = 0;
+    int32_t largest_x = 0, largest_y = 0, lost = 0;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      const bool is_finite = magnitude_bits(x[i]) < kInfinityBits;
+      const int32_t a = magnitude_bits(x[i]), b = magnitude_bits(y[i]);
+      const bool is_finite = a < kInfinityBits && b < kInfinityBits;
       lost += !is_finite;
-      left[i] = is_finite ? static_cast<double>(x[i]) * static_cast<double>(x[i]) : 0.0;
-      if (is_finite) largest = max_int(largest, magnitude_bits(x[i]));
+      left[i] = is_finite ? static_cast<double>(x[i]) * static_cast<double>(y[i]) : 0.0;
+      if (is_finite) largest_x = max_int(largest_x, a);
+      if (is_finite) largest_y = max_int(largest_y, b);
     }
     if (warp_max(lost)) {
       const int64_t count = warp_sum(lost);
       if (lane_ == kWords - 1) word_ += count;
     }
-    largest = warp_max(largest);
-    int32_t more = largest;
-    for (int top = 2 * (max_int(largest >> 23, 1) - 126); more; top -= kWindowBits) {
+    largest_x = warp_max(largest_x);
+    largest_y = kSquares ? largest_x : warp_max(largest_y);
+    bool more = largest_x != 0 && largest_y != 0;
+    for (int top = max_int(largest_x >> 23, 1) + max_int(largest_y >> 23, 1) - 252; more; top -= kWindowBits) {
       const double rounder = rounder_of(top);
       int64_t count = 0;
-      more = 0;
+      int32_t rest = 0;
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
         const double rounded = left[i] + rounder;
         count += bits(rounded) - bits(rounder);
         left[i] -= rounded - rounder;
-        more |= left[i] != 0.0;
+        rest |= left[i] != 0.0;
       }
       add(warp_sum(count), top - kWindowBits);
-      more = warp_max(more);
+      more = warp_max(rest) != 0;
     }
   }
 
-  // Other warps add theirs.
-  SHARDOPT_DEVICE void add_to(ExactSum* sum) const {
-    if (lane_ >= kWords || word_ == 0) return;
-    atomicAdd(reinterpret_cast<unsigned long long*>(sum) + lane_, static_cast<unsigned long long>(word_));
-  }
-
- private:
   SHARDOPT_DEVICE void add(int64_t number, int exponent) {
     const DigitParts parts = digit_parts(number, exponent);
     const int which = lane_ - parts.first;

@@ -21,6 +21,7 @@
 #include "rules/lion.h"
 #include "rules/muon.h"
 #include "rules/nadam.h"
+#include "rules/prodigy.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
 #include "rules/sgd.h"
@@ -41,7 +42,7 @@ using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, MuonDirection, MuonApply,
                         RmsProp<false, false>, RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
 // Rules with kSums.
-using SumRules = List<Lamb, Lars, StableAdamW, Cautious<Adam>, Cautious<Lion>>;
+using SumRules = List<Lamb, Lars, StableAdamW, Cautious<Adam>, Cautious<Lion>, Prodigy>;
 using OtherCodecs = List<Companded16>;
 
 template <class... First, class... Second>

@@ -26,6 +26,7 @@ class Moment(NamedTuple):
         own_units: of a signed one, that it is no average of gradients: never coded in units of an unsigned one's root.
         wide: of a signed one, that it averages too slowly for 8 bits: coded in 16, or in float32 beside moments without
             blocks.
+        exact: of a signed one, that it is float32 whatever the codec.
         magnitude: of an unsigned one, that it has the units of gradients, not of their squares.
         initial: of an unsigned one, the value of all elements before the first step.
     """
@@ -34,18 +35,23 @@ class Moment(NamedTuple):
     signed: bool
     own_units: bool = False
     wide: bool = False
+    exact: bool = False
     magnitude: bool = False
     initial: float = 0.0
 
     @property
     def kind(self) -> str:
         """The moment's kind, as ``_C.rules`` names it."""
+        if self.exact:
+            return "exact"
         if self.signed:
             return "wide" if self.wide else "own_units" if self.own_units else "signed"
         return "magnitude" if self.magnitude else "unsigned"
 
     def codec(self, codec: Codec) -> Codec:
         """The codec of the moment in a state of this codec."""
+        if self.exact:
+            return _EXACT
         if not self.wide:
             return codec
         return _WIDE if codec.blockwise else _EXACT

@@ -12,6 +12,7 @@ from shardopt.optim.lars import LARS, LARS8bit
 from shardopt.optim.lion import Lion, Lion8bit
 from shardopt.optim.muon import Muon, Muon8bit
 from shardopt.optim.nadam import NAdam, NAdam8bit
+from shardopt.optim.prodigy import Prodigy, Prodigy8bit
 from shardopt.optim.radam import RAdam, RAdam8bit
 from shardopt.optim.rmsprop import RMSprop, RMSprop8bit
 from shardopt.optim.sgd import SGD, SGD8bit
@@ -44,6 +45,8 @@ __all__ = [
     "Muon8bit",
     "NAdam",
     "NAdam8bit",
+    "Prodigy",
+    "Prodigy8bit",
     "RAdam",
     "RAdam8bit",
     "RMSprop",

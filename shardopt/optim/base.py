@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -63,6 +63,19 @@ class ShardedOptimizer(Optimizer, ABC):
             is_hidden: whether it is no input or output embedding.
         """
         return {}
+
+    def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
+        """Takes the sums over all parameters, where the rule has some (``kTotals`` in csrc/core/rule.h).
+
+        Called in each step, before anything but the sums is computed: param groups may be changed here.
+
+        Args:
+            totals: the sums, each rounded once; NaN where a term was NaN or infinite.
+
+        Returns:
+            Per param group, the hyper-parameters that are other ones in the rest of the step.
+        """
+        return [{} for _ in self.param_groups]
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Checks the hyper-parameters in a param group.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
+from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
+from shardopt.layout import Exchange
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
@@ -47,12 +50,14 @@ class Internals:
         residency: where the state of each parameter lives.
         model_indices: indices of the parameters among all of the model's, where the optimizer has only some of them;
             others are counted in order.
+        peers: the ranks whose optimizers have the model's other parameters, where this one has only some of them.
         released: the parameters that are stepped during the backward pass, if any.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.residency = StateResidency(optimizer, self.state_of)
         self.model_indices: dict[Tensor, int] = {}
+        self.peers: Exchange | None = None
         self.released: Released | None = None
         self._pauses = 0
         self._optimizer = optimizer
@@ -69,7 +74,18 @@ class Internals:
         """The stepper of these param groups: DeepSpeed shows the optimizer one of them at a time."""
         groups = self._optimizer.param_groups
         key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
-        return self._steppers.setdefault(key, Stepper(self.residency, self.model_indices))
+        if key not in self._steppers:
+            self._steppers[key] = Stepper(self.residency, self.model_indices, take_totals=self._take_totals)
+        return self._steppers[key]
+
+    def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
+        optimizer = self._optimizer
+        if totals is None:  # all parameters are other ranks'
+            count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
+            totals = torch.zeros((count, _C.sum_words), dtype=torch.int64)
+        if self.peers is not None:
+            self.peers.all_reduce_sum(totals)
+        return optimizer.with_totals([_C.sum_value(words.numpy()) for words in totals])
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
         """Reads and checks a param group for a step.

@@ -59,7 +59,7 @@ class ReleasedParameters:
             optimizer's ``step()`` need not wait.
 
     Raises:
-        ValueError: a param group has ``nonfinite="raise"``.
+        ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class ReleasedParameters:
             for position, param in enumerate(group["params"]):
                 if param in wanted:
                     _demand_no_raise(group)
+                    _demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
                     stepper = Stepper(internals.residency, internals.model_indices, index_in_model, name)
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
@@ -201,6 +202,14 @@ def _group_of(param_groups: list[dict[str, Any]], parameter: _Parameter, param: 
         f"{parameter.name} {tuple(param.shape)}: got param groups in which it is no longer where it was when gradients "
         "were released; remove() the release before changing them, and release again"
     )
+
+
+def _demand_no_totals(optimizer: ShardedOptimizer, group: dict[str, Any]) -> None:
+    if optimizer.rule(group).totals:
+        raise ValueError(
+            f"got {type(optimizer).__name__}, whose step needs sums over all gradients, expected an optimizer that can "
+            "step a parameter before the gradients of others are known; use another one, or do not release gradients"
+        )
 
 
 def _demand_no_raise(group: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """ZeroRedundancyOptimizer: three of its methods are hooked into.
 
 Stochastic rounding depends on a parameter's number among all parameters, which the optimizer inside does not see: it is
-told where that optimizer is made, and in ``add_param_group``. ``param_names`` are left out there: each rank steps some
+told where that optimizer is made, and in ``add_param_group``; there it learns, too, which ranks have the others, for
+sums over all parameters. ``param_names`` are left out there: each rank steps some
 of a param group's parameters, in another order. ``load_state_dict`` puts entries straight into the state of the
 optimizer inside: they, and the param groups, are checked before. Each rank steps parameters of its own, so that the
 ranks of a DistributedDataParallel share no work on one.
@@ -15,6 +16,7 @@ from typing import Any
 from shardopt.layout import forget_copies
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
+from shardopt.sharding.exchange import RanksExchange
 from shardopt.state.names import listed_name
 
 
@@ -52,6 +54,7 @@ def _tell_places(outer: Any) -> None:
         inner._internals.model_indices.update((param, number) for number, param in enumerate(params))
         for param in params:
             forget_copies(param)
+        inner._internals.peers = RanksExchange((outer.process_group,), outer._default_device.type)
 
 
 def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:

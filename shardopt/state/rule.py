@@ -65,8 +65,13 @@ class Rule:
 
     @property
     def sums(self) -> int:
-        """How many sums over the parameter a step needs."""
+        """How many sums over the parameter, or over all of them, a step needs."""
         return int(_C.rules[self.name]["sums"]) if self.has_sums else 0
+
+    @property
+    def totals(self) -> bool:
+        """Whether the sums are over all parameters of the optimizer (``ShardedOptimizer.with_totals``)."""
+        return bool(_C.rules[self.name]["totals"])
 
     def hyper_row(self, hyper: Mapping[str, float]) -> list[float]:
         """The hyper-parameters in the kernels' order, filled up to the table's width."""

@@ -50,8 +50,9 @@ class SliceState:
 
     A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape; codes of 16 bits have a
     last dimension of 2 for their bytes, as collectives do not take int16) and ``exp_avg_scales`` (float32, a scale or
-    more per block); any other moment has one, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit
-    parameter with a master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``).
+    more per block); any other moment has one, ``exp_avg``, and so has an exact one beside quantized ones. ``step`` is a
+    float32 scalar. A 16-bit parameter with a master weight has ``master_low_bits`` (int8,
+    ``WeightFormat.low_bits_shape``).
 
     All tensors here are plain ones with this rank's part; :class:`TensorState` has them as the optimizer keeps them.
     """
@@ -94,7 +95,7 @@ class SliceState:
         for moment in self.moments:
             codes, scales = self._initial(moment)
             formats[self.codes_name(moment)] = codes
-            if self.codec.blockwise:
+            if self.has_scales(moment):
                 formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, scales)
         low_bits = self.weights.low_bits_shape(self.shard.local_shape)
         return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
@@ -112,7 +113,11 @@ class SliceState:
 
     def codes_name(self, moment: Moment) -> str:
         """The state entry with a moment's codes."""
-        return f"{moment.name}_codes" if self.codec.blockwise else moment.name
+        return f"{moment.name}_codes" if self.has_scales(moment) else moment.name
+
+    def has_scales(self, moment: Moment) -> bool:
+        """Whether a moment is quantized in blocks."""
+        return moment.codec(self.codec).blockwise
 
     def scales_name(self, moment: Moment) -> str:
         """The state entry with a moment's scales."""
@@ -120,7 +125,7 @@ class SliceState:
 
     def is_scales(self, key: str) -> bool:
         """Whether a state entry has a moment's scales."""
-        return self.codec.blockwise and any(key == self.scales_name(moment) for moment in self.moments)
+        return any(key == self.scales_name(moment) for moment in self.moments if self.has_scales(moment))
 
     def new(self, device: torch.device) -> StateDict:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
@@ -153,7 +158,7 @@ class SliceState:
             for m, x in zip(self.moments, local, strict=True)
         ]
         scales = [
-            torch.zeros(self._scales_shape(m), dtype=torch.float32, device=x.device)
+            torch.zeros(self._scales_shape(m), dtype=torch.float32, device=x.device) if self.has_scales(m) else None
             for m, x in zip(self.moments, local, strict=True)
         ]
         for rectangle in self._rectangles():
@@ -169,10 +174,11 @@ class SliceState:
                         x[0, number] = whole
             covered = slice(rectangle.block, rectangle.block + rectangle.rows * blocks[0].shape[1])
             for k, coded in enumerate(encode_moments(self.codec, self.moments, blocks)):
-                assert coded.scales is not None
                 codes[k][elements] = from_blocks(coded.codes, lead + rectangle.cols)[:, lead:].reshape(-1)
-                flat = scales[k].view(-1, coded.scales.shape[-1])
-                flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
+                new = scales[k]
+                if new is not None and coded.scales is not None:
+                    flat = new.view(-1, coded.scales.shape[-1])
+                    flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
         return self.coded_entries([Coded(c.view(shape), s) for c, s in zip(codes, scales, strict=True)])
 
     def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -184,11 +190,12 @@ class SliceState:
         parts: list[Coded] = []
         blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in whole]
         for x, coded in zip(whole, encode_moments(self.codec, self.moments, blocks), strict=True):
-            assert coded.scales is not None
-            codes = from_blocks(coded.codes, math.prod(x.shape[1:])).reshape(x.shape)
-            scales = coded.scales.flatten(2) if coded.scales.shape[-1] > 1 else coded.scales[..., 0]
-            codes, scales = self.shard.part(codes), self.shard.scales_part(scales, self.grid)
-            parts.append(Coded(codes.contiguous(), scales.contiguous()))
+            codes = self.shard.part(from_blocks(coded.codes, math.prod(x.shape[1:])).reshape(x.shape)).contiguous()
+            scales = coded.scales
+            if scales is not None:
+                scales = scales.flatten(2) if scales.shape[-1] > 1 else scales[..., 0]
+                scales = self.shard.scales_part(scales, self.grid).contiguous()
+            parts.append(Coded(codes, scales))
         return self.coded_entries(parts)
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
@@ -205,7 +212,7 @@ class SliceState:
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """Codes, in the codec's dtype, and scales of a moment: views of the state."""
-        scales = state[self.scales_name(moment)] if self.codec.blockwise else None
+        scales = state[self.scales_name(moment)] if self.has_scales(moment) else None
         codes = state[self.codes_name(moment)]
         if moment.codec(self.codec).code_dtype == torch.int16 and codes.dtype == torch.uint8:
             if codes.storage_offset() % 2:
@@ -263,7 +270,7 @@ class SliceState:
             doubtful |= ~(root * scales[..., :1])[..., 0].isfinite()
         if not doubtful.any():
             return True
-        blocks = [Coded(codes[doubtful], scales[doubtful]) for codes, scales in coded if scales is not None]
+        blocks = [Coded(codes[doubtful], None if scales is None else scales[doubtful]) for codes, scales in coded]
         return all(are_finite(x, signed=True) for x in decode_moments(self.codec, self.moments, blocks).values)
 
     @property
@@ -298,11 +305,13 @@ class SliceState:
                 continue
             coded = []
             for moment, (codes, scales) in zip(self.moments, local, strict=True):
-                assert scales is not None
                 codec = moment.codec(self.codec)
                 zero = codec.zero_code(signed=moment.signed)
                 rows = codes.reshape(-1)[_elements(rectangle)].view(rectangle.rows, -1)
                 blocks = to_blocks(_padded(rows, rectangle.first_col % size, zero), size, fill=zero)
+                if scales is None:
+                    coded.append(Coded(blocks, None))
+                    continue
                 stride, count = rectangle.blocks_stride if rectangle.rows > 1 else blocks.shape[1], blocks.shape[1]
                 width = codec.scales(signed=moment.signed)
                 rows = scales.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]

@@ -1,31 +1,37 @@
-"""Sums of squares over whole parameters, with the same bits on any number of ranks."""
+"""Sums over whole parameters or all of them, with the same bits on any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shardopt import _C
 from shardopt.layout import Exchange
+from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
+
+#: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Gives, per param group,
+#: the hyper-parameters that follow from them.
+TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A tensor whose rule needs sums over each of its parameters.
+    """A tensor whose rule needs sums over each of its parameters, or over all of the optimizer's.
 
     Attributes:
         index: its index in the step.
         spec: its state.
-        count: how many sums each parameter has.
+        rule: says how many sums each parameter has, or all of them together.
         device: of the kernels that step it.
     """
 
     index: int
     spec: TensorState
-    count: int
+    rule: Rule
     device: torch.device
 
 
@@ -33,7 +39,8 @@ class ExactSums:
     """The sums of all parameters of a step whose rule needs some.
 
     The kernels add to them in whole numbers, so that the order does not matter. One all-reduce per set of ranks adds up
-    those of parameters that these ranks share; all of them take part in every step, with or without gradients.
+    those of parameters that these ranks share; all of them take part in every step, with or without gradients. Sums
+    over all parameters are there once per set of ranks.
 
     Args:
         tensors: in the same order on all ranks.
@@ -43,13 +50,19 @@ class ExactSums:
         counts: dict[Exchange | None, int] = {}
         devices: dict[Exchange | None, set[torch.device]] = {}
         places: dict[int, list[tuple[Exchange | None, int, torch.device]]] = {}  # by tensor: one per slice
+        self._totals: dict[Exchange | None, slice] = {}
         for each in tensors:
             places[each.index] = []
             for part in each.spec.slices:
                 ranks = part.spec.shard.parts
                 devices.setdefault(ranks, set()).add(each.device)
-                places[each.index].append((ranks, counts.get(ranks, 0), each.device))
-                counts[ranks] = counts.get(ranks, 0) + each.count
+                own = self._totals.get(ranks) if each.rule.totals else None
+                if own is None:
+                    own = slice(counts.get(ranks, 0), counts.get(ranks, 0) + each.rule.sums)
+                    counts[ranks] = own.stop
+                if each.rule.totals:
+                    self._totals[ranks] = own
+                places[each.index].append((ranks, own.start, each.device))
         # int64, (sums, words): on each device room for all sums, since ranks may have them on different ones.
         self._buffers = {
             ranks: {d: torch.zeros((count, _C.sum_words), dtype=torch.int64, device=d) for d in devices[ranks]}
@@ -85,3 +98,25 @@ class ExactSums:
                 ranks.all_reduce_sum(total)
                 for other in others:
                     other.copy_(total)
+
+    def totals(self) -> Iterator[Tensor]:
+        """The sums over all parameters, after the exchange: int64, (sums, words), on the host, one per set of ranks.
+
+        Raises:
+            RuntimeError: a CUDA graph captures the step.
+        """
+        for ranks, own in self._totals.items():
+            buffers = list(self._buffers[ranks].values())
+            for buffer in buffers if ranks is None else buffers[:1]:  # exchanged ones are alike
+                if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "got a CUDA graph that captures a step with sums over all parameters, which the host reads, "
+                        "expected none; take the step outside of the graph, or with another optimizer"
+                    )
+                yield buffer[own].cpu()
+
+
+def total_of(sums: Iterable[ExactSums]) -> Tensor | None:
+    """The sums over all parameters on all devices: int64, (sums, words); None without any."""
+    totals = [each for on_device in sums for each in on_device.totals()]
+    return torch.stack(totals).sum(0) if totals else None

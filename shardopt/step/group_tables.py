@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ class GroupTables:
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
+        self._from_totals: Sequence[Mapping[str, float]] | None = None
         self._tables: dict[object, npt.NDArray[np.void]] = {}
         self._lr: dict[tuple[torch.device, int], Tensor] = {}  # float32, by device and index of the param group
 
@@ -47,6 +48,12 @@ class GroupTables:
         """Takes new options."""
         self.groups = groups
         self._tables.clear()
+
+    def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
+        """Takes the hyper-parameters, per param group, that follow from the sums over all parameters; None for none."""
+        if hyper is not self._from_totals:
+            self._from_totals = hyper
+            self._tables.clear()
 
     def on(
         self, device: torch.device, kernels: torch.device, applied: tuple[Scaled, ...] | None = None
@@ -68,6 +75,8 @@ class GroupTables:
         """A row; copies a learning rate that is on a device in the order of its stream."""
         index = which if isinstance(which, int) else which.group
         group, lr = self.groups[index], self.groups[index].lr
+        if self._from_totals is not None:
+            group = group._replace(hyper={**group.hyper, **self._from_totals[index]})
         if lr is not None and kernels.type == "cpu":
             group, lr = group._replace(hyper={**group.hyper, "lr": float(lr)}), None
         elif lr is not None:

@@ -14,6 +14,7 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
+from shardopt.step.exact_sums import TakeTotals
 from shardopt.step.inputs import ParamGroups, describe
 from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
@@ -29,14 +30,21 @@ class Stepper:
         numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
+        take_totals: takes the sums over all parameters; a stepper of a single one has no use for it.
     """
 
     def __init__(
-        self, residency: StateResidency, numbers: Mapping[Tensor, int], first: int = 0, name: str | None = None
+        self,
+        residency: StateResidency,
+        numbers: Mapping[Tensor, int],
+        first: int = 0,
+        name: str | None = None,
+        take_totals: TakeTotals = lambda totals: (),
     ) -> None:
         self.skipped = SkippedElements()
         self.communicates = False  # whether the step that was prepared takes collectives
         self._residency, self._numbers, self._first, self._name = residency, numbers, first, name
+        self._take_totals = take_totals
         self._tables: StepTables | None = None  # of the last step
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
@@ -88,7 +96,9 @@ class Stepper:
         self, param_groups: ParamGroups, state: Any, groups: list[Group], scaling: LossScaling
     ) -> StepTables:
         inputs = describe(param_groups, groups, self._numbers, self._first, self._name)
-        return StepTables(param_groups, state, groups, inputs, scaling, self.skipped, self._residency)
+        return StepTables(
+            param_groups, state, groups, inputs, scaling, self.skipped, self._residency, self._take_totals
+        )
 
     def _run(self, tables: StepTables) -> None:
         tables.run()

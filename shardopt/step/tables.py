@@ -23,7 +23,7 @@ from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.exact_sums import ExactSums, Summed
+from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
@@ -43,6 +43,7 @@ class StepTables:
         scaling: the loss scale.
         skipped: counts skipped elements.
         residency: where the state of each parameter lives.
+        take_totals: takes the sums over all parameters, for rules with some.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
@@ -58,8 +59,10 @@ class StepTables:
         scaling: LossScaling,
         skipped: SkippedElements,
         residency: StateResidency,
+        take_totals: TakeTotals,
     ) -> None:
         self._groups = GroupTables(groups)
+        self._scaling, self._take_totals = scaling, take_totals
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
         self._gradients: list[Tensor | None] = local_gradients(params, inputs)  # kept alive until the step is taken
@@ -126,10 +129,10 @@ class StepTables:
         """The sums that rules need, by the parameters' device; no entry for a device without any."""
         summed: dict[torch.device, list[Summed]] = {}
         for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
-            count = self._groups.groups[parameter.group].rule.sums
-            if count and parameter.spec is not None:
+            rule = self._groups.groups[parameter.group].rule
+            if rule.sums and parameter.spec is not None:
                 kernels = kernels_of(parameter.device, self._residency.of(param).offload)
-                summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, count, kernels))
+                summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, rule, kernels))
         return {device: ExactSums(tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
@@ -169,6 +172,8 @@ class StepTables:
         if kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
             self._kinds = kinds
+        self._groups.follow_totals(None)
+        self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
                 groups = self._groups.on(device, batch.kernels)
@@ -201,6 +206,10 @@ class StepTables:
                 before it, in the order of their first parameters, were stepped.
         """
         try:
+            for device in self._sums:
+                self._add_up(device)
+            if any(group.rule.totals for group in self._groups.groups):
+                self._use_totals()
             for device in self._batches:
                 self._run_on(device)
         finally:
@@ -211,17 +220,28 @@ class StepTables:
         increment_version(self._stepped)  # a graph that has saved their old values is to notice
         self._gradients, self._stepped = [], []
 
+    def _add_up(self, device: torch.device) -> None:
+        """Adds up the sums that rules on a device need, over all ranks."""
+        self._sums[device].clear()
+        for batch in self._batches[device]:
+            if batch.call is not None:
+                batch.call.run(_C.Phase.sums)
+        self._sums[device].exchange()
+
+    def _use_totals(self) -> None:
+        """Puts what follows from the sums over all parameters into the param groups' tables."""
+        self._groups.follow_totals(self._take_totals(total_of(self._sums.values())))
+        for device, batches in self._batches.items():
+            for batch in batches:
+                if batch.call is not None:
+                    batch.call.update(False, self._groups.on(device, batch.kernels), self._scaling)
+
     def _run_on(self, device: torch.device) -> None:
-        """Runs all phases of the step on a device, also where only other ranks have something to step."""
+        """Runs the step itself on a device, also where only other ranks have something to step."""
         exchange, waves = self._exchanges[device], self._wave_steps[device]
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
         for call in (*calls, *(call for wave in waves for call in wave.calls)):
             self._skipped.keep_if_captured(call, (self._groups.in_use, exchange, self._sums, waves))
-        if device in self._sums:
-            self._sums[device].clear()
-            for call in calls:
-                call.run(_C.Phase.sums)
-            self._sums[device].exchange()
         run_phases(calls, exchange)
         run_waves(waves)
 

@@ -91,6 +91,7 @@ RULES_AND_CODECS = [
     ("cautious_lion", "log8"),
     ("muon", "log8"),
     ("muon_in_waves", "companded8"),
+    ("prodigy", "log8"),
 ]
 
 

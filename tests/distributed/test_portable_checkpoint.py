@@ -94,6 +94,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("lion", {}),
     ("momentum", {}),
     ("ademamix", {}),
+    ("prodigy", {}),
     ("centered_rmsprop_momentum", {"block_size": 32}),
 ]
 

@@ -71,6 +71,12 @@ def test_codecs_and_flattened_names(ranks: Pool, tmp_path: Path, rule: str, code
     ranks.run(3, _load, "fsdp columns", rule, codec, True, tmp_path)
 
 
+def test_what_stands_in_the_param_groups(ranks: Pool, tmp_path: Path) -> None:
+    """Prodigy's estimate."""
+    ranks.run(2, _save, "fsdp columns", "prodigy", "log8", False, tmp_path)
+    ranks.run(3, _load, "fsdp", "prodigy", "log8", False, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize(("saved_on", "saved_way"), [*FROM, (3, "fsdp columns"), (4, "fsdp"), (4, "hsdp")])

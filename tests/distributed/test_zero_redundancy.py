@@ -70,6 +70,7 @@ def test_given_gradients(ranks: Pool, world_size: int, views: bool) -> None:
         ("lion", torch.float32, {"codec": "companded8"}),
         ("momentum", torch.float32, {"codec": "dynamic8", "block_size": 16}),
         ("ademamix", torch.float32, {}),
+        ("prodigy", torch.float32, {}),
         ("adan", BF16, {"master_weight_bits": 24, "block_size": 32}),
         ("adamw", BF16, {"master_weight_bits": 24}),
         ("adamw", BF16, {"master_weight_bits": 32, "codec": "fp32"}),

@@ -26,6 +26,7 @@ from plain_optimizers import (
     PlainLAMB,
     PlainLARS,
     PlainLion,
+    PlainProdigy,
     PlainSignum,
     PlainStableAdamW,
 )
@@ -146,6 +147,17 @@ PAIRS: dict[str, Pair] = {
         PlainCautiousLion,
         shardopt.Lion,
         {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "cautious": True, "cautious_weight_decay": True},
+    ),
+    "prodigy": Pair(PlainProdigy, shardopt.Prodigy, {"weight_decay": 0.1}),
+    "prodigy-l2": Pair(
+        PlainProdigy,
+        shardopt.Prodigy,
+        {"lr": 0.5, "weight_decay": 0.1, "decouple": False, "use_bias_correction": True, "d_coef": 0.5},
+    ),
+    "prodigy-growth": Pair(
+        PlainProdigy,
+        shardopt.Prodigy,
+        {"lr": 0.5, "betas": (0.8, 0.99), "beta3": 0.9, "d0": 1e-4, "growth_rate": 1.1, "safeguard_warmup": True},
     ),
 }
 STATEFUL = ["adamw", "momentum"]

@@ -56,6 +56,19 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "decoupled_weight_decay": False,
     },
     "Adan": {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False},
+    "Prodigy": {
+        "lr": 1.0,
+        "betas": (0.9, 0.999),
+        "beta3": None,
+        "eps": 1e-8,
+        "weight_decay": 0,
+        "decouple": True,
+        "use_bias_correction": False,
+        "safeguard_warmup": False,
+        "d0": 1e-6,
+        "d_coef": 1.0,
+        "growth_rate": float("inf"),
+    },
     "Signum": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.0},
     "LAMB": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2},
     "LARS": {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0, "trust_coefficient": 1e-3},
@@ -86,6 +99,8 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
 }
 #: What of it is in param groups.
 IN_GROUPS = {**BY_KEYWORD, "Adam": CAUTIOUS}
+#: What the first step adds to: no arguments.
+ESTIMATES: dict[str, dict[str, Any]] = {"Prodigy": {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "k": 0}}
 PRESETS = {f"{name}8bit": name for name in OPTIMIZERS}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
@@ -156,7 +171,7 @@ def test_options() -> None:
 def test_groups_have_every_default(name: str) -> None:
     optimizer = getattr(shardopt, name)(one())
     rule = PRESETS.get(name, name)
-    expected = {**OPTIMIZERS[rule], **IN_GROUPS.get(rule, {}), **OPTIONS}
+    expected = {**OPTIMIZERS[rule], **IN_GROUPS.get(rule, {}), **ESTIMATES.get(rule, {}), **OPTIONS}
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
     assert optimizer.defaults == expected
     assert isinstance(optimizer, torch.optim.Optimizer)

@@ -353,6 +353,14 @@ def test_a_second_release_is_refused(pair: Pair) -> None:
         shardopt.release_gradients(pair.models[0], pair.released)
 
 
+def test_sums_over_all_parameters_are_refused() -> None:
+    model = make_net()
+    optimizer = shardopt.Prodigy8bit(model.parameters())
+    with pytest.raises(ValueError, match="got Prodigy8bit, whose step needs sums over all gradients"):
+        shardopt.release_gradients(model, optimizer)
+    optimizer.step()  # nothing was hooked in
+
+
 def test_raising_at_nonfinite_gradients_is_refused() -> None:
     model = make_net()
     optimizer = optimizer_of(model, nonfinite="raise")

@@ -96,6 +96,23 @@ def test_same_bits(offload: str, rule: str, codec: str) -> None:
     assert_equal(runs[1], runs[0])
 
 
+@pytest.mark.parametrize("budget", [0, 400_000])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("codec", ["log8", "bf16"])
+def test_sums_over_all_parameters(codec: str, offload: str, budget: int) -> None:
+    """Some of them may be stepped elsewhere than others."""
+    runs = [make(how, "prodigy", codec=codec, device_state_budget=budget) for how in (None, offload)]
+    for model, optimizer in runs:
+        for step in range(4):
+            set_gradients(model, step, leave_out=1 if step == 1 else None)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.9**step
+            optimizer.step()
+    assert_equal(runs[1], runs[0])
+    (d,) = {group["d"] for _, optimizer in runs for group in optimizer.param_groups}
+    assert d > RULES["prodigy"].hyper["d0"]
+
+
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize(
     "options", [{}, {"master_weight_bits": 24}, {"master_weight_bits": 32}, {"stochastic_rounding": True}]

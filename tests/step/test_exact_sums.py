@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from helpers import with_gradient
 from kernel_problem import using
 from shardopt import _C
 from shardopt.layout import Shard, UnknownShardError, assign
+from shardopt.step.exact_sums import total_of
 
 
 def sums_of(param: Tensor, gradient: Tensor) -> list[tuple[Fraction, int]]:
@@ -112,3 +115,98 @@ def test_sgds_momentum_is_none_for_lars() -> None:
     with pytest.raises(ValueError, match="expected velocity in units of its own, as lars keeps it"):
         shardopt.checkpoint.import_state(lars, sgd.state_dict())
     assert not lars.state
+
+
+def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
+    """The sums over all parameters in the last step."""
+    tables = optimizer._internals.stepper._tables
+    assert tables is not None
+    total = total_of(tables._sums.values())
+    assert total is not None
+    return [(value_of(digits), lost) for *digits, lost in total.tolist()]
+
+
+def value_of(digits: list[int]) -> Fraction:
+    total = sum(digit << (32 * i) for i, digit in enumerate(digits))
+    return Fraction(total) * Fraction(2) ** _C.sum_lowest_bit
+
+
+def prodigy_of(shapes: list[tuple[int, ...]], orders: float) -> tuple[shardopt.Prodigy, list[Tensor]]:
+    """An optimizer after two steps, before which the way from the first weights was spread over orders of ten."""
+    params = [Parameter(spread_over(shape, orders, seed)) for seed, shape in enumerate(shapes)]
+    optimizer = shardopt.Prodigy(params, d0=1.0, codec="fp32", nonfinite="propagate")
+    for param in params:
+        with_gradient(param, torch.zeros_like(param))
+    optimizer.step()
+    before = []
+    for seed, param in enumerate(params):
+        with_gradient(param, spread_over(tuple(param.shape), orders, 100 + seed))
+        optimizer.state[param]["p0"].copy_(spread_over(tuple(param.shape), orders, 200 + seed))
+        before.append(param.detach().clone())
+    optimizer.step()
+    return optimizer, before
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+@pytest.mark.parametrize("orders", [0, 3, 8, 20, 60])
+@pytest.mark.parametrize("shapes", [[(1,)], [(7,), (64, 130), (0,), (3, 4099)]], ids=str)
+def test_products_over_all_parameters(shapes: list[tuple[int, ...]], orders: float, target: str) -> None:
+    with using(target, threads=2):
+        optimizer, before = prodigy_of(shapes, orders)
+    away = slow = Fraction(0)
+    for param, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
+        state = optimizer.state[param]
+        way = (state["p0"] - old).double().flatten().tolist()
+        gradient = param.grad.double().flatten().tolist()
+        away += sum((Fraction(g) * Fraction(w) for g, w in zip(gradient, way, strict=True)), Fraction(0))
+        slow += sum((abs(Fraction(x)) for x in state["s"].double().flatten().tolist()), Fraction(0))
+    assert totals_of(optimizer) == [(away, 0), (slow, 0)]
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+def test_least_and_largest_products(target: str) -> None:
+    least, largest = 2.0**-149, 2.0**128 - 2.0**104
+    few = [least, -largest, largest, 1.0, -(2.0**-126), 3 * least, math.nan, math.inf, 0.0]
+    pairs = [(x, y) for x in few for y in few] * 5
+    param = Parameter(torch.zeros(len(pairs)))
+    optimizer = shardopt.Prodigy([param], codec="fp32", nonfinite="propagate")
+    with using(target, threads=1):
+        for gradient, p0 in ((torch.zeros(len(pairs)), 0.0), (torch.tensor([x for x, _ in pairs]), pairs)):
+            with_gradient(param, gradient)
+            if p0:
+                optimizer.state[param]["p0"].copy_(torch.tensor([y for _, y in pairs]))
+            optimizer.step()
+    finite = [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+    expected = sum((Fraction(x) * Fraction(y) for x, y in finite), Fraction(0))
+    assert totals_of(optimizer)[0] == (expected, len(pairs) - len(finite))
+
+
+def digits_of(number: int) -> list[int]:
+    """A whole number as the words of a sum: digits of 32 bits, of which the last has the sign."""
+    digits = [number >> (32 * i) & 0xFFFFFFFF for i in range(_C.sum_words - 1)]
+    digits[-1] = number >> (32 * (_C.sum_words - 2))
+    return [*digits, 0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_is_rounded_once_to_the_nearest_double(sign: int) -> None:
+    generator = random.Random(0)
+    numbers = [0, 1, 2**53 - 1, 2**53 + 1, 2**53 + 3, 2**54 + 2, 2**54 + 6, 2**64 - 1, 2**64 - 2**10, 2**65 + 2**12 + 1]
+    numbers += [generator.getrandbits(generator.randrange(1, 680)) for _ in range(2000)]
+    numbers += [(2**53 + odd) << shift for odd in (1, 3) for shift in (10, 11, 12, 31, 32, 33, 500)]
+    for number in numbers:
+        expected = float(Fraction(sign * number) * Fraction(2) ** _C.sum_lowest_bit)
+        assert _C.sum_value(np.array(digits_of(sign * number), np.int64)) == expected, number
+
+
+def test_digits_with_carries_are_one_sum() -> None:
+    generator = random.Random(1)
+    for _ in range(500):
+        digits = [generator.randrange(-(2**62), 2**62) for _ in range(_C.sum_words - 2)] + [0, 0]
+        assert _C.sum_value(np.array(digits, np.int64)) == float(value_of(digits[:-1]))
+
+
+def test_sums_that_are_no_numbers() -> None:
+    assert math.isnan(_C.sum_value(np.array([*[1] * (_C.sum_words - 1), 1], np.int64)))
+    with pytest.raises(ValueError, match=f"got a sum of 3 words, expected {_C.sum_words}"):
+        _C.sum_value(np.zeros(3, np.int64))

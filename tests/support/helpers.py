@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from shardopt.codec import CODECS
 from shardopt.kernels.weights import noise_key
 from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
+from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_state import LOW_BITS, SliceState
 from shardopt.state.tensor_state import tensor_state_of
 
@@ -70,6 +73,15 @@ RULES: dict[str, RuleCase] = {
     "cautious_adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
     "cautious_decay_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}),
     "cautious_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
+    # With an L2 penalty, which all gradients have in common, so that the estimate grows.
+    "prodigy": RuleCase(
+        shardopt.Prodigy,
+        {"lr": 0.5, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 30.0, "decouple": False, "use_bias_correction": True},
+    ),
+    "decoupled_prodigy": RuleCase(
+        shardopt.Prodigy,
+        {"d0": 1e-3, "d_coef": 1e3, "weight_decay": 0.1, "growth_rate": 1.1, "safeguard_warmup": True},
+    ),
     "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 
@@ -159,34 +171,57 @@ class ReferenceOptimizer:
             state = optimizer.state.get(param) or self._spec(name).new(torch.device("cpu"))
             self.state[name] = {key: value.clone() for key, value in state.items()}
         self.nonfinite = 0
+        first = optimizer.param_groups[0]
+        kept = first.keys() - {*DEFAULTS, "params", "lr", "weight_decay"} if optimizer.rule(first).totals else ()
+        self._found = {key: first[key] for key in kept}  # sums over all parameters change these, here and there
 
     def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
-        for name, gradient in gradients.items():
-            original, spec, state = self._originals[name], self._spec(name), self.state[name]
-            group = self._groups[original]
-            state["step"] += 1
-            stepped = reference.step(
-                self._optimizer.rule(group).name,
-                spec.moments,
-                spec.codec,
-                coding,
-                param=self.params[name],
-                gradient=gradient,
-                coded=[spec.local_coded(state, moment) for moment in spec.moments],
-                hyper=self._optimizer.hyper(group),
-                step=int(state["step"]),
-                block_size=group["block_size"],
-                gradient_scale=gradient_scale,
-                nonfinite=group["nonfinite"],
-                weights=spec.weights,
-                low_bits=spec.local_low_bits(state),
-                noise_key=noise_key(group["stochastic_rounding_seed"], self._places[original]),
-            )
+        for name in gradients:
+            self.state[name]["step"] += 1
+        twin = copy.copy(self._optimizer)
+        twin.param_groups = [{**group, **self._found} for group in self._optimizer.param_groups]
+        hyper = [dict(twin.hyper(group)) for group in twin.param_groups]
+        group_of = {param: i for i, group in enumerate(twin.param_groups) for param in group["params"]}
+        groups = {name: group_of[self._originals[name]] for name in gradients}
+
+        def referred(name: str, **more: Any) -> Any:
+            own = hyper[groups[name]]
+            return self._reference(name, gradients[name], own, gradient_scale=gradient_scale, **more)
+
+        if any(twin.rule(group).totals for group in twin.param_groups):
+            terms = [referred(name, products_only=True) for name in gradients]
+            totals = [math.fsum(x for each in of_sum for x in each) for of_sum in zip(*terms, strict=True)]
+            for own, more in zip(hyper, twin.with_totals(totals), strict=True):
+                own.update(more)
+            self._found = {key: twin.param_groups[0][key] for key in self._found}
+        for name in gradients:
+            spec, state, stepped = self._spec(name), self.state[name], referred(name)
             self.params[name] = stepped.param
             if stepped.low_bits is not None:
                 state[LOW_BITS] = stepped.low_bits
             state.update(spec.coded_entries(stepped.coded))
             self.nonfinite += stepped.nonfinite
+
+    def _reference(self, name: str, gradient: Tensor, hyper: Mapping[str, float], **more: Any) -> Any:
+        original, spec, state = self._originals[name], self._spec(name), self.state[name]
+        group = self._groups[original]
+        return reference.step(
+            self._optimizer.rule(group).name,
+            spec.moments,
+            spec.codec,
+            coding,
+            param=self.params[name],
+            gradient=gradient,
+            coded=[spec.local_coded(state, moment) for moment in spec.moments],
+            hyper=hyper,
+            step=int(state["step"]),
+            block_size=group["block_size"],
+            nonfinite=group["nonfinite"],
+            weights=spec.weights,
+            low_bits=spec.local_low_bits(state),
+            noise_key=noise_key(group["stochastic_rounding_seed"], self._places[original]),
+            **more,
+        )
 
     def snapshot(self) -> Snapshot:
         """In the form of :func:`ranks.snapshot.snapshot`."""

@@ -180,3 +180,49 @@ class PlainCautiousLion(Plain):
         change = -hyper["lr"] * (beta1 * m + (1 - beta1) * g).sign()
         cautious_step(p, g, change, hyper["lr"] * hyper["weight_decay"], **hyper)
         m.copy_(beta2 * m + (1 - beta2) * g)
+
+
+class PlainProdigy(Optimizer):
+    """Prodigy (arXiv 2306.06101, algorithm 4), with the weight decay, the slow average and the eps of its authors."""
+
+    def __init__(self, params: Any, lr: float = 1.0, betas: tuple[float, float] = (0.9, 0.999), **hyper: Any) -> None:
+        others = {"eps": 1e-8, "weight_decay": 0.0, "d_coef": 1.0, "d0": 1e-6, "growth_rate": math.inf, **hyper}
+        super().__init__(params, {"lr": lr, "betas": betas, "d": others["d0"], "d_max": others["d0"], **others})
+        self.numerator, self.steps = 0.0, 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        first, self.steps = self.param_groups[0], self.steps + 1
+        (beta1, beta2), d, d0 = first["betas"], first["d"], first["d0"]
+        beta3 = first.get("beta3") or math.sqrt(beta2)
+        correction = 1.0
+        if first.get("use_bias_correction"):
+            correction = math.sqrt(1 - beta2**self.steps) / (1 - beta1**self.steps)
+        rate = d * max(group["lr"] for group in self.param_groups) * correction
+        away = slow = 0.0
+        each = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for group, p in each:
+            state = self.state[p]
+            p0 = state.setdefault("p0", p.clone())
+            m, v, s = (moment(state, name, p) for name in ("exp_avg", "exp_avg_sq", "s"))
+            g = p.grad if group.get("decouple", True) else p.grad + group["weight_decay"] * p
+            if not group["lr"]:
+                continue
+            away += float((g.double() * (p0 - p).double()).sum())
+            m.lerp_(d * g, 1 - beta1)
+            v.lerp_((d * g) ** 2, 1 - beta2)
+            s.mul_(beta3).add_(g, alpha=d / d0 * (d if group.get("safeguard_warmup") else rate))
+            slow += float(s.double().abs().sum())
+        if slow:
+            self.numerator = beta3 * self.numerator + d / d0 * rate * away
+            estimate = first["d_coef"] * self.numerator / slow
+            d_max = max(first["d_max"], estimate)
+            next_d = min(d_max, (max(d, estimate) if d == d0 else d) * first["growth_rate"])
+            for group in self.param_groups:
+                group.update(d=next_d, d_max=d_max)
+        for group, p in each:
+            if group["lr"] and slow:
+                state = self.state[p]
+                decay = group["weight_decay"] if group.get("decouple", True) else 0.0
+                direction = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + first["d"] * group["eps"])
+                p.mul_(1 - rate * decay).sub_(rate * direction)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference_rules import RULES, TERMS, Scalars, Sums, Updated
+from reference_rules import RULES, TERMS, Scalars, Sums, Terms, Updated
 from shardopt.kernels.numeric import float32, from_blocks, to_blocks
 from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
 
@@ -39,12 +39,15 @@ def lost(g: Tensor, new: Updated) -> Tensor:
     return ~(g.abs() < LARGE_GRADIENT) & ~finite
 
 
-def sum_of_squares(x: Tensor, lost: Tensor, nonfinite: str) -> float:
-    """The sum of all squares, rounded once; without those of lost updates where they are skipped."""
-    terms = torch.where(lost, 0.0, x) if nonfinite == "skip" else x
-    if not torch.isfinite(terms).all():
-        return math.nan
-    return math.fsum(terms.double().square().flatten().tolist())
+def products_of(terms: Terms, g: Tensor, nonfinite: str) -> list[list[float]]:
+    """What each element adds to each sum: not lost updates where they are skipped; NaN for all if one is not finite."""
+    found = []
+    for x, y in zip(terms.x, terms.y or [None] * len(terms.x), strict=True):
+        is_lost = lost(g, Updated(x, terms.moments, []))
+        x = torch.where(is_lost, 0.0, x) if nonfinite == "skip" else x
+        product = x.double() * (x if y is None else y).double()
+        found.append(product.flatten().tolist() if torch.isfinite(product).all() else [math.nan])
+    return found
 
 
 def step(
@@ -64,7 +67,8 @@ def step(
     weights: WeightFormat | None = None,
     low_bits: Tensor | None = None,
     noise_key: int = 0,
-) -> Stepped:
+    products_only: bool = False,
+) -> Any:
     """One step of one whole parameter.
 
     Args:
@@ -84,9 +88,11 @@ def step(
         weights: how the parameter's weights are kept; None for its dtype alone.
         low_bits: of the master weights, where the format has some.
         noise_key: :func:`shardopt.kernels.weights.noise_key`, for stochastic rounding.
+        products_only: of a rule with sums over all parameters: return what each element adds to each sum.
 
     Returns:
-        The new parameter in its dtype, the new low bits and moments, and the number of gradient elements skipped.
+        A :class:`Stepped`: the new parameter in its dtype, the new low bits and moments, and the number of gradient
+        elements skipped.
     """
     rows = param.shape[0] if codec.blockwise else 1
     cols = param.numel() // max(rows, 1)
@@ -112,16 +118,21 @@ def step(
     more: dict[str, Any] = {}
     if rule in TERMS:
         terms = TERMS[rule](p, g, old.values, hyper, step)
-        totals = [sum_of_squares(x, lost(g, Updated(x, terms.moments, [])), nonfinite) for x in terms.x]
-        more["sums"] = Sums(totals, param.numel())
+        exists = blocks_of(torch.ones_like(param, dtype=torch.bool))
+        terms = terms._replace(x=[torch.where(exists, x, 0.0) for x in terms.x])
+        products = products_of(terms, g, nonfinite)
+        if products_only:
+            return products
+        if terms.y is None:
+            more["sums"] = Sums([math.fsum(each) for each in products], param.numel())
     new = RULES[rule](p, g, old.values, hyper, step, **more)
     skip = lost(g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
     exists = blocks_of(torch.ones_like(param, dtype=torch.bool))
-
-    def kept(old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.where(exists, torch.where(skip, o, n), 0.0) for o, n in zip(old, new, strict=False)]
-
-    stored = coding.encode_moments(codec, moments, kept(old.values, new.moments), kept(old.roots, new.roots))
+    taken = [torch.where(skip, o, n) for o, n in zip(old.values, new.moments, strict=False)]
+    taken = [n if m.exact else t for m, n, t in zip(moments, new.moments, taken, strict=False)]
+    roots = [torch.where(skip, o, n) for o, n in zip(old.roots, new.roots, strict=False)]
+    kept = [[torch.where(exists, x, 0.0) for x in each] for each in (taken, roots)]
+    stored = coding.encode_moments(codec, moments, *kept)
 
     def flat(x: Tensor) -> Tensor:
         return from_blocks(x, cols).reshape(param.shape)

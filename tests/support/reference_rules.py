@@ -24,10 +24,11 @@ class Updated(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Numbers whose squares a rule adds up over the parameter, a tensor per sum, and the new moments."""
+    """Numbers whose squares a rule adds up, a tensor per sum, and the new moments. y: what to multiply by instead."""
 
     x: list[Tensor]
     moments: list[Tensor]
+    y: list[Tensor] | None = None
 
 
 class Sums(NamedTuple):
@@ -365,6 +366,37 @@ def cautious(
     return new._replace(param=kept + change)
 
 
+def _prodigy_average(
+    p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient with the coupled decay, and the new moments."""
+    lr, d, takes_part = hyper["lr"], hyper["d"], float(hyper["lr"] != 0)
+    rate = lr * d * hyper["bias_correction"]
+    slow_rate = d / hyper["d0"] * (takes_part * d if hyper["safeguard_warmup"] else rate)
+    m, v, s, p0 = moments
+    g = add_scaled(hyper["coupled_decay"], p, g)
+    scaled = float32(takes_part * d) * g
+    m = add_scaled(takes_part * (1 - hyper["beta1"]), scaled - m, m)
+    v = add_scaled(takes_part * (1 - hyper["beta2"]), fma(scaled, scaled, -v), v)
+    s = add_scaled(slow_rate, g, add_scaled(-takes_part * (1 - hyper["beta3"]), s, s))
+    return g, [m, v, s, p.clone() if step == 1 else p0]
+
+
+def prodigy_terms(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Terms:
+    g, new = _prodigy_average(p, g, moments, hyper, step)
+    x = [g, new[2].abs()] if hyper["lr"] else [torch.zeros_like(g)] * 2
+    return Terms(x, new, [new[3] - p, torch.ones_like(p)])
+
+
+def prodigy(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
+    """Prodigy (arXiv 2306.06101, algorithm 4). eps: times the estimate after the step."""
+    rate = hyper["lr"] * hyper["d"] * hyper["bias_correction"]
+    _, new = _prodigy_average(p, g, moments, hyper, step)
+    root = square_root(new[1])
+    change = new[0] * reciprocal(root + float32(hyper["eps"]))
+    return Updated(add_scaled(-rate, change, decayed(p, rate * hyper["decoupled_decay"])), new, [root])
+
+
 #: The terms of rules with sums, by name.
 TERMS: dict[str, Callable[..., Terms]] = {
     "lamb": lamb_terms,
@@ -372,6 +404,7 @@ TERMS: dict[str, Callable[..., Terms]] = {
     "stable_adamw": stable_adamw_terms,
     "cautious_adam": partial(cautious_terms, adam),
     "cautious_lion": partial(cautious_terms, lion),
+    "prodigy": prodigy_terms,
 }
 
 RULES: dict[str, Callable[..., Updated]] = {
@@ -392,6 +425,7 @@ RULES: dict[str, Callable[..., Updated]] = {
     "stable_adamw": stable_adamw,
     "cautious_adam": partial(cautious, adam),
     "cautious_lion": partial(cautious, lion),
+    "prodigy": prodigy,
     "rmsprop": partial(rmsprop, centered=False, momentum=False),
     "rmsprop_momentum": partial(rmsprop, centered=False, momentum=True),
     "centered_rmsprop": partial(rmsprop, centered=True, momentum=False),

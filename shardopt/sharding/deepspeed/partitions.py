@@ -36,13 +36,15 @@ def assign_partitions(engine: Any) -> None:
         engine: a DeepSpeedEngine whose optimizer is configured.
 
     Raises:
-        RuntimeError: DeepSpeed shards in a way that is not known here.
+        RuntimeError: DeepSpeed shards in a way that is not known here, or steps the param groups one by one although
+            the optimizer needs sums over all of them.
     """
     wrapper = engine.optimizer
     named = enumerate(parameter_names(engine.module).items())
     names = {id(param): (number, name) for number, (name, param) in named}
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer":
+        _demand_one_step(engine, "param groups", wrapper.single_partition_of_fp32_groups)
         for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
             params = wrapper.round_robin_bit16_groups[index]
             offsets = wrapper.round_robin_bit16_offsets[index]
@@ -54,6 +56,7 @@ def assign_partitions(engine: Any) -> None:
             group = wrapper.real_dp_process_group[index]
             assign(flat, _one_range(params, _starts(p.numel() for p in params), flat.numel(), group, names))
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        _demand_one_step(engine, "sub-groups of sub_group_size elements or less", wrapper.fp32_partitioned_groups_flat)
         for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
             group = wrapper.sub_group_process_groups[index]
             assign(flat, _range_each(wrapper.fp16_groups[index], group, names))
@@ -66,6 +69,17 @@ def assign_partitions(engine: Any) -> None:
         raise RuntimeError(
             f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch it off in the "
             "config"
+        )
+
+
+def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
+    """Raises if DeepSpeed steps parts of the parameters one by one, and the rule has sums over all of them."""
+    optimizer = engine.basic_optimizer
+    if len(flats) > 1 and any(optimizer.rule(group).totals for group in optimizer.param_groups):
+        raise RuntimeError(
+            f"got {type(optimizer).__name__} with {len(flats)} {parts}, which ZeRO steps one after another, expected a "
+            "single one: its step needs sums over all parameters; give all of them the same options in one param "
+            "group and, with ZeRO 3, a larger sub_group_size, or use ZeRO 0"
         )
 
 

@@ -1,0 +1,211 @@
+"""Prodigy (Mishchenko & Defazio, arXiv 2306.06101)."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from shardopt.codec import Moment
+from shardopt.optim.base import ShardedOptimizer
+from shardopt.state.options import LARGEST, Options, Unpack, check_flag, check_number, is_whole
+from shardopt.state.rule import Rule
+
+_PRODIGY = Rule(
+    "prodigy",
+    (
+        Moment("exp_avg", signed=True),
+        Moment("exp_avg_sq", signed=False),
+        Moment("s", signed=True, wide=True),
+        Moment("p0", signed=True, exact=True),
+    ),
+)
+
+#: Options of the estimate, which all param groups share.
+_OF_ESTIMATE = ("d0", "d_coef", "growth_rate", "use_bias_correction", "safeguard_warmup")
+
+
+class Prodigy(ShardedOptimizer):
+    """Prodigy (arXiv 2306.06101, algorithm 4): AdamW that finds its own learning rate.
+
+    The rate is ``d``, an estimate of the distance from the first weights to the solution, times ``lr``, which is left
+    at 1 or at a schedule from 1 down. ``d`` follows from two sums over all parameters, exact to the last bit however
+    these are sharded: a step takes a second pass over the parameters and one all-reduce of 368 bytes among the ranks
+    that share them, and the host reads the sums, for which it waits for the device. Gradients cannot be released, nor
+    a step be captured into a CUDA graph.
+
+    ``d`` is one number for all param groups, and stands in each of them (``group["d"]``), with all that the estimate
+    needs (``d_max``, ``d_numerator``, ``k``): state dicts and checkpoints have it. A param group with ``lr=0`` is left
+    as it is and takes no part in the sums; the other groups must have the same ``lr``. Elements that are skipped
+    (``nonfinite``) take no part, either; where a sum is NaN or infinite, ``d`` stays as it is.
+
+    ``d`` is common to the ranks that share parameters. Ranks with other parameters, such as pipeline stages, have a
+    ``d`` of their own.
+
+    State and signature are those of the authors' ``prodigyopt`` (https://github.com/konstmish/prodigy), but for its
+    ``slice_p``. Bytes of state per parameter: 16 with ``codec="fp32"``; 8.125 with log8 in blocks of 128, since the
+    slow average ``s`` has 16 bits (companded16), and ``p0``, the weights before the first step, float32.
+
+    Args:
+        params: parameters or param groups, as for torch.optim.
+        lr: factor of the estimated learning rate, a float or a 0-d tensor.
+        betas: decay rates of the first and second moment.
+        beta3: decay rate of the estimate's sums; None for the root of ``betas[1]``.
+        eps: added to the root of the second moment, times ``d``.
+        weight_decay: decay per unit of ``d * lr``, or L2 penalty if not ``decouple``.
+        decouple: whether weight decay is apart from the gradient, as in AdamW.
+        use_bias_correction: whether to correct the moments' bias as Adam does.
+        safeguard_warmup: leave ``lr`` out of the slow average, for a schedule with a warm-up.
+        d0: the estimate to begin with.
+        d_coef: factor of the estimate: 0.5 for smaller steps, 2 for larger ones.
+        growth_rate: most that ``d`` may grow by in a step, as a factor, after the first time that it grows.
+        **options: see :class:`shardopt.state.options.Options`.
+
+    Raises:
+        ValueError: a hyper-parameter or option is out of range.
+        TypeError: there is no such option.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-6,
+        d_coef: float = 1.0,
+        growth_rate: float = math.inf,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "beta3": beta3,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "d": d0,
+            "d0": d0,
+            "d_max": d0,
+            "d_numerator": 0.0,
+            "d_coef": d_coef,
+            "k": 0,
+            "growth_rate": growth_rate,
+            "use_bias_correction": use_bias_correction,
+            "decouple": decouple,
+            "safeguard_warmup": safeguard_warmup,
+        }
+        super().__init__(params, defaults, options)
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        return _PRODIGY
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        beta1, beta2 = group["betas"]
+        first = self.param_groups[0]
+        return {
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "beta3": _beta3(group),
+            "eps": first["d"] * group["eps"],
+            "coupled_decay": 0.0 if group["decouple"] else group["weight_decay"],
+            "decoupled_decay": group["weight_decay"] if group["decouple"] else 0.0,
+            "d": first["d"],
+            "d0": first["d0"],
+            "bias_correction": _bias_correction(first),
+            "safeguard_warmup": float(first["safeguard_warmup"]),
+        }
+
+    def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
+        groups, first = self.param_groups, self.param_groups[0]
+        lr = self._checked_lr()
+        away, slow = totals  # <g, p0 - p> and the 1-norm of s
+        if slow == 0.0:  # no gradient yet
+            return [{"d": 0.0} for _ in groups]
+        d, beta3 = first["d"], _beta3(first)
+        numerator = beta3 * first["d_numerator"] + d / first["d0"] * d * lr * _bias_correction(first) * away
+        estimate = first["d_coef"] * numerator / slow
+        new = {"d": d, "d_max": first["d_max"], "d_numerator": first["d_numerator"], "k": first["k"] + 1}
+        if abs(estimate) <= LARGEST:  # and not NaN
+            if d == first["d0"]:
+                d = max(d, estimate)
+            new["d_max"] = max(first["d_max"], estimate)
+            new["d"] = min(new["d_max"], d * first["growth_rate"])
+            new["d_numerator"] = numerator
+        for group in groups:
+            group.update(new)
+        return [{"eps": new["d"] * group["eps"]} for group in groups]
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        if group["beta3"] is not None:
+            check_number(group, "beta3", 1.0)
+        for name in ("decouple", "use_bias_correction", "safeguard_warmup"):
+            check_flag(group, name)
+        for name in ("eps", "d0", "d", "d_max", "d_coef"):
+            _check(name, group[name], 0.0, LARGEST, "above 0 that float32 can hold", above=True)
+        _check("growth_rate", group["growth_rate"], 1.0, math.inf, ">= 1")
+        _check("d_numerator", group["d_numerator"], -sys.float_info.max, sys.float_info.max, "that is finite")
+        if not is_whole(group["k"]) or group["k"] < 0:
+            raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {_CORRECT}")
+
+    def _checked_lr(self) -> float:
+        """The learning rate.
+
+        Raises:
+            ValueError: param groups differ in what all of them share.
+        """
+        first, rates = self.param_groups[0], [float(group["lr"]) for group in self.param_groups]
+        lr = max(rates)
+        if any(rate not in (0.0, lr) for rate in rates):
+            raise ValueError(
+                f"lr: got {', '.join(map(str, sorted(set(rates))))} in different param groups, expected the same or 0: "
+                f"d is one for all; {_CORRECT}"
+            )
+        for group in self.param_groups[1:]:
+            for name, one, other in (
+                ("beta3", _beta3(first), _beta3(group)),
+                *((name, first[name], group[name]) for name in _OF_ESTIMATE),
+            ):
+                if one != other:
+                    raise ValueError(
+                        f"{name}: got {one!r} and {other!r} in different param groups, expected the same: d is one for "
+                        f"all; {_CORRECT}"
+                    )
+        return lr
+
+
+def _beta3(group: Mapping[str, Any]) -> float:
+    beta3 = group["beta3"]
+    return math.sqrt(group["betas"][1]) if beta3 is None else float(beta3)
+
+
+def _bias_correction(group: Mapping[str, Any]) -> float:
+    if not group["use_bias_correction"]:
+        return 1.0
+    beta1, beta2 = map(float, group["betas"])
+    step = int(group["k"]) + 1
+    return math.sqrt(1.0 - math.pow(beta2, step)) / (1.0 - math.pow(beta1, step))
+
+
+_CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
+
+
+def _check(name: str, value: object, least: float, most: float, expected: str, *, above: bool = False) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or (above and value == least):  # type: ignore[operator]
+        raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {_CORRECT}")
+
+
+class Prodigy8bit(Prodigy):
+    """:class:`Prodigy` with an 8-bit codec, log8 unless ``codec`` says otherwise."""

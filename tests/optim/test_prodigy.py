@@ -1,0 +1,303 @@
+"""Prodigy's estimate: where it stands, when it stays, and that it is one for all parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import shardopt
+from helpers import RULES, everything
+from ranks.runs import trained
+from ranks.snapshot import assert_same
+
+SHAPES = ((70, 96), (33,), (3, 257))
+
+
+def params_of(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def set_gradients(params: list[Parameter], step: int) -> None:
+    """Those of a square around 0.3, with noise."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in params:
+        noise = 0.1 * torch.randn(param.shape, generator=generator)
+        param.grad = (param.detach().float() - 0.3 + noise).to(param.dtype)
+
+
+def steps(optimizer: torch.optim.Optimizer, count: int, first: int = 0) -> list[float]:
+    """The estimate after each step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = []
+    for step in range(first, first + count):
+        set_gradients(params, step)
+        optimizer.step()
+        (d,) = {group["d"] for group in optimizer.param_groups}
+        found.append(d)
+    return found
+
+
+def prodigy(params: Any, **options: Any) -> shardopt.Prodigy:
+    return shardopt.Prodigy(params, **{"min_quantized_numel": 64, **options})
+
+
+def test_the_estimate_grows_and_the_loss_falls() -> None:
+    params = params_of()
+    found = steps(prodigy(params), 100)
+    assert found[0] == 1e-6  # the first step has made no way yet
+    assert found == sorted(found)
+    assert found[-1] > found[0]
+    for param, first in zip(params, params_of(), strict=True):
+        assert (param - 0.3).square().sum() < (first - 0.3).square().sum()
+
+
+def test_the_estimate_grows_in_other_tests() -> None:
+    """Those of shards and checkpoints compare bits, which would not depend on an estimate that stays."""
+    _, optimizer = trained("single", 2, "prodigy")
+    assert optimizer.param_groups[0]["d"] > RULES["prodigy"].hyper["d0"]
+
+
+def test_a_growth_rate_bounds_the_estimate_once_it_has_left_the_first_value() -> None:
+    found = [d for d in steps(prodigy(params_of(), growth_rate=1.02), 60) if d > 1e-6]
+    assert all(after <= before * 1.02 for before, after in pairwise(found))
+    assert found[-1] == found[-2] * 1.02
+
+
+def test_no_gradient_but_zero_changes_nothing() -> None:
+    optimizer = prodigy(params_of(), weight_decay=0.1)
+    params = optimizer.param_groups[0]["params"]
+    before = [param.detach().clone() for param in params]
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    group = optimizer.param_groups[0]
+    assert (group["d"], group["d_max"], group["d_numerator"], group["k"]) == (1e-6, 1e-6, 0.0, 0)
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert steps(optimizer, 20)[-1] > 1e-6
+
+
+def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
+    together, apart = params_of(), params_of()
+    one = prodigy(together, weight_decay=0.1)
+    several = prodigy([{"params": apart[:1]}, {"params": apart[1:]}], weight_decay=0.1)
+    assert steps(one, 10) == steps(several, 10)
+    assert_same(everything(several), everything(one))
+
+
+def test_a_group_whose_learning_rate_is_zero_stays_and_takes_no_part() -> None:
+    params, alone = params_of(), params_of()[:2]
+    optimizer = prodigy([{"params": params[:2]}, {"params": params[2:], "lr": 0.0, "weight_decay": 0.1}])
+    reference = prodigy(alone)
+    before = params[2].detach().clone()
+    assert steps(optimizer, 5) == steps(reference, 5)
+    assert torch.equal(params[2].detach(), before)
+    state = optimizer.state[params[2]]
+    assert not any(state[f"{name}_codes"].any() for name in ("exp_avg", "exp_avg_sq", "s"))
+    optimizer.param_groups[1]["lr"] = 1.0
+    steps(optimizer, 1, first=5)
+    assert not torch.equal(params[2].detach(), before)
+    assert torch.equal(optimizer.state[params[2]]["p0"], before)
+
+
+def test_a_group_added_later_gets_the_estimate() -> None:
+    params = params_of()
+    optimizer = prodigy(params[:2])
+    found = steps(optimizer, 10)
+    optimizer.add_param_group({"params": params[2:]})
+    assert optimizer.param_groups[1]["d"] == 1e-6
+    assert steps(optimizer, 1, first=10)[0] >= found[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.5}, r"lr: got 0.5, 1.0 in different param groups, expected the same or 0"),
+        ({"d0": 1e-5}, r"d0: got 1e-06 and 1e-05 in different param groups"),
+        ({"beta3": 0.9}, r"beta3: got 0.999\d+ and 0.9 in different param groups"),
+        ({"betas": (0.9, 0.99)}, r"beta3: got 0.999\d+ and 0.99\d+ in different param groups"),
+        ({"growth_rate": 1.5}, r"growth_rate: got inf and 1.5 in different param groups"),
+    ],
+)
+def test_groups_that_disagree_are_refused(options: dict[str, Any], message: str) -> None:
+    params = params_of()
+    optimizer = prodigy([{"params": params[:2]}, {"params": params[2:], **options}])
+    set_gradients(params, 0)
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"d0": 0.0}, "d0: got 0.0, expected a number above 0"),
+        ({"eps": 0.0}, "eps: got 0.0, expected a number above 0"),
+        ({"d_coef": -1.0}, "d_coef: got -1.0, expected a number above 0"),
+        ({"growth_rate": 0.5}, "growth_rate: got 0.5, expected a number >= 1"),
+        ({"growth_rate": math.nan}, "growth_rate: got nan, expected a number >= 1"),
+        ({"beta3": 1.0}, r"beta3: got 1.0, expected a number in \[0.0, 1.0\)"),
+        ({"decouple": 1}, "decouple: got 1, expected True or False"),
+        ({"d0": "1"}, "d0: got '1', expected a number above 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prodigy(params_of(), **options)
+
+
+@pytest.mark.parametrize("name", ["d", "d_max", "d_numerator", "k"])
+def test_a_damaged_estimate_is_refused(name: str) -> None:
+    optimizer = prodigy(params_of())
+    steps(optimizer, 3)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0][name] = math.nan
+    with pytest.raises(ValueError, match=rf"param group 0: {name}: got nan, expected a"):
+        optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_skipped_elements_take_no_part_in_the_sums(step: int, bad: float) -> None:
+    """As if their parameter were without a gradient; and their first weights are known all the same."""
+    params, others = params_of(), params_of()
+    optimizer, reference = prodigy(params), prodigy(others)
+    assert steps(optimizer, step) == steps(reference, step)
+    set_gradients(params, step)
+    set_gradients(others, step)
+    params[1].grad.fill_(bad)
+    others[1].grad = None
+    optimizer.step()
+    reference.step()
+    assert optimizer.param_groups[0]["d"] == reference.param_groups[0]["d"]
+    with pytest.warns(RuntimeWarning, match="skipped 33 gradient"):
+        steps(optimizer, 2, first=step + 1)
+    assert torch.equal(optimizer.state[params[1]]["p0"], params_of()[1].detach())
+    assert math.isfinite(optimizer.param_groups[0]["d"])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_propagate_leave_the_estimate(bad: float) -> None:
+    optimizer = prodigy(params_of(), nonfinite="propagate")
+    before = steps(optimizer, 5)[-1]
+    params = optimizer.param_groups[0]["params"]
+    set_gradients(params, 5)
+    params[1].grad[3] = bad
+    optimizer.step()
+    assert optimizer.param_groups[0]["d"] == before
+    assert math.isfinite(optimizer.param_groups[0]["d_numerator"])
+    assert not params[1][3].isfinite()
+    assert steps(optimizer, 3, first=6) == [before] * 3
+
+
+def test_a_step_that_a_scaler_leaves_out_leaves_the_estimate() -> None:
+    params = params_of()
+    optimizer, scaler = prodigy(params), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    steps(optimizer, 5)
+    before, group = everything(optimizer), copy.copy(optimizer.param_groups[0])
+    set_gradients(params, 5)
+    for param in params:
+        param.grad *= 1024.0
+    params[0].grad[0, 0] = math.inf
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(everything(optimizer), before)
+    assert {key: optimizer.param_groups[0][key] for key in group} == group
+
+
+def test_a_loss_scale_is_divided_out_of_the_sums() -> None:
+    params, others = params_of(), params_of()
+    optimizer, reference = prodigy(params), prodigy(others)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        set_gradients(params, step)
+        set_gradients(others, step)
+        for param in params:
+            param.grad *= 1024.0
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+        reference.step()
+    assert optimizer.param_groups[0]["d"] == reference.param_groups[0]["d"] > 1e-6
+    assert_same(everything(optimizer), everything(reference))
+
+
+@pytest.mark.parametrize("codec", ["log8", "bf16", "fp32"])
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_state_dict_goes_on_with_the_same_bits(codec: str, dequantize: bool) -> None:
+    optimizer = prodigy(params_of(), codec=codec, growth_rate=2.0)
+    steps(optimizer, 5)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(dequantize=dequantize), file)
+    file.seek(0)
+    params = [Parameter(param.detach().clone()) for param in optimizer.param_groups[0]["params"]]
+    loaded = prodigy(params, codec=codec)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    if not dequantize or codec == "fp32":
+        assert_same(everything(loaded), everything(optimizer))
+        assert steps(loaded, 3, first=5) == steps(optimizer, 3, first=5)
+        assert_same(everything(loaded), everything(optimizer))
+    else:
+        assert all(torch.equal(loaded.state[p]["p0"], old.detach()) for p, old in zip(params, params_of(), strict=True))
+        assert loaded.param_groups[0]["d"] == optimizer.param_groups[0]["d"]
+
+
+@pytest.mark.parametrize("bits", [None, 24, 32])
+def test_the_first_weights_are_exact_with_bits_that_were_loaded(bits: int | None) -> None:
+    params = params_of(torch.bfloat16)
+    optimizer = prodigy(params, master_weight_bits=bits)
+    optimizer.load_full_precision_parameters({p: wide.detach() for p, wide in zip(params, params_of(), strict=True)})
+    first = optimizer.full_precision_parameters()
+    steps(optimizer, 3)
+    for param in params:
+        assert torch.equal(optimizer.state[param]["p0"], first[param])
+
+
+def test_a_learning_rate_in_a_tensor() -> None:
+    one, other = prodigy(params_of(), lr=torch.tensor(0.5)), prodigy(params_of(), lr=0.5)
+    assert steps(one, 5) == steps(other, 5)
+    assert_same(everything(one), everything(other))
+
+
+def test_bytes_of_state() -> None:
+    """As the docstring has them."""
+    for codec, expected in (("log8", 8.125), ("fp32", 16.0)):
+        param = Parameter(torch.zeros(64, 1280))
+        optimizer = shardopt.Prodigy([param], codec=codec)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        state = [value for key, value in optimizer.state[param].items() if key != "step"]
+        assert sum(value.nbytes for value in state) / param.numel() == expected
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "Prodigy8bit"])
+def test_a_closure_is_evaluated_before_the_sums(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = getattr(shardopt, name)(model.parameters(), min_quantized_numel=0)
+    inputs: Tensor = torch.randn(256, 64)
+    targets = inputs[:, :1] * 0.5
+    losses = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+        return loss.item()
+
+    assert [optimizer.step(closure) for _ in range(150)] == losses
+    assert optimizer.param_groups[0]["d"] > 1e-6
+    assert losses[-1] < losses[0]
