@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.slice_state import LOW_BITS, SliceState
 from shardopt.state.tensor_state import tensor_state_of
+from shardopt.step.matrices import matrix_shapes
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]
@@ -162,31 +164,55 @@ class ReferenceOptimizer:
 
     def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
         for name, gradient in gradients.items():
-            original, spec, state = self._originals[name], self._spec(name), self.state[name]
-            group = self._groups[original]
+            spec, state = self._spec(name), self.state[name]
             state["step"] += 1
-            stepped = reference.step(
-                self._optimizer.rule(group).name,
-                spec.moments,
-                spec.codec,
-                coding,
-                param=self.params[name],
-                gradient=gradient,
-                coded=[spec.local_coded(state, moment) for moment in spec.moments],
-                hyper=self._optimizer.hyper(group),
-                step=int(state["step"]),
-                block_size=group["block_size"],
-                gradient_scale=gradient_scale,
-                nonfinite=group["nonfinite"],
-                weights=spec.weights,
-                low_bits=spec.local_low_bits(state),
-                noise_key=noise_key(group["stochastic_rounding_seed"], self._places[original]),
-            )
+            stepped = self._stepped(name, gradient, gradient_scale)
             self.params[name] = stepped.param
             if stepped.low_bits is not None:
                 state[LOW_BITS] = stepped.low_bits
             state.update(spec.coded_entries(stepped.coded))
             self.nonfinite += stepped.nonfinite
+
+    def _stepped(self, name: str, gradient: Tensor, gradient_scale: float) -> reference.Stepped:
+        original, spec, state = self._originals[name], self._spec(name), self.state[name]
+        group = self._groups[original]
+        rule, hyper = self._optimizer.rule(group), self._optimizer.hyper(group)
+        step = {"step": int(state["step"]), "block_size": group["block_size"], "nonfinite": group["nonfinite"]}
+        coded = [spec.local_coded(state, moment) for moment in spec.moments]
+        weights = {
+            "param": self.params[name],
+            "weights": spec.weights,
+            "low_bits": spec.local_low_bits(state),
+            "noise_key": noise_key(group["stochastic_rounding_seed"], self._places[original]),
+        }
+        first = partial(
+            reference.step, rule.name, spec.moments, spec.codec, coding, gradient=gradient, coded=coded,
+            gradient_scale=gradient_scale, hyper=hyper, **step,
+        )  # fmt: skip
+        if rule.orthogonalized is None:
+            return first(**weights)
+        direction = first(param=torch.zeros_like(original, dtype=torch.bfloat16))
+        apply = partial(
+            reference.step, rule.orthogonalized.apply, [], spec.codec, coding, coded=[], **weights, **step
+        )  # fmt: skip
+        param, low_bits, skipped = [], [], direction.nonfinite
+        for start, rows, cols in matrix_shapes(name, tuple(original.shape), rule.orthogonalized.split):
+            part = slice(start, start + rows * cols)
+            matrix = direction.param.flatten()[part].view(rows, cols).clone()
+            whole = torch.zeros_like(direction.param)
+            whole.view(-1)[part] = rule.orthogonalized.newton_schulz(matrix).flatten()
+            # As noise depends on an element's place, the parameter is stepped whole, once for each of its matrices.
+            applied = apply(gradient=whole, hyper={**hyper, "scale": rule.orthogonalized.scale(rows, cols)})
+            param.append(applied.param.flatten()[part])
+            if applied.low_bits is not None:
+                low_bits.append(applied.low_bits.reshape(original.numel(), -1)[part])
+            skipped += applied.nonfinite
+        return reference.Stepped(
+            torch.cat(param).view(original.shape),
+            torch.cat(low_bits).view(weights["low_bits"].shape) if low_bits else None,
+            direction.coded,
+            skipped,
+        )
 
     def snapshot(self) -> Snapshot:
         """In the form of :func:`ranks.snapshot.snapshot`."""
