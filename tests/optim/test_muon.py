@@ -72,7 +72,9 @@ def assert_equal(*optimizers: torch.optim.Optimizer) -> None:
 # The reference step ---------------------------------------------------------------------------------------------------
 
 
-def check_reference(optimizer: ShardedOptimizer, dtype: torch.dtype, change: Callable[[Tensor], Tensor] = lambda x: x):
+def check_reference(
+    optimizer: ShardedOptimizer, dtype: torch.dtype, change: Callable[[Tensor], Tensor] = lambda x: x
+) -> ReferenceOptimizer:
     names = {str(index): param for index, param in enumerate(params_of(optimizer))}
     oracle = ReferenceOptimizer(names, optimizer)
     for step in range(STEPS):
@@ -111,9 +113,8 @@ def test_options_as_the_reference(options: dict[str, Any]) -> None:
     check_reference(make(**options), torch.float32)
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16], ids=str)
-def test_gradients_of_other_dtypes(grad_dtype: torch.dtype) -> None:
-    check_reference(make(torch.bfloat16, master_weight_bits=24), grad_dtype)
+def test_gradients_of_float32_for_bfloat16() -> None:
+    check_reference(make(torch.bfloat16, master_weight_bits=24), torch.float32)
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16 24", "bf16 32", "bf16 stochastic"])
@@ -244,6 +245,7 @@ def test_parameters_without_elements(shape: Shape) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("codec", ["fp32", "log8"])
+@pytest.mark.filterwarnings("ignore:skipped .* gradient elements")
 def test_nonfinite_as_the_reference(codec: str, bad: float) -> None:
     def change(x: Tensor) -> Tensor:
         x.flatten()[3] = bad
@@ -575,7 +577,8 @@ def test_accumulated_gradients_and_a_closure() -> None:
 
 def test_parameters_without_gradient_stay() -> None:
     """In one step or all; the others are as if alone."""
-    optimizer, alone = make(), make(shapes=SHAPES[1:])
+    optimizer = make()
+    alone = shardopt.Muon(start()[1:], **OPTIONS)
     first = params_of(optimizer)[0]
     before = first.detach().clone()
     for step in range(STEPS):
@@ -585,8 +588,6 @@ def test_parameters_without_gradient_stay() -> None:
             of.step()
     assert_same({"param": first.detach()}, {"param": before})
     assert first not in optimizer.state or not optimizer.state[first]
-    found = [everything(of) for of in (alone, optimizer)]
-    assert list(found[0].values())[0].shape == SHAPES[1]
     for mine, theirs in zip(params_of(alone), params_of(optimizer)[1:], strict=True):
         assert_same({"param": mine.detach()}, {"param": theirs.detach()})
         assert_same(alone.state[mine], optimizer.state[theirs])

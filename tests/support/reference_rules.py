@@ -107,7 +107,7 @@ def muon_direction(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scala
     """Muon (Jordan et al., 2024): the momentum, and in the parameter's place the direction to orthogonalize."""
     (m,) = moments
     m = fma(float32(1 - hyper["momentum"]), g - m, m)
-    ahead = float32(1 - float32(hyper["momentum"])) if hyper["nesterov"] else 0.0
+    ahead = 1 - float(float32(hyper["momentum"])) if hyper["nesterov"] else 0.0
     return Updated(add_scaled(ahead, g - m, m), [m], [])
 
 
