@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, bytes_of, check_flag, is_whole
+from shardopt.state.options import Options, Unpack, bytes_of, check_flag, check_number, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.matrices import matrix_shapes
 
@@ -171,6 +172,7 @@ class Muon(ShardedOptimizer):
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         check_flag(group, "nesterov")
+        check_number(group, "momentum", 1.0)
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["adjust_lr_fn"] not in (None, *_SCALES):
@@ -213,6 +215,8 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
     try:
         several: Any = given if isinstance(given[0], Sequence) else [given]
         triples = [(float(a), float(b), float(c)) for a, b, c in several]
+        if not all(map(math.isfinite, chain.from_iterable(triples))):
+            raise ValueError
     except (TypeError, ValueError, IndexError, KeyError):
         raise ValueError(
             f"ns_coefficients: got {coefficients!r}, expected three numbers, several threes, or 'polar_express'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_state import LOW_BITS, SliceState
 from shardopt.state.tensor_state import tensor_state_of
+from shardopt.step.matrices import matrix_shapes
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]
@@ -205,22 +207,42 @@ class ReferenceOptimizer:
     def _reference(self, name: str, gradient: Tensor, hyper: Mapping[str, float], **more: Any) -> Any:
         original, spec, state = self._originals[name], self._spec(name), self.state[name]
         group = self._groups[original]
-        return reference.step(
-            self._optimizer.rule(group).name,
-            spec.moments,
-            spec.codec,
-            coding,
-            param=self.params[name],
-            gradient=gradient,
-            coded=[spec.local_coded(state, moment) for moment in spec.moments],
-            hyper=hyper,
-            step=int(state["step"]),
-            block_size=group["block_size"],
-            nonfinite=group["nonfinite"],
-            weights=spec.weights,
-            low_bits=spec.local_low_bits(state),
-            noise_key=noise_key(group["stochastic_rounding_seed"], self._places[original]),
-            **more,
+        rule = self._optimizer.rule(group)
+        step = {"step": int(state["step"]), "block_size": group["block_size"], "nonfinite": group["nonfinite"]}
+        coded = [spec.local_coded(state, moment) for moment in spec.moments]
+        weights = {
+            "param": self.params[name],
+            "weights": spec.weights,
+            "low_bits": spec.local_low_bits(state),
+            "noise_key": noise_key(group["stochastic_rounding_seed"], self._places[original]),
+        }
+        first = partial(
+            reference.step, rule.name, spec.moments, spec.codec, coding, gradient=gradient, coded=coded,
+            hyper=hyper, **step, **more,
+        )  # fmt: skip
+        if rule.orthogonalized is None:
+            return first(**weights)
+        direction = first(param=torch.zeros_like(original, dtype=torch.bfloat16))
+        apply = partial(
+            reference.step, rule.orthogonalized.apply, [], spec.codec, coding, coded=[], **weights, **step
+        )  # fmt: skip
+        param, low_bits, skipped = [], [], direction.nonfinite
+        for start, rows, cols in matrix_shapes(name, tuple(original.shape), rule.orthogonalized.split):
+            part = slice(start, start + rows * cols)
+            matrix = direction.param.flatten()[part].view(rows, cols).clone()
+            whole = torch.zeros_like(direction.param)
+            whole.view(-1)[part] = rule.orthogonalized.newton_schulz(matrix).flatten()
+            # As noise depends on an element's place, the parameter is stepped whole, once for each of its matrices.
+            applied = apply(gradient=whole, hyper={**hyper, "scale": rule.orthogonalized.scale(rows, cols)})
+            param.append(applied.param.flatten()[part])
+            if applied.low_bits is not None:
+                low_bits.append(applied.low_bits.reshape(original.numel(), -1)[part])
+            skipped += applied.nonfinite
+        return reference.Stepped(
+            torch.cat(param).view(original.shape),
+            torch.cat(low_bits).view(weights["low_bits"].shape) if low_bits else None,
+            direction.coded,
+            skipped,
         )
 
     def snapshot(self) -> Snapshot:

@@ -104,6 +104,20 @@ def sgd(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: i
     return Updated(fma(-float32(hyper["lr"]), g, p), [], [])
 
 
+def muon_direction(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
+    """Muon (Jordan et al., 2024): the momentum, and in the parameter's place the direction to orthogonalize."""
+    (m,) = moments
+    m = fma(float32(1 - hyper["momentum"]), g - m, m)
+    ahead = 1 - float(float32(hyper["momentum"])) if hyper["nesterov"] else 0.0
+    return Updated(add_scaled(ahead, g - m, m), [m], [])
+
+
+def muon_apply(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
+    """Muon's second pass: the gradient is the orthogonalized direction."""
+    p = decayed(p, hyper["lr"] * hyper["weight_decay"])
+    return Updated(fma(-float32(hyper["lr"] * hyper["scale"]), g, p), [], [])
+
+
 def amsgrad(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """AMSGrad (arXiv 1904.09237, algorithm 2)."""
     beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
@@ -412,6 +426,8 @@ RULES: dict[str, Callable[..., Updated]] = {
     "lion": lion,
     "momentum": momentum,
     "sgd": sgd,
+    "muon_direction": muon_direction,
+    "muon_apply": muon_apply,
     "amsgrad": amsgrad,
     "nadam": nadam,
     "radam": radam,

@@ -59,7 +59,7 @@ class LateTransfers(HostTransfers):
         room = self._slots[0].memory.nbytes
         ctypes.memset(slot.address, 0xFF, room)
         ends = copies.offset + copies.nbytes
-        assert int(ends.max()) <= room, "a chunk is larger than a slot"
+        assert int(ends.max(initial=0)) <= room, "a chunk is larger than a slot"
         order = copies.offset.argsort()
         assert (ends[order][:-1] <= copies.offset[order][1:]).all(), "offsets overlap"
         self._filling[slot.address] = copies

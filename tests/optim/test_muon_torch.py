@@ -1,0 +1,192 @@
+"""``codec="fp32"`` against torch.optim.Muon: the state and all directions have its bits, weights differ by rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import shardopt
+from helpers import Shape
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.kernels.newton_schulz import POLAR_EXPRESS, NewtonSchulz
+
+muon = pytest.importorskip("torch.optim._muon", reason="this version of PyTorch has no Muon")
+
+#: Wide, tall, square, one row, one column: all multiples of 64 elements, so that PyTorch has no scalar remainder, in
+#: which it rounds a product before it adds.
+SHAPES: tuple[Shape, ...] = ((32, 66), (96, 30), (40, 40), (1, 256), (192, 1))
+STEPS = 4
+DEFAULTS = {"lr": 0.02, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def fused_multiply_add() -> None:
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("PyTorch rounds twice in lerp on this CPU")
+
+
+class Recorded:
+    """The matrices that are orthogonalized, and what comes of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ours: list[tuple[Tensor, Tensor]] = []
+        self.theirs: list[tuple[Tensor, Tensor]] = []
+        ours, theirs = NewtonSchulz.__call__, muon._zeropower_via_newtonschulz
+
+        def call(newton_schulz: NewtonSchulz, matrix: Tensor) -> Tensor:
+            before = matrix.clone()
+            # By the products that torch computes, too: on the CPU ours are computed in float32 and rounded.
+            self.ours.append((before, ours(newton_schulz, matrix, in_float32=False).clone()))
+            return self.ours[-1][1]
+
+        def of_torch(matrix: Tensor, *args: Any) -> Tensor:
+            before = matrix.bfloat16().clone()
+            self.theirs.append((before, theirs(matrix.clone(), *args)))
+            return self.theirs[-1][1]
+
+        monkeypatch.setattr(NewtonSchulz, "__call__", call)
+        monkeypatch.setattr(muon, "_zeropower_via_newtonschulz", of_torch)
+
+    def compare(self) -> None:
+        """Demands the same directions and results; ours come in the order of costs."""
+        found = [sorted(pairs, key=lambda pair: pair[0].shape) for pairs in (self.ours, self.theirs)]
+        assert len(self.ours) == len(SHAPES)
+        for ours, theirs in zip(*found, strict=True):
+            assert_same(dict(zip("uo", ours, strict=True)), dict(zip("uo", theirs, strict=True)))
+        self.ours.clear()
+        self.theirs.clear()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    return Recorded(monkeypatch)
+
+
+def start() -> list[Parameter]:
+    return [Parameter(values(shape, i)) for i, shape in enumerate(SHAPES)]
+
+
+def give_gradients(params: list[Parameter], step: int) -> None:
+    for index, param in enumerate(params):
+        param.grad = values(tuple(param.shape), 100 * (step + 1) + index, param.dtype)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False},
+    {"momentum": 0.9, "weight_decay": 0.0},
+    {"momentum": 0.7},
+    {"adjust_lr_fn": "original", "lr": 1e-3},
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"ns_steps": 1},
+    {"ns_steps": 7, "eps": 1e-3},
+    {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 12},
+    {"lr": torch.tensor(0.02)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_as_torch(recorded: Recorded, options: dict[str, Any]) -> None:
+    """The momentum and the direction are computed by the same operations, as long as ``momentum >= 0.5``: torch.lerp
+    begins at its other end with a weight of 0.5 or more. Weights are rounded at other places.
+
+    Per step torch rounds ``1 - lr * weight_decay``, the product with the weight and the sum; we round twice; and the
+    learning rate times its factor may differ by a unit in the last place. All of that is at most 2^-22 of the old and
+    new weight together, since the step is no longer than both.
+    """
+    ours, theirs = start(), start()
+    given = {**DEFAULTS, **options}
+    optimizer, torchs = shardopt.Muon(ours, codec="fp32", **given), torch.optim.Muon(theirs, **given)
+    bounds = [torch.zeros_like(param) for param in theirs]
+    for step in range(STEPS):
+        before = [param.detach().clone() for param in theirs]
+        for params, each in ((ours, optimizer), (theirs, torchs)):
+            give_gradients(params, step)
+            each.step()
+        recorded.compare()
+        for one, other, bound, old in zip(ours, theirs, bounds, before, strict=True):
+            buffers = [each.state[p]["momentum_buffer"] for each, p in ((optimizer, one), (torchs, other))]
+            assert_same({"momentum_buffer": buffers[0]}, {"momentum_buffer": buffers[1]})
+            bound += 2.0**-22 * (old.abs() + other.detach().abs())
+            assert bool(((one - other).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("steps", [3, len(POLAR_EXPRESS)])
+def test_spectral_norm_and_polar_express(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """What torch does not have: its class with another scale per matrix, and coefficients per step."""
+    monkeypatch.setattr(
+        muon,
+        "_zeropower_via_newtonschulz",
+        lambda u, _, steps, eps: NewtonSchulz(POLAR_EXPRESS[:steps], eps)(u.bfloat16()),
+    )
+    monkeypatch.setattr(muon, "_adjust_lr", lambda lr, _, shape: lr * math.sqrt(shape[0] / shape[1]))
+    ours, expected = start(), start()
+    optimizer = shardopt.Muon(
+        ours, codec="fp32", ns_coefficients="polar_express", ns_steps=steps, adjust_lr_fn="spectral_norm", **DEFAULTS
+    )
+    torchs = torch.optim.Muon(expected, ns_steps=steps, **DEFAULTS)
+    for params, each in ((ours, optimizer), (expected, torchs)):
+        give_gradients(params, 0)
+        each.step()
+    for index, (one, other) in enumerate(zip(ours, expected, strict=True)):
+        bound = 2.0**-22 * (values(SHAPES[index], index).abs() + other.detach().abs())
+        assert bool(((one - other).abs() <= bound).all())
+
+
+def test_state_from_torch_and_back() -> None:
+    """A run of torch goes on here, and one from here there: with the bits of the state, and weights to rounding."""
+    params, others = start(), start()
+    torchs = torch.optim.Muon(params, **DEFAULTS)
+    for step in range(2):
+        give_gradients(params, step)
+        torchs.step()
+    for one, other in zip(params, others, strict=True):
+        other.data.copy_(one)
+    optimizer = shardopt.Muon(others, codec="fp32", **DEFAULTS)
+    optimizer.load_state_dict(torchs.state_dict())
+    for one, other in zip(params, others, strict=True):
+        entries = optimizer.state[other]["momentum_buffer"], torchs.state[one]["momentum_buffer"]
+        assert_same(*({"momentum_buffer": entry} for entry in entries))
+    for each, of in ((torchs, params), (optimizer, others)):
+        give_gradients(of, 2)
+        each.step()
+    for one, other in zip(params, others, strict=True):
+        entries = optimizer.state[other]["momentum_buffer"], torchs.state[one]["momentum_buffer"]
+        assert_same(*({"momentum_buffer": entry} for entry in entries))
+    back = torch.optim.Muon(start(), **DEFAULTS)
+    back.load_state_dict(optimizer.state_dict(dequantize=True))
+    for one, other in zip(back.param_groups[0]["params"], others, strict=True):
+        assert_same(
+            {"momentum_buffer": back.state[one]["momentum_buffer"]},
+            {"momentum_buffer": optimizer.state[other]["momentum_buffer"]},
+        )
+    for of, each in ((back.param_groups[0]["params"], back), (params, torchs), (others, optimizer)):
+        give_gradients(of, 3)
+        each.step()
+    for one, other, third in zip(back.param_groups[0]["params"], params, others, strict=True):
+        states = [e.state[p]["momentum_buffer"] for e, p in ((back, one), (torchs, other), (optimizer, third))]
+        assert_same({"m": states[0]}, {"m": states[1]})
+        assert_same({"m": states[2]}, {"m": states[1]})
+
+
+@pytest.mark.parametrize("codec", ["log8", "bf16"])
+def test_state_from_torch_is_quantized(codec: str) -> None:
+    """These codecs give back the codes of numbers that they decoded."""
+    params, others = start(), start()
+    torchs = torch.optim.Muon(params, **DEFAULTS)
+    give_gradients(params, 0)
+    torchs.step()
+    optimizer = shardopt.Muon(others, codec=codec, min_quantized_numel=0, **DEFAULTS)
+    optimizer.load_state_dict(torchs.state_dict())
+    again = shardopt.Muon(start(), codec=codec, min_quantized_numel=0, **DEFAULTS)
+    again.load_state_dict(optimizer.state_dict(dequantize=True))
+    for one, other in zip(others, again.param_groups[0]["params"], strict=True):
+        assert_same(optimizer.state[one], again.state[other])
+    assert optimizer.param_groups[0]["algorithm"] == "muon"
