@@ -378,7 +378,6 @@ def test_use_muon_is_another_name() -> None:
         ({"ns_steps": 100}, "ns_steps: got 100"),
         ({"ns_steps": 2.5}, "ns_steps: got 2.5"),
         ({"eps": -1.0}, "eps: got -1.0"),
-        ({"eps": -1.0}, "eps: got -1.0"),
         ({"momentum": 1.0}, "momentum: got 1.0"),
         ({"momentum": -0.1}, "momentum: got -0.1"),
         ({"lr": -1.0}, "lr: got -1.0"),
