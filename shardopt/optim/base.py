@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardopt.codec import Moment
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import assigned, read_model
+from shardopt.layout import assigned, copies_in, read_model
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
@@ -127,6 +127,7 @@ class ShardedOptimizer(Optimizer, ABC):
             MemoryError: the host has no memory for what is to be offloaded.
         """
         read_model(model)
+        self._internals.share(copies_in(model))
         self._internals.forget_tables()
         self._internals.residency.check()
 

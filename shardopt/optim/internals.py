@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from shardopt.kernels.dispatch import LossScaling
+from shardopt.layout import Copies
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
@@ -47,12 +48,14 @@ class Internals:
         residency: where the state of each parameter lives.
         model_indices: indices of the parameters among all of the model's, where the optimizer has only some of them;
             others are counted in order.
+        copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.residency = StateResidency(optimizer, self.state_of)
         self.model_indices: dict[Tensor, int] = {}
+        self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self._pauses = 0
         self._optimizer = optimizer
@@ -69,7 +72,7 @@ class Internals:
         """The stepper of these param groups: DeepSpeed shows the optimizer one of them at a time."""
         groups = self._optimizer.param_groups
         key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
-        return self._steppers.setdefault(key, Stepper(self.residency, self.model_indices))
+        return self._steppers.setdefault(key, Stepper(self.residency, self.model_indices, self.copies))
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
         """Reads and checks a param group for a step.
@@ -120,6 +123,13 @@ class Internals:
                 released.wait()
             finally:
                 self._skipped_released += released.nonfinite(wait=True)
+
+    def share(self, copies: Mapping[Tensor, Copies]) -> None:
+        """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
+        own = {param for group in self._optimizer.param_groups for param in group["params"]}
+        self.copies.clear()
+        if not self.model_indices:
+            self.copies.update((param, of_param) for param, of_param in copies.items() if param in own)
 
     def forget_tables(self) -> None:
         """Has shards and state looked up anew by the next step."""

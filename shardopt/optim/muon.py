@@ -15,6 +15,7 @@ from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients,
 from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
 from shardopt.state.options import Options, Unpack, bytes_of, check_flag, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
@@ -131,6 +132,8 @@ class Muon(ShardedOptimizer):
             "orthogonalize_memory": orthogonalize_memory,
         }
         super().__init__(params, defaults, options)
+        if isinstance(params, ParamGroups):
+            self._internals.share(params.copies)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; ``use_muon=True`` or False in it stands for ``algorithm="muon"`` or "adamw".

@@ -3,8 +3,7 @@
 Stochastic rounding depends on a parameter's number among all parameters, which the optimizer inside does not see: it is
 told where that optimizer is made, and in ``add_param_group``. ``param_names`` are left out there: each rank steps some
 of a param group's parameters, in another order. ``load_state_dict`` puts entries straight into the state of the
-optimizer inside: they, and the param groups, are checked before. Each rank steps parameters of its own, so that the
-ranks of a DistributedDataParallel share no work on one.
+optimizer inside: they, and the param groups, are checked before.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from shardopt.layout import forget_copies
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
 from shardopt.state.names import listed_name
@@ -50,8 +48,6 @@ def _tell_places(outer: Any) -> None:
             group.pop("param_names", None)
         params = [param for group in outer.param_groups for param in group["params"]]
         inner._internals.model_indices.update((param, number) for number, param in enumerate(params))
-        for param in params:
-            forget_copies(param)
 
 
 def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
