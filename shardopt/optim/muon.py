@@ -17,7 +17,7 @@ from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, bytes_of, check_flag, is_whole
+from shardopt.state.options import Options, Unpack, bytes_of, check_flag, check_number, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.matrices import matrix_shapes
 
@@ -147,7 +147,7 @@ class Muon(ShardedOptimizer):
         super().add_param_group(param_group)
         try:
             _check_matrices(len(self.param_groups) - 1, self.param_groups[-1])
-        except ValueError:
+        except Exception:  # whatever it is, the optimizer stays as it was
             self.param_groups.pop()
             raise
 
@@ -173,6 +173,7 @@ class Muon(ShardedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
+        check_number(group, "momentum", most=1.0)  # an average of gradients
         check_flag(group, "nesterov")
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
@@ -220,6 +221,8 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
         raise ValueError(
             f"ns_coefficients: got {coefficients!r}, expected three numbers, several threes, or 'polar_express'"
         ) from None
+    if not all(math.isfinite(number) for triple in triples for number in triple):
+        raise ValueError(f"ns_coefficients: got {coefficients!r}, expected finite numbers")
     return tuple(triples[min(step, len(triples) - 1)] for step in range(steps))
 
 
