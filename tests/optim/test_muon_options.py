@@ -42,3 +42,18 @@ def test_refused_group_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="placements"):
         optimizer.add_param_group({"params": [_parameter(4, 4)]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_learning_rate_goes_with_the_algorithm() -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(4, 4), "up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+    overrides = {
+        "embed.weight": {"algorithm": "muon"},
+        "up.weight": {"algorithm": "adamw"},
+        "down.weight": {"algorithm": "adamw", "lr": 0.5},
+    }
+    groups = shardopt.muon_groups(model, lr=0.25, adamw_lr=0.125, overrides=overrides)
+    found = {p.names[0]: (p.options["algorithm"], p.options["lr"]) for p in groups.parameters}
+    assert found["embed.weight"] == ("muon", 0.25)
+    assert found["up.weight"] == ("adamw", 0.125)
+    assert found["down.weight"] == ("adamw", 0.5)
+    assert found["up.bias"] == ("adamw", 0.125)
