@@ -116,7 +116,8 @@ class ShardedOptimizer(Optimizer, ABC):
         """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
 
         That is so under FSDP1 (``FullyShardedDataParallel``) if the model was wrapped before shardopt was imported:
-        call this before the first step. Other models need no call, and lose nothing by one.
+        call this before the first step. Muon shares its work among the ranks of a DistributedDataParallel after this
+        call, which all of them must make. Other models need no call, and lose nothing by one.
 
         Args:
             model: the wrapped model, whole.
