@@ -1,11 +1,10 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Division, Ranks, Region
+from shardopt.layout.division import Copies, Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
-    CopiedShard,
     Exchange,
     LocalBlocks,
     Shard,
@@ -13,18 +12,19 @@ from shardopt.layout.shard import (
     assign,
     assign_later,
     assigned,
-    forget_copies,
+    copies_in,
     keep_float32_state,
     keeps_float32_state,
     read_model,
     register,
+    register_copies_finder,
     register_model_reader,
     shard_of,
 )
 
 __all__ = [
     "BlockGrid",
-    "CopiedShard",
+    "Copies",
     "Division",
     "Exchange",
     "FlatBuffer",
@@ -39,13 +39,14 @@ __all__ = [
     "assign",
     "assign_later",
     "assigned",
+    "copies_in",
     "equal_ends",
-    "forget_copies",
     "is_quantized",
     "keep_float32_state",
     "keeps_float32_state",
     "read_model",
     "register",
+    "register_copies_finder",
     "register_model_reader",
     "shard_of",
 ]

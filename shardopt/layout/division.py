@@ -96,6 +96,18 @@ class Division(NamedTuple):
         return all(region == self.regions[0] for region in self.regions)
 
 
+class Copies(NamedTuple):
+    """Ranks that hold the same parameter and gradient, and may share the work on it.
+
+    Attributes:
+        ranks: those ranks.
+        size: how many they are.
+    """
+
+    ranks: Ranks
+    size: int
+
+
 def ranges(ends: Sequence[int]) -> Iterator[Region]:
     """The regions of ranks whose ranges of a parameter end at ``ends[1:]``; the first begins at ``ends[0]``."""
     for start, end in pairwise(ends):

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Division, Ranks, ranges
 from shardopt.layout.rectangle import Rectangle
-from shardopt.layout.shard import ASSIGNED, AssignedShard, Exchange
+from shardopt.layout.shard import ASSIGNED, Exchange, Shard
 
 
-class _AssignedShard(AssignedShard):
+class _AssignedShard(Shard):
+    """Stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
+
     cuts_rows = True
     layout_attribute = ASSIGNED
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: Any) -> Shard:
+        return self
 
 
 class RanksOfRanges(Exchange, Ranks, Protocol):

@@ -7,14 +7,14 @@ parameters) with :func:`register`; nothing here knows of torch.distributed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Division, Ranks, Region
+from shardopt.layout.division import Copies, Division
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="Shard")
@@ -196,39 +196,12 @@ class Shard:
         return whole
 
 
-class AssignedShard(Shard):
-    """A shard that stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: Any) -> Shard:
-        return self
-
-
-class CopiedShard(AssignedShard):
-    """A whole parameter of which other ranks hold copies, with the same gradients.
-
-    Args:
-        shape: the parameter's.
-        ranks: those that hold it.
-        size: how many they are.
-    """
-
-    def __init__(self, shape: tuple[int, ...], ranks: Ranks, size: int) -> None:
-        super().__init__(shape, shape)
-        self._ranks, self._size = ranks, size
-
-    @property
-    def division(self) -> Division | None:
-        whole = Region(0, self.rows, self.cols, self.row_numel)
-        return Division(self._ranks, (whole,) * self._size)
-
-
 Resolver = Callable[[Tensor], Shard | None]
 _resolvers: list[Resolver] = []
 ModelReader = Callable[[Module], None]
 _model_readers: list[ModelReader] = []
+CopiesFinder = Callable[[Module], Mapping[Tensor, Copies]]
+_copies_finders: list[CopiesFinder] = []
 #: Name of the attribute in which parameters keep the shard that they were assigned.
 ASSIGNED = "_shardopt_shard"
 #: Name of the attribute of parameters whose moments stay float32.
@@ -243,6 +216,16 @@ def register(resolver: Resolver) -> None:
 def register_model_reader(reader: ModelReader) -> None:
     """Adds a function that finds parameters of a model which do not say what shard they are, and assigns it to them."""
     _model_readers.append(reader)
+
+
+def register_copies_finder(finder: CopiesFinder) -> None:
+    """Adds a function that finds the parameters of a model of which other ranks hold copies."""
+    _copies_finders.append(finder)
+
+
+def copies_in(model: Module) -> dict[Tensor, Copies]:
+    """The parameters of a model of which other ranks hold copies, as registered functions find them."""
+    return {param: copies for find in _copies_finders for param, copies in find(model).items()}
 
 
 def read_model(model: Module) -> None:
@@ -270,12 +253,6 @@ class _Unread:
 
     def __deepcopy__(self, memo: Any) -> _Unread:
         return self
-
-
-def forget_copies(param: Tensor) -> None:
-    """Says that other ranks' copies of a parameter are no matter of this optimizer: it is stepped on one rank."""
-    if isinstance(getattr(param, ASSIGNED, None), CopiedShard):
-        delattr(param, ASSIGNED)
 
 
 def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardopt.codec import Moment
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import assigned, read_model
+from shardopt.layout import assigned, copies_in, read_model
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
@@ -129,7 +129,8 @@ class ShardedOptimizer(Optimizer, ABC):
         """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
 
         That is so under FSDP1 (``FullyShardedDataParallel``) if the model was wrapped before shardopt was imported:
-        call this before the first step. Other models need no call, and lose nothing by one.
+        call this before the first step. Muon shares its work among the ranks of a DistributedDataParallel after this
+        call, which all of them must make. Other models need no call, and lose nothing by one.
 
         Args:
             model: the wrapped model, whole.
@@ -140,6 +141,7 @@ class ShardedOptimizer(Optimizer, ABC):
             MemoryError: the host has no memory for what is to be offloaded.
         """
         read_model(model)
+        self._internals.share(copies_in(model))
         self._internals.forget_tables()
         self._internals.residency.check()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
-from shardopt.layout import Exchange
+from shardopt.layout import Copies, Exchange
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
@@ -51,6 +51,7 @@ class Internals:
         model_indices: indices of the parameters among all of the model's, where the optimizer has only some of them;
             others are counted in order.
         peers: the ranks whose optimizers have the model's other parameters, where this one has only some of them.
+        copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
     """
 
@@ -58,6 +59,7 @@ class Internals:
         self.residency = StateResidency(optimizer, self.state_of)
         self.model_indices: dict[Tensor, int] = {}
         self.peers: Exchange | None = None
+        self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self._pauses = 0
         self._optimizer = optimizer
@@ -75,7 +77,9 @@ class Internals:
         groups = self._optimizer.param_groups
         key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
         if key not in self._steppers:
-            self._steppers[key] = Stepper(self.residency, self.model_indices, take_totals=self._take_totals)
+            self._steppers[key] = Stepper(
+                self.residency, self.model_indices, self.copies, take_totals=self._take_totals
+            )
         return self._steppers[key]
 
     def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
@@ -136,6 +140,13 @@ class Internals:
                 released.wait()
             finally:
                 self._skipped_released += released.nonfinite(wait=True)
+
+    def share(self, copies: Mapping[Tensor, Copies]) -> None:
+        """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
+        own = {param for group in self._optimizer.param_groups for param in group["params"]}
+        self.copies.clear()
+        if not self.model_indices:
+            self.copies.update((param, of_param) for param, of_param in copies.items() if param in own)
 
     def forget_tables(self) -> None:
         """Has shards and state looked up anew by the next step."""

@@ -16,6 +16,7 @@ from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients,
 from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
 from shardopt.state.options import Options, Unpack, bytes_of, check_flag, check_number, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
@@ -132,6 +133,8 @@ class Muon(ShardedOptimizer):
             "orthogonalize_memory": orthogonalize_memory,
         }
         super().__init__(params, defaults, options)
+        if isinstance(params, ParamGroups):
+            self._internals.share(params.copies)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; ``use_muon=True`` or False in it stands for ``algorithm="muon"`` or "adamw".
@@ -145,7 +148,7 @@ class Muon(ShardedOptimizer):
         super().add_param_group(param_group)
         try:
             _check_matrices(len(self.param_groups) - 1, self.param_groups[-1])
-        except ValueError:
+        except Exception:  # whatever it is, the optimizer stays as it was
             self.param_groups.pop()
             raise
 
@@ -171,6 +174,7 @@ class Muon(ShardedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
+        check_number(group, "momentum", most=1.0)  # an average of gradients
         check_flag(group, "nesterov")
         check_number(group, "momentum", 1.0)
         if group["algorithm"] not in ("muon", *_RULES):
@@ -221,6 +225,8 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
         raise ValueError(
             f"ns_coefficients: got {coefficients!r}, expected three numbers, several threes, or 'polar_express'"
         ) from None
+    if not all(math.isfinite(number) for triple in triples for number in triple):
+        raise ValueError(f"ns_coefficients: got {coefficients!r}, expected finite numbers")
     return tuple(triples[min(step, len(triples) - 1)] for step in range(steps))
 
 

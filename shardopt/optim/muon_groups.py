@@ -43,7 +43,8 @@ def muon_groups(
         split: by pattern, how parameters are divided into matrices; see :class:`shardopt.Muon`.
         no_decay: patterns of parameters with ``weight_decay=0``.
         other: who steps the rest.
-        overrides: by pattern, options and hyper-parameters, which win over those that this function gives.
+        overrides: by pattern, options and hyper-parameters, which win over those that this function gives. With
+            another ``algorithm`` goes the learning rate that this function gives to it.
 
     Returns:
         A list of param groups; ``table()`` says who steps each parameter.
@@ -64,6 +65,9 @@ def muon_groups(
             param_groups(model, {pattern: {}})  # raises, and names what it may have meant
     for parameter in parameters:
         is_matrix = len(parameter.shape) > 1 and not _matches(parameter, [*excluded, *given])
+        for pattern, of_pattern in (overrides or {}).items():
+            if "algorithm" in of_pattern and _matches(parameter, [pattern]):
+                is_matrix = of_pattern["algorithm"] == "muon"
         own: dict[str, Any] = {"algorithm": "muon", "lr": lr} if is_matrix else dict(of_rest)
         for pattern, value in (split or {}).items():
             if _matches(parameter, [pattern]):

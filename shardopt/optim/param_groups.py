@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout import FlatBuffer, assigned, keeps_float32_state, read_model
+from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, read_model
 from shardopt.layout.names import all_parameter_names
 from shardopt.state.options import DEFAULTS
 
@@ -42,11 +42,18 @@ class ParamGroups(list[dict[str, Any]]):
 
     Attributes:
         parameters: all parameters of the model, in its order.
+        copies: those of which other ranks hold copies.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], parameters: Sequence[GroupedParameter]) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        parameters: Sequence[GroupedParameter],
+        copies: Mapping[Tensor, Copies],
+    ) -> None:
         super().__init__(groups)
         self.parameters = tuple(parameters)
+        self.copies = copies
 
     def table(self) -> str:
         """A line per parameter: name, shape, index of the param group, options and notes."""
@@ -126,7 +133,7 @@ def param_groups(
             notes = [] if param.requires_grad else ["frozen"]
             notes += ["float32 state (StableEmbedding)"] if part.float32_state else []
             parameters.append(GroupedParameter(part.names, part.shape, index, options, tuple(notes)))
-    return ParamGroups(groups, parameters)
+    return ParamGroups(groups, parameters, copies_in(model))
 
 
 def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:

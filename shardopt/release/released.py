@@ -77,7 +77,9 @@ class ReleasedParameters:
                     _demand_no_raise(group)
                     _demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
-                    stepper = Stepper(internals.residency, internals.model_indices, index_in_model, name)
+                    stepper = Stepper(
+                        internals.residency, internals.model_indices, internals.copies, index_in_model, name
+                    )
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
                 index_in_model += 1
 

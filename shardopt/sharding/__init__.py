@@ -6,12 +6,13 @@ torch.distributed.tensor is not imported before somebody has made a DTensor: it 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 
 from torch import Tensor
 from torch.nn import Module
 
-from shardopt.layout import Shard, UnknownShardError, register, register_model_reader
+from shardopt.layout import Copies, Shard, UnknownShardError, register, register_copies_finder, register_model_reader
 from shardopt.sharding.after_import import after_import
 
 
@@ -41,17 +42,18 @@ def _read_fsdp1(model: Module) -> None:
         read_fsdp1(model)
 
 
-def _read_ddp(model: Module) -> None:
-    if "torch.nn.parallel.distributed" in sys.modules:
-        from shardopt.sharding.ddp import read_ddp
+def _copies_in_ddp(model: Module) -> Mapping[Tensor, Copies]:
+    if "torch.nn.parallel.distributed" not in sys.modules:
+        return {}
+    from shardopt.sharding.ddp import copies_in_ddp
 
-        read_ddp(model)
+    return copies_in_ddp(model)
 
 
 register(_resolve_dtensor)
 register(_resolve_fsdp1)
 register_model_reader(_read_fsdp1)
-register_model_reader(_read_ddp)
+register_copies_finder(_copies_in_ddp)
 
 
 def _hook_fsdp1(module: ModuleType) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.distributed.distributed_c10d import get_world_size
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt.layout import CopiedShard, assign, assigned
+from shardopt.layout import Copies
 from shardopt.sharding.exchange import RanksExchange
 
 
-def read_ddp(model: Module) -> None:
-    """Says of the parameters of each DistributedDataParallel in a model which ranks hold copies."""
+def copies_in_ddp(model: Module) -> dict[Tensor, Copies]:
+    """The parameters of each DistributedDataParallel in a model, with the ranks that hold them."""
+    found: dict[Tensor, Copies] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             size = get_world_size(module.process_group)
             for name, param in module.module.named_parameters():
-                if assigned(param) is None and name not in module.parameters_to_ignore and size > 1:
-                    ranks = RanksExchange((module.process_group,), param.device.type)
-                    assign(param, CopiedShard(tuple(param.shape), ranks, size))
+                if name not in module.parameters_to_ignore and size > 1:
+                    found[param] = Copies(RanksExchange((module.process_group,), param.device.type), size)
+    return found

@@ -4,8 +4,7 @@ Stochastic rounding depends on a parameter's number among all parameters, which 
 told where that optimizer is made, and in ``add_param_group``; there it learns, too, which ranks have the others, for
 sums over all parameters. ``param_names`` are left out there: each rank steps some
 of a param group's parameters, in another order. ``load_state_dict`` puts entries straight into the state of the
-optimizer inside: they, and the param groups, are checked before. Each rank steps parameters of its own, so that the
-ranks of a DistributedDataParallel share no work on one.
+optimizer inside: they, and the param groups, are checked before.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from shardopt.layout import forget_copies
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
 from shardopt.sharding.exchange import RanksExchange
@@ -52,8 +50,6 @@ def _tell_places(outer: Any) -> None:
             group.pop("param_names", None)
         params = [param for group in outer.param_groups for param in group["params"]]
         inner._internals.model_indices.update((param, number) for number, param in enumerate(params))
-        for param in params:
-            forget_copies(param)
         inner._internals.peers = RanksExchange((outer.process_group,), outer._default_device.type)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device, check_sign, check_storage
-from shardopt.layout import Exchange, FlatBuffer, Shard, UnknownShardError
+from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError
 from shardopt.state.names import listed_name
 from shardopt.state.tensor_state import TensorState, flat_slices, tensor_state_of
 from shardopt.step.rows import Group
@@ -27,6 +27,7 @@ class Input(NamedTuple):
         device: the device of its memory.
         spec: the description of its state; None for a parameter without gradient that cannot be stepped.
         noise: its index among all of the model's parameters, on which stochastic rounding depends.
+        copies: the ranks that share the work on it because they hold copies; None without such.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Input(NamedTuple):
     device: torch.device
     spec: TensorState | None
     noise: int
+    copies: Copies | None
 
     @property
     def shard(self) -> Shard:
@@ -49,7 +51,12 @@ class Input(NamedTuple):
 
 
 def describe(
-    param_groups: ParamGroups, groups: Sequence[Group], numbers: Mapping[Tensor, int], first: int, name: str | None
+    param_groups: ParamGroups,
+    groups: Sequence[Group],
+    numbers: Mapping[Tensor, int],
+    copies: Mapping[Tensor, Copies],
+    first: int,
+    name: str | None,
 ) -> list[Input]:
     """Describes all parameters of a step.
 
@@ -57,6 +64,7 @@ def describe(
         param_groups: the optimizer's, or some of its parameters in the same form.
         groups: one per param group.
         numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
+        copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
 
@@ -80,7 +88,7 @@ def describe(
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"
             number = numbers.get(param, first + len(inputs))
-            inputs.append(Input(known_as, index, position, param.device, spec, number))
+            inputs.append(Input(known_as, index, position, param.device, spec, number, copies.get(param)))
     _check_noise(inputs)
     return inputs
 
@@ -92,7 +100,7 @@ def _check_noise(inputs: Sequence[Input]) -> None:
         UnknownShardError: the step has parameters of a model that was never seen as a whole.
     """
     params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
-    for name, *_, spec, _ in inputs:
+    for name, *_, spec, _, _ in inputs:
         if spec is not None and isinstance(spec.shard, FlatBuffer) and spec.weights.stochastic:
             known = spec.shard.known_params
             if known is not None and known < params:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardopt.kernels.newton_schulz import NewtonSchulz, flops
-from shardopt.layout import Division, Region, Shard
+from shardopt.layout import Division, Region
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_state import SliceState
 from shardopt.step.inputs import Input
@@ -91,7 +91,13 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
         if 0 in shard.global_shape:
             continue
-        for start, rows, cols in matrix_shapes(name, shard.global_shape, orthogonalized.split):
+        shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
+        whole = Region(0, shard.global_shape[0], shard.row_numel, shard.row_numel)
+        division = shard.division
+        if division is None and parameter.copies is not None:
+            division = Division(parameter.copies.ranks, (whole,) * parameter.copies.size)
+        regions = (whole,) if division is None else division.regions
+        for start, rows, cols in shapes:
             matrix = Matrix(
                 tensor=index,
                 part=place,
@@ -100,8 +106,8 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
                 cols=cols,
                 start=start,
                 first=first,
-                division=shard.division,
-                regions=tuple(region.within(start, start + rows * cols) for region in _regions(shard)),
+                division=division,
+                regions=tuple(region.within(start, start + rows * cols) for region in regions),
                 number=parameter.noise if part.number is None else part.number,
                 group=parameter.group,
                 scale=orthogonalized.scale(rows, cols),
@@ -136,12 +142,6 @@ def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple
         raise ValueError(f"{name}: got split={split} for a parameter of shape {shape}, expected a sum of {shape[0]}")
     begins = accumulate((0, *split[:-1]))
     return [(begin * width, rows, width) for begin, rows in zip(begins, split, strict=True)]
-
-
-def _regions(shard: Shard) -> tuple[Region, ...]:
-    if shard.division is not None:
-        return shard.division.regions
-    return (Region(0, shard.global_shape[0], shard.row_numel, shard.row_numel),)
 
 
 class Wave(NamedTuple):

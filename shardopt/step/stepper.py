@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
+from shardopt.layout import Copies
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
 from shardopt.step.exact_sums import TakeTotals
@@ -28,6 +29,7 @@ class Stepper:
     Args:
         residency: where the state of each parameter lives.
         numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
+        copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
         take_totals: takes the sums over all parameters; a stepper of a single one has no use for it.
@@ -37,14 +39,15 @@ class Stepper:
         self,
         residency: StateResidency,
         numbers: Mapping[Tensor, int],
+        copies: Mapping[Tensor, Copies],
         first: int = 0,
         name: str | None = None,
         take_totals: TakeTotals = lambda totals: (),
     ) -> None:
         self.skipped = SkippedElements()
         self.communicates = False  # whether the step that was prepared takes collectives
-        self._residency, self._numbers, self._first, self._name = residency, numbers, first, name
-        self._take_totals = take_totals
+        self._residency, self._numbers, self._copies = residency, numbers, copies
+        self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
@@ -95,7 +98,7 @@ class Stepper:
     def _make_tables(
         self, param_groups: ParamGroups, state: Any, groups: list[Group], scaling: LossScaling
     ) -> StepTables:
-        inputs = describe(param_groups, groups, self._numbers, self._first, self._name)
+        inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name)
         return StepTables(
             param_groups, state, groups, inputs, scaling, self.skipped, self._residency, self._take_totals
         )

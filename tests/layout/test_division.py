@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks.layouts import Shape
-from shardopt.layout import BlockGrid, CopiedShard, Division, FlatShard, Rectangle, Region, Shard, UnknownShardError
+from shardopt.layout import BlockGrid, Division, FlatShard, Rectangle, Region, Shard, UnknownShardError
 from shardopt.layout.division import ranges
 
 
@@ -109,9 +109,6 @@ def test_flat_shards_know_each_other(cuts: list[int]) -> None:
 def test_who_holds_all_of_it() -> None:
     assert Shard((6, 10), (6, 10)).division is None
     assert FlatShard((6, 10), 0, 60).division is None
-    copied = CopiedShard((6, 10), OneRank(1), 3)
-    assert copied.division.is_copied
-    assert [elements(region) for region in copied.division.regions] == [list(range(60))] * 3
     whole, parts = Region(0, 6, 10, 10), (Region(0, 3, 10, 10), Region(30, 3, 10, 10))
     assert Division(OneRank(), (whole, whole)).is_copied
     assert not Division(OneRank(), parts).is_copied
