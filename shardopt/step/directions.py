@@ -63,7 +63,7 @@ class Directions:
 
     def receive(self) -> Tensor:
         """Waits for the orthogonalized directions, which stand where the others stood; the memory is given away."""
-        held, self._held = self._held, self._held[:0]
+        held, self._held = self._held, torch.empty(0)  # a view would keep the memory
         if self._journey is not None:
             self._journey.receive(held)
         return held
