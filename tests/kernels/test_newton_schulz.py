@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import Shape, at_odd_offset
+from live_bytes import LiveBytes
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz, flops
@@ -33,27 +31,6 @@ def threads() -> Iterator[None]:
 
 def of(shape: Shape, seed: int = 0) -> Tensor:
     return values(shape, seed, torch.bfloat16)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are made inside and live at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
-            nbytes = result.untyped_storage().nbytes()
-            self.now += nbytes
-            self.most = max(self.most, self.now)
-            weakref.finalize(result, self._gone, nbytes)
-        return result
-
-    def _gone(self, nbytes: int) -> None:
-        self.now -= nbytes
 
 
 def theirs(matrix: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:

@@ -26,9 +26,10 @@ from helpers import (
     everything,
     with_gradient,
 )
+from live_bytes import LiveBytes
 from ranks.layouts import values
 from ranks.models import loss_of, make_batch, make_net
-from ranks.offload import late_transfers, offload_from_cpu
+from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
 from shardopt.optim import ShardedOptimizer
@@ -690,6 +691,9 @@ def test_offloaded_state(format: str, options: dict[str, Any]) -> None:
         got = advance(make(dtype, offload="state", **weights, **options), range(STEPS))
         got.synchronize()
         assert_equal(got, expected)
+        entries = [value.nbytes for state in got.state.values() for name, value in state.items() if name != "step"]
+        # Each entry there and back once, in one of the two passes.
+        assert LateTransfers.latest.bytes_in == LateTransfers.latest.bytes_out == STEPS * sum(entries)
 
 
 @pytest.mark.parametrize("offload", [None, "state"])
@@ -773,6 +777,34 @@ def test_portable_checkpoint(tmp_path: Path, to: str | None) -> None:
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _most_bytes(optimizer: ShardedOptimizer) -> int:
+    """What the second step allocates at a time."""
+    advance(optimizer, range(1))
+    with LiveBytes() as live:
+        optimizer.step()
+    assert live.now == 0  # nothing is kept until the next step
+    return live.most
+
+
+@pytest.mark.parametrize("memory", [400_000, 500_000, 700_000])
+def test_memory_is_kept_to(memory: int) -> None:
+    """Directions and what is computed of them: more than half of what is allowed, and never more."""
+    shapes = ((100, 130), (260, 100)) * 10  # 780,000 bytes of directions
+    assert memory / 2 < _most_bytes(make(shapes=shapes, orthogonalize_memory=memory)) <= memory
+
+
+def test_a_parameter_that_needs_more_is_by_itself() -> None:
+    shapes = ((100, 130),) * 6
+    one, least = (_most_bytes(make(shapes=some, orthogonalize_memory=1)) for some in (shapes[:1], shapes))
+    # The one that is computed, the direction that comes next, and the one that was computed before.
+    assert one < least <= one + 2 * 2 * 100 * 130
+    groups = [
+        {"params": [param], "orthogonalize_memory": m}
+        for param, m in zip(start(shapes=shapes), (1, "1GiB") * 3, strict=True)
+    ]
+    assert _most_bytes(shardopt.Muon(groups, **OPTIONS)) == least
 
 
 def test_polar_express_is_for_more_steps_than_it_has() -> None:

@@ -12,9 +12,12 @@ from torch.distributed import ProcessGroup
 _NAMES = [
     name
     for name in dir(ProcessGroup)
-    if any(word in name for word in ("reduce", "gather", "broadcast", "scatter", "alltoall", "barrier"))
+    if any(word in name for word in ("reduce", "gather", "broadcast", "scatter", "alltoall", "all_to_all", "barrier"))
 ]
+#: Names that newer versions of PyTorch have for these.
+_RENAMED = {"all_to_all_single": "alltoall_base"}
 assert "allreduce" in _NAMES
+assert "alltoall_base" in _NAMES
 assert "allgather" in _NAMES
 
 
@@ -26,7 +29,7 @@ def counted_collectives() -> Iterator[list[tuple[str, int]]]:
     def counting(name: str, original: Any) -> Any:
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             tensors = args[0] if args and isinstance(args[0], list) else args[:1]
-            found.append((name, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)))
+            found.append((_RENAMED.get(name, name), sum(getattr(tensor, "nbytes", 0) for tensor in tensors)))
             return original(group, *args, **kwargs)
 
         return call

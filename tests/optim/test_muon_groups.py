@@ -1,0 +1,206 @@
+"""muon_groups: who steps each parameter of a model, told by its modules, names and patterns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from ranks.models import loss_of, make_batch, make_net
+
+REST = {"algorithm": "adamw", "lr": 3e-4}
+
+
+class Block(nn.Module):
+    """Named as in Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.ModuleDict(
+            {"qkv_proj": nn.Linear(8, 24, bias=False), "o_proj": nn.Linear(8, 8, bias=False)}
+        )
+        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(8, 16), "down_proj": nn.Linear(16, 8)})
+        self.input_layernorm = nn.LayerNorm(8)
+        self.experts = nn.Parameter(torch.zeros(3, 8, 16))
+
+
+class Model(nn.Module):
+    def __init__(
+        self, *, tied: bool = False, vocabulary: int = 50, embed: str = "embed_tokens", head: str = "lm_head"
+    ) -> None:
+        super().__init__()
+        inner = {
+            embed: nn.Embedding(50, 8),
+            "layers": nn.ModuleList(Block() for _ in range(2)),
+            "norm": nn.LayerNorm(8),
+        }
+        self.model = nn.ModuleDict(inner)
+        self.add_module(head, nn.Linear(8, vocabulary, bias=False))
+        if tied:
+            getattr(self, head).weight = self.model[embed].weight
+
+
+#: Hidden matrices of :class:`Model`.
+MATRICES = {
+    f"model.layers.{i}.{name}"
+    for i in range(2)
+    for name in (
+        "experts",
+        "self_attn.qkv_proj.weight",
+        "self_attn.o_proj.weight",
+        "mlp.up_proj.weight",
+        "mlp.down_proj.weight",
+    )
+}
+
+
+def of_muon(model: nn.Module, **options: Any) -> set[str]:
+    """The names of the parameters in groups for Muon; demands that each parameter is in one group."""
+    names = {param: name for name, param in model.named_parameters()}
+    groups = shardopt.muon_groups(model, **options)
+    params = [param for group in groups for param in group["params"]]
+    assert sorted(map(id, params)) == sorted(map(id, names))
+    return {names[param] for group in groups if group["algorithm"] == "muon" for param in group["params"]}
+
+
+def options_of(groups: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
+    names = {param: name for name, param in model.named_parameters()}
+    return {
+        names[param]: {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for group in groups
+        for param in group["params"]
+    }
+
+
+def test_matrices_and_the_rest() -> None:
+    model = Model()
+    assert of_muon(model) == MATRICES
+    found = options_of(shardopt.muon_groups(model), model)
+    assert found["model.layers.0.mlp.up_proj.weight"] == {"algorithm": "muon", "lr": 2e-2}
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.bias", "model.layers.1.mlp.up_proj.bias"):
+        assert found[name] == REST
+
+
+@pytest.mark.parametrize(("embed", "head"), [("wte", "head"), ("word_embeddings", "output"), ("tokens", "classifier")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_by_any_name(embed: str, head: str, tied: bool) -> None:
+    """By their class, and the head by its size or because it is tied."""
+    assert of_muon(Model(embed=embed, head=head, tied=tied)) == MATRICES
+
+
+def test_a_last_layer_of_another_size_is_a_matrix() -> None:
+    """A classifier on top is told by its name only."""
+    assert of_muon(Model(vocabulary=7, head="out")) == {*MATRICES, "out.weight"}
+    assert of_muon(Model(vocabulary=7, head="head")) == MATRICES
+    assert of_muon(Model(vocabulary=7, head="out"), exclude=["out.*"]) == MATRICES
+
+
+def test_bags_and_positions() -> None:
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4), "wpe": nn.Linear(4, 4), "hidden": nn.Linear(4, 4)})
+    assert of_muon(model) == {"hidden.weight"}
+
+
+def test_convolutions_are_matrices() -> None:
+    assert of_muon(make_net()) == {"up.weight", "down.weight", "conv.weight", "gate.weight"}
+
+
+def test_models_without_embeddings_or_matrices() -> None:
+    assert of_muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {"0.weight", "1.weight"}
+    assert of_muon(nn.LayerNorm(4)) == set()
+
+
+def test_exclude() -> None:
+    model = Model()
+    found = of_muon(model, exclude=["*.o_proj.*", "model.layers.1.experts"])
+    excluded = {name for name in MATRICES if "o_proj" in name} | {"model.layers.1.experts"}
+    assert found == MATRICES - excluded
+
+
+def test_split() -> None:
+    model = Model()
+    groups = shardopt.muon_groups(model, split={"*.qkv_proj.weight": (8, 8, 8), "*.experts": "each"})
+    found = options_of(groups, model)
+    for i in range(2):
+        assert found[f"model.layers.{i}.self_attn.qkv_proj.weight"]["split"] == (8, 8, 8)
+        assert found[f"model.layers.{i}.experts"]["split"] == "each"
+        assert "split" not in found[f"model.layers.{i}.self_attn.o_proj.weight"]
+    shardopt.Muon(groups)
+
+
+def test_lion() -> None:
+    model = Model()
+    found = options_of(shardopt.muon_groups(model, lr=0.5, adamw_lr=0.25, other="lion"), model)
+    assert found["model.norm.weight"] == {"algorithm": "lion", "lr": 0.25, "betas": (0.9, 0.99)}
+    assert found["model.layers.0.experts"] == {"algorithm": "muon", "lr": 0.5}
+
+
+def test_no_decay_and_overrides() -> None:
+    model = Model()
+    groups = shardopt.muon_groups(
+        model,
+        no_decay=["*norm*", "*.bias"],
+        overrides={
+            "model.layers.0.*": {"momentum": 0.8},
+            "*.o_proj.*": {"lr": 0.7},
+            "lm_head.weight": {"codec": "fp32"},
+        },
+    )
+    found = options_of(groups, model)
+    assert found["model.norm.weight"] == {**REST, "weight_decay": 0.0}
+    assert found["model.layers.0.input_layernorm.weight"] == {**REST, "weight_decay": 0.0, "momentum": 0.8}
+    assert found["model.layers.0.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7, "momentum": 0.8}
+    assert found["model.layers.1.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7}
+    assert found["lm_head.weight"] == {**REST, "codec": "fp32"}
+
+
+def test_an_override_of_one_name_wins() -> None:
+    """Also over what muon_groups says of that parameter by itself."""
+    model = Model()
+    groups = shardopt.muon_groups(model, overrides={"lm_head.weight": {"algorithm": "muon", "lr": 0.1}})
+    assert options_of(groups, model)["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1}
+    groups = shardopt.muon_groups(model, overrides={"model.layers.0.experts": {"algorithm": "adamw"}})
+    assert options_of(groups, model)["model.layers.0.experts"] == {"algorithm": "adamw", "lr": 2e-2}
+
+
+def test_table() -> None:
+    table = str(shardopt.muon_groups(Model()).table())
+    rows = {line.split()[0]: line for line in table.splitlines() if line.strip()}
+    for name in MATRICES:
+        assert "muon" in rows[name]
+        assert "adamw" not in rows[name]
+    assert "adamw" in rows["lm_head.weight"]
+    assert "adamw" in rows["model.norm.bias"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exclude": "*.experts"}, r"exclude: got '\*\.experts', expected several patterns"),
+        ({"exclude": ["*.expert"]}, r"\*\.expert"),
+        ({"split": {"*.qkv": (8, 8, 8)}}, r"\*\.qkv"),
+        ({"split": {"lm_head.*": (25, 25)}}, r"split\['lm_head\.\*'\]: got a pattern that matches lm_head\.weight"),
+        ({"split": {"*.bias": (1, 7)}}, r"split\['\*\.bias'\]: got a pattern that matches"),
+        ({"no_decay": ["*.nothing"]}, r"\*\.nothing"),
+        ({"overrides": {"*.nothing": {"lr": 1.0}}}, r"\*\.nothing"),
+    ],
+    ids=str,
+)
+def test_patterns_that_fit_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shardopt.muon_groups(Model(), **options)
+
+
+def test_optimizer_of_the_groups() -> None:
+    """The defaults are the groups' own; what the optimizer is told counts where they say nothing."""
+    model = make_net()
+    optimizer = shardopt.Muon8bit(shardopt.muon_groups(model), weight_decay=0.3, min_quantized_numel=64)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3}
+    loss_of(model, make_batch(0)).backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            names = set(optimizer.state[param])
+            assert ("momentum_buffer" in "".join(names)) == (group["algorithm"] == "muon")
