@@ -1,0 +1,411 @@
+"""Muon in one process: what surrounds a step, storage, saving and loading, memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import shardopt
+from helpers import (
+    CASES,
+    CODEC_NAMES,
+    RULES,
+    Shape,
+    at_odd_offset,
+    everything,
+)
+from live_bytes import LiveBytes
+from muon_problem import OPTIONS, SHAPES, STEPS, advance, assert_equal, gradient, make, params_of, start
+from ranks.layouts import values
+from ranks.models import loss_of, make_batch, make_net
+from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
+from ranks.snapshot import assert_same
+from shardopt.kernels.newton_schulz import POLAR_EXPRESS, NewtonSchulz
+from shardopt.optim import ShardedOptimizer
+from strided_problem import LAYOUTS, set_gradients
+from weight_formats import ALL
+
+# Around a step --------------------------------------------------------------------------------------------------------
+
+
+def test_waves_change_nothing() -> None:
+    """Nor what is in memory: all matrices at once, some, or one parameter at a time."""
+    expected = advance(make(codec="log8", orthogonalize_memory="1GiB"), range(STEPS))
+    for memory in (1, 60_000, "100KiB"):
+        assert_equal(advance(make(codec="log8", orthogonalize_memory=memory), range(STEPS)), expected)
+
+
+def test_different_memory_in_groups() -> None:
+    """The least counts; the groups' other options stay their own."""
+    groups = [
+        {"params": start()[:3], "orthogonalize_memory": 1},
+        {"params": start()[3:], "orthogonalize_memory": "1GiB", "nesterov": False},
+    ]
+    optimizer = advance(shardopt.Muon(groups, **OPTIONS), range(STEPS))
+    for group in groups:
+        del group["orthogonalize_memory"]
+    groups = [{"params": start()[:3]}, {"params": start()[3:], "nesterov": False}]
+    assert_equal(optimizer, advance(shardopt.Muon(groups, **OPTIONS), range(STEPS)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("momentum", 0.5),
+        ("lr", 0.3),
+        ("lr", torch.tensor(0.3)),
+        ("weight_decay", 0.7),
+        ("nesterov", False),
+        ("ns_steps", 2),
+        ("ns_coefficients", "polar_express"),
+        ("ns_coefficients", (2.0, -1.5, 0.5)),
+        ("eps", 100.0),
+        ("adjust_lr_fn", "match_rms_adamw"),
+        ("split", (1, 39)),
+        ("orthogonalize_memory", 1),
+        ("maximize", True),
+        ("nonfinite", "propagate"),
+    ],
+    ids=str,
+)
+def test_options_may_change_between_steps(option: str, value: Any) -> None:
+    """The next step is that of an optimizer that always had them."""
+    shapes = ((40, 130), (40, 9))
+    optimizer = advance(make(shapes=shapes), range(2))
+    other = make(shapes=shapes, **{option: value})
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][option] = value
+    other.load_state_dict(state)
+    for mine, theirs in zip(params_of(optimizer), params_of(other), strict=True):
+        theirs.data.copy_(mine)
+    optimizer.param_groups[0][option] = value
+    before = everything(optimizer)
+    assert_equal(advance(optimizer, range(2, 4)), advance(other, range(2, 4)))
+    unchanged = advance(make(shapes=shapes), range(4))
+    if option not in ("orthogonalize_memory", "nonfinite"):
+        assert any(not torch.equal(x, y) for x, y in zip(params_of(optimizer), params_of(unchanged), strict=True))
+    assert any(not torch.equal(value, everything(optimizer)[name]) for name, value in before.items())
+
+
+def test_algorithm_changed_between_steps_is_refused_or_steps() -> None:
+    """A matrix that AdamW is to step lacks AdamW's state: an error, and nothing is changed."""
+    optimizer = advance(make(), range(1))
+    before = everything(optimizer)
+    optimizer.param_groups[0]["algorithm"] = "adamw"
+    with pytest.raises(RuntimeError, match="got state without exp_avg"):
+        advance(optimizer, range(1, 2))
+    assert_same(everything(optimizer), before)
+
+
+def test_maximize_is_the_negated_gradient() -> None:
+    """Signs are exact everywhere, so that bits are equal."""
+    got, expected = make(maximize=True), make()
+    for step in range(STEPS):
+        for optimizer, sign in ((got, 1), (expected, -1)):
+            for index, param in enumerate(params_of(optimizer)):
+                param.grad = sign * gradient(tuple(param.shape), step, index)
+            optimizer.step()
+    assert_equal(got, expected)
+
+
+def test_tensor_learning_rate_is_read_in_each_step() -> None:
+    lr = torch.tensor(0.02, dtype=torch.float64)
+    got, expected = make(lr=lr), make(lr=0.02)
+    for step, value in enumerate((0.02, 0.5, 0.125)):
+        lr.fill_(value)
+        expected.param_groups[0]["lr"] = value
+        for optimizer in (got, expected):
+            advance(optimizer, range(step, step + 1))
+        assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("steps", [range(1), range(3)])
+def test_grad_scaler(steps: range) -> None:
+    """Its scale is divided out; an overflow leaves everything as it was."""
+    got, expected = make(), make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=100)
+    scaler.scale(torch.ones(()))
+    for step in steps:
+        advance(expected, range(step, step + 1))
+        for index, param in enumerate(params_of(got)):
+            param.grad = gradient(tuple(param.shape), step, index) * 2.0**12
+        scaler.step(got)
+        scaler.update()
+        assert_equal(got, expected)
+    before = everything(got)
+    params_of(got)[0].grad[0, 0] = math.inf
+    scaler.step(got)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**11
+    assert_same(everything(got), before)
+
+
+def test_accumulated_gradients_and_a_closure() -> None:
+    got, expected = make(), make()
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> float:
+            for index, param in enumerate(params_of(got)):
+                param.grad = None
+                for part in (0.25, 0.75):  # exact
+                    loss = (param * gradient(tuple(param.shape), step, index).round(decimals=1).bfloat16() * part).sum()
+                    loss.backward()
+            return 7.0
+
+        assert got.step(closure) == 7.0
+        for param, other in zip(params_of(got), params_of(expected), strict=True):
+            other.grad = param.grad.clone()
+        expected.step()
+    assert_equal(got, expected)
+
+
+def test_parameters_without_gradient_stay() -> None:
+    """In one step or all; the others are as if alone."""
+    optimizer = make()
+    alone = shardopt.Muon(start()[1:], **OPTIONS)
+    first = params_of(optimizer)[0]
+    before = first.detach().clone()
+    for step in range(STEPS):
+        for of, params in ((optimizer, params_of(optimizer)[1:]), (alone, params_of(alone))):
+            for index, param in enumerate(params, 1):
+                param.grad = gradient(tuple(param.shape), step, index)
+            of.step()
+    assert_same({"param": first.detach()}, {"param": before})
+    assert first not in optimizer.state or not optimizer.state[first]
+    for mine, theirs in zip(params_of(alone), params_of(optimizer)[1:], strict=True):
+        assert_same({"param": mine.detach()}, {"param": theirs.detach()})
+        assert_same(alone.state[mine], optimizer.state[theirs])
+    optimizer.zero_grad()
+    first.grad = gradient(SHAPES[0], 0, 0)
+    optimizer.step()
+    expected = advance(make(shapes=SHAPES[:1]), range(1))
+    assert_same({"param": first.detach()}, {"param": params_of(expected)[0].detach()})
+
+
+def test_no_gradient_at_all() -> None:
+    optimizer = make()
+    before = everything(optimizer)
+    optimizer.step()
+    assert_same(everything(optimizer), before)
+
+
+def test_frozen_matrices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix without gradient is multiplied."""
+    seen: list[Shape] = []
+    original = NewtonSchulz.__call__
+    monkeypatch.setattr(NewtonSchulz, "__call__", lambda ns, x: seen.append(tuple(x.shape)) or original(ns, x))
+    optimizer = make()
+    for index in (1, 4):
+        params_of(optimizer)[index].grad = gradient(SHAPES[index], 0, index)
+    optimizer.step()
+    assert sorted(seen) == [(12, 63), (97, 64)]
+
+
+# Storage --------------------------------------------------------------------------------------------------------------
+
+
+def _strided(strided: bool, **options: Any) -> ShardedOptimizer:
+    dtype = options.pop("dtype", torch.float32)
+    found = [(values(shape, i, dtype), layout) for i, (shape, layout) in enumerate(LAYOUTS)]
+    params = [Parameter(layout(x) if strided else x) for x, layout in found]
+    given = {"min_quantized_numel": 64, "block_size": 32, **options}
+    return CASES["muon"].make([{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0}], **given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"codec": "fp32"},
+        {"orthogonalize_memory": 1},
+        {"dtype": torch.bfloat16, "master_weight_bits": 24},
+        {"dtype": torch.bfloat16, "stochastic_rounding": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
+def test_memory_formats(options: dict[str, Any], grad_dtype: torch.dtype | None) -> None:
+    """Channels last, transposed, parts of wider tensors: as contiguous copies."""
+    got, expected = (_strided(strided, **options) for strided in (True, False))
+    strides = [param.stride() for param in params_of(got)]
+    for step in range(4):
+        for optimizer in (got, expected):
+            set_gradients(optimizer, step, grad_dtype)
+            optimizer.step()
+        assert_equal(got, expected)
+    assert [param.stride() for param in params_of(got)] == strides
+
+
+def test_what_lies_between_the_elements_stays() -> None:
+    wide = torch.full((48, 60), 3.0)
+    optimizer = shardopt.Muon([Parameter(wide[:, 7:53])], **OPTIONS)
+    advance(optimizer, range(3))
+    assert (wide[:, :7] == 3).all()
+    assert (wide[:, 53:] == 3).all()
+    assert (wide[:, 7:53] != 3).any()
+
+
+def test_gradients_are_not_changed() -> None:
+    optimizer = make()
+    advance(optimizer, range(1))
+    for index, param in enumerate(params_of(optimizer)):
+        assert_same({"grad": param.grad}, {"grad": gradient(tuple(param.shape), 0, index)})
+
+
+def test_storage_at_odd_offsets() -> None:
+    expected = advance(make(), range(STEPS))
+    got = shardopt.Muon([Parameter(at_odd_offset(values(shape, i))) for i, shape in enumerate(SHAPES)], **OPTIONS)
+    for step in range(STEPS):
+        for index, param in enumerate(params_of(got)):
+            param.grad = at_odd_offset(gradient(tuple(param.shape), step, index), 5)
+        got.step()
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "fp32"}, {"orthogonalize_memory": 1}], ids=str)
+@pytest.mark.parametrize("format", ["fp32", "bf16 24", "bf16 stochastic"])
+def test_offloaded_state(format: str, options: dict[str, Any]) -> None:
+    """In chunks that are smaller than a parameter, with copies that come as late as they may."""
+    dtype, weights = ALL[format]
+    expected = advance(make(dtype, **weights, **options), range(STEPS))
+    with offload_from_cpu(4096, late_transfers("state")):
+        got = advance(make(dtype, offload="state", **weights, **options), range(STEPS))
+        got.synchronize()
+        assert_equal(got, expected)
+        entries = [value.nbytes for state in got.state.values() for name, value in state.items() if name != "step"]
+        # Each entry there and back once, in one of the two passes.
+        assert LateTransfers.latest.bytes_in == LateTransfers.latest.bytes_out == STEPS * sum(entries)
+
+
+@pytest.mark.parametrize("offload", [None, "state"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_released_gradients(dtype: torch.dtype, offload: str | None) -> None:
+    with offload_from_cpu(8192):
+        models = [make_net(dtype) for _ in range(2)]
+        options = {"stochastic_rounding": dtype == torch.bfloat16, "min_quantized_numel": 64}
+        released, ordinary = (
+            shardopt.Muon(shardopt.muon_groups(model), **options, offload=how)
+            for model, how in zip(models, (offload, None), strict=True)
+        )
+        shardopt.release_gradients(models[0], released)
+        for number in range(STEPS):
+            for model, optimizer in zip(models, (released, ordinary), strict=True):
+                loss_of(model, make_batch(number)).backward()
+                if optimizer is released:
+                    assert all(param.grad is None for param in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        released.synchronize()
+        assert_equal(released, ordinary)
+
+
+# Saving and loading ---------------------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_copies_go_on_alike(how: str, steps: int) -> None:
+    groups = [{"params": start()}, {"params": start(shapes=((30,),)), "algorithm": "lion"}]
+    optimizer = advance(shardopt.Muon(groups, **OPTIONS), range(steps))
+    other = COPIES[how](optimizer)
+    assert_equal(optimizer, other)
+    assert_equal(advance(optimizer, range(steps, 4)), advance(other, range(steps, 4)))
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_state_dict_goes_on_alike(codec: str) -> None:
+    optimizer, other = advance(make(codec=codec), range(2)), make(codec=codec)
+    for mine, theirs in zip(params_of(optimizer), params_of(other), strict=True):
+        theirs.data.copy_(mine)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_equal(advance(optimizer, range(2, 4)), advance(other, range(2, 4)))
+
+
+@pytest.mark.parametrize("to", [None, "fp32", "dynamic8"])
+def test_portable_checkpoint(tmp_path: Path, to: str | None) -> None:
+    """A model of matrices, embeddings, norms and biases, into another one; and another codec."""
+
+    def trained(seed: int, steps: range, codec: str) -> tuple[nn.Module, ShardedOptimizer]:
+        model = make_net(seed=seed)
+        optimizer = shardopt.Muon(shardopt.muon_groups(model), min_quantized_numel=64, codec=codec)
+        for number in steps:
+            turn(model, optimizer, number)
+        return model, optimizer
+
+    def turn(model: nn.Module, optimizer: ShardedOptimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, make_batch(number)).backward()
+        optimizer.step()
+
+    model, optimizer = trained(0, range(2), "log8")
+    shardopt.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    other, loaded = trained(1, range(0), to or "log8")
+    shardopt.checkpoint.load(tmp_path / "checkpoint", other, loaded, convert=to is not None)
+    if to is None:
+        assert_equal(optimizer, loaded)
+        for m, o in ((model, optimizer), (other, loaded)):
+            turn(m, o, 2)
+        assert_equal(optimizer, loaded)
+        return
+    expected = shardopt.Muon(shardopt.muon_groups(other), min_quantized_numel=64, codec=to)
+    expected.load_state_dict(optimizer.state_dict(dequantize=True))
+    assert_equal(loaded, expected)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _most_bytes(optimizer: ShardedOptimizer) -> int:
+    """What the second step allocates at a time."""
+    advance(optimizer, range(1))
+    with LiveBytes() as live:
+        optimizer.step()
+    assert live.now == 0  # nothing is kept until the next step
+    return live.most
+
+
+@pytest.mark.parametrize("memory", [400_000, 500_000, 700_000])
+def test_memory_is_kept_to(memory: int) -> None:
+    """Directions and what is computed of them: more than half of what is allowed, and never more."""
+    shapes = ((100, 130), (260, 100)) * 10  # 780,000 bytes of directions
+    assert memory / 2 < _most_bytes(make(shapes=shapes, orthogonalize_memory=memory)) <= memory
+
+
+def test_a_parameter_that_needs_more_is_by_itself() -> None:
+    shapes = ((100, 130),) * 6
+    one, least = (_most_bytes(make(shapes=some, orthogonalize_memory=1)) for some in (shapes[:1], shapes))
+    # The one that is computed, the direction that comes next, and the one that was computed before.
+    assert one < least <= one + 2 * 2 * 100 * 130
+    groups = [
+        {"params": [param], "orthogonalize_memory": m}
+        for param, m in zip(start(shapes=shapes), (1, "1GiB") * 3, strict=True)
+    ]
+    assert _most_bytes(shardopt.Muon(groups, **OPTIONS)) == least
+
+
+def test_polar_express_is_for_more_steps_than_it_has() -> None:
+    """Further steps take the last triple."""
+    given = [*POLAR_EXPRESS, POLAR_EXPRESS[-1], POLAR_EXPRESS[-1]]
+    options = {"ns_steps": len(given)}
+    got, expected = make(ns_coefficients="polar_express", **options), make(ns_coefficients=given, **options)
+    assert_equal(advance(got, range(2)), advance(expected, range(2)))
+
+
+def test_classes() -> None:
+    assert shardopt.Muon8bit(start()).param_groups[0]["codec"] == "log8"
+    assert issubclass(shardopt.Muon8bit, shardopt.Muon)
+    assert "muon" not in RULES
