@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,9 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 class NewtonSchulz:
     """The iteration on one matrix: always the same calls, which depend on its shape alone.
 
-    All matrices are bfloat16, and products are summed in float32. The result has the same bits on every rank, as long
-    as the device's type and the version of PyTorch and its libraries are the same.
+    All matrices are bfloat16, and products are summed in float32, unless PyTorch allows a GPU to reduce them in less
+    (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has the same bits on every rank,
+    as long as the device's type and the version of PyTorch and its libraries are the same.
 
     Attributes:
         coefficients: of ``aX + (b XX' + c (XX')^2) X``, one triple per step.
@@ -56,12 +58,11 @@ class NewtonSchulz:
         Returns:
             A matrix of its shape and dtype, maybe transposed in memory.
         """
-        is_tall = matrix.shape[0] > matrix.shape[1]
+        is_tall, kind = matrix.shape[0] > matrix.shape[1], matrix.device.type
         x = matrix.T if is_tall else matrix
-        x.div_(x.norm().clamp(min=self.eps))
-        if in_float32 is None:
-            in_float32 = x.device.type == "cpu"
-        x = self._in_float32(x) if in_float32 else self._in_bfloat16(x)
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            x.div_(x.norm().clamp(min=self.eps))
+            x = self._in_float32(x) if in_float32 or (in_float32 is None and kind == "cpu") else self._in_bfloat16(x)
         return x.T if is_tall else x
 
     def _in_bfloat16(self, x: Tensor) -> Tensor:

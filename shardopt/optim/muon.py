@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
@@ -179,6 +178,8 @@ class Muon(ShardedOptimizer):
         check_number(group, "momentum", 1.0)
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
+        if group["algorithm"] == "muon" and group["eps"] == 0:
+            raise ValueError("eps: got 0 for Muon, by which a gradient of zeros would be divided, expected more")
         if group["adjust_lr_fn"] not in (None, *_SCALES):
             raise ValueError(
                 f"adjust_lr_fn: got {group['adjust_lr_fn']!r}, expected None or one of {', '.join(map(repr, _SCALES))}"
@@ -219,8 +220,6 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
     try:
         several: Any = given if isinstance(given[0], Sequence) else [given]
         triples = [(float(a), float(b), float(c)) for a, b, c in several]
-        if not all(map(math.isfinite, chain.from_iterable(triples))):
-            raise ValueError
     except (TypeError, ValueError, IndexError, KeyError):
         raise ValueError(
             f"ns_coefficients: got {coefficients!r}, expected three numbers, several threes, or 'polar_express'"

@@ -53,6 +53,8 @@ def muon_groups(
         ValueError: a pattern matches no parameter or none of Muon's, an option is unknown, or one flat parameter (FSDP1
             with ``use_orig_params=False``) has parts for both.
     """
+    if other not in ("adamw", "lion"):
+        raise ValueError(f"other: got {other!r}, expected 'adamw' or 'lion'")
     excluded = [*_USUAL, *(escape(name) for name in _embeddings(model))]
     given = _patterns("exclude", exclude)
     of_rest: dict[str, Any] = {"algorithm": other, "lr": adamw_lr}

@@ -145,8 +145,9 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
     """
     flags_of: dict[tuple[Exchange | None, torch.device], list[tuple[str, Tensor]]] = {}
     for parameter, gradient in zip(inputs, gradients, strict=True):
-        if groups[parameter.group].nonfinite != "raise" or (gradient is None and not parameter.is_flat):
-            continue
+        is_shared = parameter.spec is not None and parameter.shard.holders is not None
+        if groups[parameter.group].nonfinite != "raise" or (gradient is None and not is_shared):
+            continue  # where ranks share it, another one may have a gradient
         flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
         if gradient is not None and gradient.numel():
             low, high = torch.aminmax(gradient)

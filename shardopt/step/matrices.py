@@ -18,7 +18,7 @@ from shardopt.state.slice_state import SliceState
 from shardopt.step.inputs import Input
 
 BYTES = 2  # of an element of a direction: bfloat16
-_ALIGNED = 8  # elements: 16 bytes
+_ALIGNED = 128  # elements: 256 bytes, by which libraries that multiply matrices may choose their kernels
 
 #: Waves whose directions are in memory at a time: one that arrives, one that is computed and one that goes back.
 LIVE_WAVES = 3

@@ -203,7 +203,8 @@ class StepTables:
         Raises:
             torch.OutOfMemoryError: there is no memory for a copy of a tensor that is not contiguous. Nothing was
                 changed on the device that lacks it, where the largest copies come first, nor on those after it; devices
-                before it, in the order of their first parameters, were stepped.
+                before it, in the order of their first parameters, were stepped. Or there is none for a wave of
+                directions: the parameters that are stepped in no wave, and those of earlier waves, were stepped.
         """
         try:
             for device in self._sums:

@@ -162,6 +162,25 @@ def test_nonfinite_gradient_on_one_rank_raises_on_all(ranks: Pool) -> None:
     ranks.run(4, _raises_on_all, [*ways, Layout((34, 130), (2, 2), (ROW, COLUMN), torch.float32)])
 
 
+def _raises_without_gradient_on_one_rank() -> None:
+    ways = [Layout((33, 130), (2,), (ROW,), torch.float32), Layout((40, 66), (2,), (ROW,), torch.float32)]
+    pair = Pair("adamw", ["log8"], ways, nonfinite="raise")
+    pair.step(pair.gradients(seed=1))
+    first, second = pair.sharded.values()
+    before = [param.to_local().clone() for param in (first, second)]
+    first.grad = None if dist.get_rank() else first.grad
+    assert second.grad is not None
+    second.grad.to_local()[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="parameter 1 of param group 0"):
+        pair.sharded_optimizer.step()
+    assert all(torch.equal(a, b.to_local()) for a, b in zip(before, (first, second), strict=True))
+
+
+def test_raise_where_one_rank_has_no_gradient(ranks: Pool) -> None:
+    """All ranks look at the same parameters."""
+    ranks.run(2, _raises_without_gradient_on_one_rank)
+
+
 def _mesh_of_state() -> None:
     for _ in range(2):
         mesh = init_device_mesh("cpu", (2, 2))

@@ -162,7 +162,7 @@ def test_an_override_of_one_name_wins() -> None:
     groups = shardopt.muon_groups(model, overrides={"lm_head.weight": {"algorithm": "muon", "lr": 0.1}})
     assert options_of(groups, model)["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1}
     groups = shardopt.muon_groups(model, overrides={"model.layers.0.experts": {"algorithm": "adamw"}})
-    assert options_of(groups, model)["model.layers.0.experts"] == {"algorithm": "adamw", "lr": 2e-2}
+    assert options_of(groups, model)["model.layers.0.experts"] == {"algorithm": "adamw", "lr": 3e-4}
 
 
 def test_table() -> None:

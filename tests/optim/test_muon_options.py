@@ -21,6 +21,7 @@ def _parameter(*shape: int) -> nn.Parameter:
     ("options", "message"),
     [
         ({"momentum": 1.0}, r"momentum: got 1.0, expected a number in \[0.0, 1.0\)"),
+        ({"eps": 0.0}, "eps: got 0 for Muon"),
         ({"momentum": 1.5}, r"momentum: got 1.5, expected a number in \[0.0, 1.0\)"),
         ({"ns_coefficients": (1, 2, math.nan)}, "ns_coefficients: got .*, expected finite numbers"),
         ({"ns_coefficients": [(1, 2, 3), (1, math.inf, 3)]}, "ns_coefficients: got .*, expected finite numbers"),
@@ -57,3 +58,20 @@ def test_learning_rate_goes_with_the_algorithm() -> None:
     assert found["up.weight"] == ("adamw", 0.125)
     assert found["down.weight"] == ("adamw", 0.5)
     assert found["up.bias"] == ("adamw", 0.125)
+
+
+def test_other_rule_of_groups() -> None:
+    with pytest.raises(ValueError, match="other: got 'sgd', expected 'adamw' or 'lion'"):
+        shardopt.muon_groups(nn.Linear(8, 8), other="sgd")
+
+
+def test_autocast_changes_nothing() -> None:
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(32, 48))
+        param.grad = torch.randn(32, 48)
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            shardopt.Muon8bit([param]).step()
+        found.append(param.detach())
+    assert torch.equal(*found)
