@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,20 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 import shardopt.checkpoint
 import shardopt.sharding.exchange
 from helpers import Shape
+from live_bytes import LiveBytes
 from pairs import slow
 from ranks.collectives import counted_collectives
 from ranks.flat import bare_shapes, gathered, remember_bare
-from ranks.layouts import WHOLE, Layout, layouts, shard
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, layouts, shard, values
 from ranks.models import WAYS, fsdp1, loss_of, make_batch, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.runs import SMALL, make_optimizer, snapshot_of, step_with, trained
-from ranks.snapshot import assert_same
+from ranks.snapshot import assert_same, snapshot
 from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.layout import Region, shard_of
 from shardopt.optim import ShardedOptimizer
@@ -192,6 +195,84 @@ def _all_cover() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_divisions_cover_each_parameter_once(ranks: Pool, world_size: int) -> None:
     ranks.run(world_size, _all_cover)
+
+
+# Matrices in a parameter ----------------------------------------------------------------------------------------------
+
+#: Shapes and how they are divided: matrices that no rank holds whole, of one row, and fewer than ranks.
+SPLITS: tuple[tuple[Shape, Any], ...] = (
+    ((97, 130), (30, 1, 5, 61)),
+    ((40, 7, 3, 3), (3, 37)),
+    ((3, 33, 64), "each"),
+    ((6, 5, 40), "each"),
+    ((2, 4, 9, 8), "each"),
+)
+
+
+def _splits() -> None:
+    size = dist.get_world_size()
+    mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[size]
+    ways = [((size,), (ROW,)), ((size,), (COLUMN,)), (mesh, (ROW, COLUMN)), (mesh, (WHOLE, ROW)), (mesh, (ROW, ROW))]
+    whole, sharded = [], []
+    for index, ((on, placements), (shape, split)) in enumerate(product(ways, SPLITS)):
+        params = values(shape, index), shard(values(shape, index), Layout(shape, on, placements, torch.float32))
+        for groups, param in zip((whole, sharded), params, strict=True):
+            groups.append({"params": [nn.Parameter(param)], "split": split})
+    options = {"adjust_lr_fn": "spectral_norm", "orthogonalize_memory": 100_000, "lr": 0.02, **SMALL}
+    optimizers = [shardopt.Muon(groups, **options) for groups in (whole, sharded)]
+    for step, (optimizer, groups) in product(range(2), zip(optimizers, (whole, sharded), strict=True)):
+        for index, group in enumerate(groups):
+            (param,) = group["params"]
+            gradient = values(tuple(param.shape), 100 * (step + 1) + index)
+            like = isinstance(param, DTensor)
+            param.grad = distribute(gradient, param.device_mesh, param.placements) if like else gradient
+        optimizer.step()
+    named = [{str(i): group["params"][0] for i, group in enumerate(groups)} for groups in (whole, sharded)]
+    expected, got = (snapshot(params, optimizer) for params, optimizer in zip(named, optimizers, strict=True))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_splits(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _splits)
+
+
+def _split_flat() -> None:
+    """FSDP1 and FSDP2 cut matrices of a fused parameter anywhere."""
+    split = {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
+    models = [fsdp1(_matrices(), ["1"]), _matrices()]
+    optimizers = [shardopt.Muon(shardopt.muon_groups(model, split=split), **SMALL) for model in models]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step_with(model, optimizer, step)
+    got, expected = (snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_splits_of_flat_shards(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _split_flat)
+
+
+def _no_ranges(split: Any) -> None:
+    """Nothing is changed, and nothing travels."""
+    layout = Layout((6, 5, 40), (dist.get_world_size(),), (Shard(2),), torch.float32)
+    param = nn.Parameter(shard(values(layout.shape, 0), layout))
+    optimizer = shardopt.Muon([param], split=split, **SMALL)
+    param.grad = shard(values(layout.shape, 1), layout)
+    with (
+        counted_collectives() as found,
+        pytest.raises(RuntimeError, match=r"got a parameter of shape .* with placements .* for Muon, expected"),
+    ):
+        optimizer.step()
+    assert not found
+    assert not optimizer.state
+    assert torch.equal(param.to_local(), shard(values(layout.shape, 0), layout).to_local())
+
+
+@pytest.mark.parametrize("split", [None, "each"])
+def test_neither_rows_nor_columns(ranks: Pool, split: Any) -> None:
+    ranks.run(2, _no_ranges, split)
 
 
 # Flat parameters of matrices only -------------------------------------------------------------------------------------
@@ -397,6 +478,31 @@ def test_a_rank_alone_sends_nothing(ranks: Pool) -> None:
         assert not counts
 
 
+def _most_bytes(way: str, memory: int) -> int:
+    """What a second step allocates at a time."""
+    shapes = [(260, 100), (100, 130)] * 10
+    model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for outputs, inputs in shapes))
+    if way == "fsdp":
+        fully_shard(model)
+    optimizer = shardopt.Muon(
+        shardopt.muon_groups(DistributedDataParallel(model) if way == "ddp" else model),
+        orthogonalize_memory=memory, **SMALL,
+    )  # fmt: skip
+    for step in range(2):
+        set_gradients(model, step)
+        with LiveBytes() as live:
+            optimizer.step()
+    return live.most
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_memory_is_kept_to(ranks: Pool, way: str) -> None:
+    """On each rank, with what it gathers; a thread of gloo may hold a wave a moment longer, which is a third of it."""
+    for memory in (500_000, 600_000):
+        found = ranks.run(2, _most_bytes, way, memory)
+        assert all(memory / 2 < most <= memory * 4 / 3 for most in found), found
+
+
 # Steps that lack something --------------------------------------------------------------------------------------------
 
 
@@ -425,22 +531,29 @@ def test_parameters_without_gradient(ranks: Pool, way: str) -> None:
             ranks.run(2, _without, way, names, steps)
 
 
-def _released(way: str) -> None:
+def _released(way: str) -> list[Shape]:
     models = [WAYS[way](make_net()) for _ in range(2)]
     released, ordinary = (_of_groups(model) for model in models)
     shardopt.release_gradients(models[0], released)
+    computed: list[Shape] = []
     for step in range(STEPS):
         for model, optimizer in zip(models, (released, ordinary), strict=True):
-            loss_of(model, make_batch(step, dist.get_rank())).backward()
-            optimizer.step()
+            with orthogonalized() as found:
+                loss_of(model, make_batch(step, dist.get_rank())).backward()
+                optimizer.step()
+            computed += found if optimizer is released else []
             optimizer.zero_grad()
         got, expected = (snapshot_of(m, o) for m, o in zip(models, (released, ordinary), strict=True))
         assert_same(got, expected)
+    return computed
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "ddp"])
 def test_released_gradients(ranks: Pool, way: str) -> None:
-    ranks.run(2, _released, way)
+    """Where each step has one matrix, its owner is not always the first rank."""
+    computed = ranks.run(2, _released, way)
+    assert sum(map(Counter, computed), Counter()) == Counter({shape: STEPS * n for shape, n in MATRICES.items()})
+    assert all(computed)
 
 
 def _nan(way: str, policy: str) -> None:
