@@ -18,7 +18,8 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_storage(x)._cdata for x in args if isinstance(x, Tensor)}
+        given = (*args, *(kwargs or {}).values())
+        known = {_storage(x)._cdata for x in given if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and (storage := _storage(result))._cdata not in known:
             self.now += storage.nbytes()
