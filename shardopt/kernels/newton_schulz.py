@@ -10,7 +10,7 @@ from torch import Tensor
 
 Coefficients = tuple[float, float, float]
 
-#: For five steps (Jordan et al.): singular values end up between 0.7 and 1.2.
+#: For five steps (Jordan et al.): singular values of at least 0.002 of the norm end up between 0.68 and 1.21.
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
 _POLAR = (
