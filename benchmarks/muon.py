@@ -1,6 +1,6 @@
 """Muon on shards: whose bits, how much the ranks send, how long a step takes, how much memory, and how exact it is.
 
-    python benchmarks/muon.py bits traffic memory direction
+    python benchmarks/muon.py bits traffic memory direction gram
     python benchmarks/muon.py time --rounds 7 --width 128 --layers 2
 
 Each part prints a table; the ranks are processes that this one starts, with gloo.
@@ -16,6 +16,8 @@ by PyTorch's dispatcher, that is without what a single operation of PyTorch take
 direction: relative errors (Frobenius norm) of directions, orthogonalized in float32. They come from the momentum of
 random gradients, coded in every step; those of shardopt's codecs from its kernels, in bfloat16 as the optimizer has
 them: the line of fp32 shows what that alone does. The last line orthogonalizes the exact direction in bfloat16.
+gram: the Gram form of Newton-Schulz beside the plain one: multiplications, time (medians, in turn), and errors against
+float64 of random matrices and of steep ones, whose singular values fall evenly on a log scale to 1e-4.
 """
 
 from __future__ import annotations
@@ -307,9 +309,9 @@ def errors(spectrum: str) -> dict[str, float]:
     exact = direction(lambda x: x, given)
     found = {name: direction_of(codec, given) for codec, name in CODECS.items()}
     found["linear int8, blocks of 2048"] = direction(linear, given).bfloat16().float()
-    found = {name: newton_schulz(x) for name, x in found.items()}
+    found = {name: newton_schulz(x, in_float32=False) for name, x in found.items()}
     found["arithmetic in bfloat16 alone"] = newton_schulz(exact.bfloat16()).float()
-    expected = newton_schulz(exact)
+    expected = newton_schulz(exact, in_float32=False)
     return {name: float((got - expected).norm() / expected.norm()) for name, got in found.items()}
 
 
@@ -321,10 +323,51 @@ def print_direction() -> None:
         print(f"{name:30}" + "".join(f"{of_one[name]:14.4f}" for of_one in by_spectrum))
 
 
+# gram
+
+SHAPES = ((512, 512), (512, 1024), (512, 1408), (512, 2560), (512, 4096))
+
+
+def of_spectrum(rows: int, cols: int, decades: float | None) -> Tensor:
+    """A matrix whose singular values fall by so many decades, or a random one."""
+    generator = torch.Generator().manual_seed(0)
+    if decades is None:
+        return torch.randn(rows, cols, generator=generator)
+    left, right = (torch.linalg.qr(torch.randn(n, rows, generator=generator))[0] for n in (rows, cols))
+    return left * torch.logspace(0, -decades, rows) @ right.T
+
+
+def in_float64(newton_schulz: NewtonSchulz, matrix: Tensor) -> Tensor:
+    return newton_schulz(matrix.div_(matrix.norm()).double(), in_float32=False)
+
+
+def print_gram(rounds: int) -> None:
+    forms = [NewtonSchulz((QUINTIC,) * 5, 1e-7, gram) for gram in (False, True)]
+    print(f"5 steps; of the plain form's multiplications and time ({torch.get_num_threads()} threads); relative errors")
+    print(f"{'':14}{'multiplications':>16}{'time':>7}{'random: plain':>15}{'gram':>8}{'steep: plain':>14}{'gram':>8}")
+    for rows, cols in SHAPES:
+        plain, gram = (form.flops(rows, cols) for form in forms)
+        found: list[float] = []
+        for decades in (None, 4.0):
+            matrix = of_spectrum(rows, cols, decades).bfloat16()
+            expected = in_float64(forms[0], matrix.clone())
+            found += [float((form(matrix.clone()) - expected).norm() / expected.norm()) for form in forms]
+        seconds: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            for form, taken in zip(forms, seconds, strict=True):
+                copy = matrix.clone()
+                start = time.perf_counter()
+                form(copy)
+                taken.append(time.perf_counter() - start)
+        ratio = statistics.median(seconds[1]) / statistics.median(seconds[0])
+        errors = f"{found[0]:15.4f}{found[1]:8.4f}{found[2]:14.4f}{found[3]:8.4f}"
+        print(f"{rows} x {cols:<8}{gram / plain:16.2f}{ratio:7.2f}{errors}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=["bits", "traffic", "time", "memory", "direction"])
-    parser.add_argument("--rounds", type=int, default=7, help="of time")
+    parser.add_argument("parts", nargs="+", choices=["bits", "traffic", "time", "memory", "direction", "gram"])
+    parser.add_argument("--rounds", type=int, default=7, help="of time and gram")
     parser.add_argument("--width", type=int, default=128, help="of the model in time and memory")
     parser.add_argument("--layers", type=int, default=2, help="of the model in time and memory")
     args = parser.parse_args()
@@ -335,6 +378,7 @@ def main() -> None:
         "time": lambda: print_time(architecture, args.rounds),
         "memory": lambda: print_memory(architecture),
         "direction": print_direction,
+        "gram": lambda: print_gram(args.rounds),
     }
     print(f"{machine()}, commit {commit()}")
     for part in args.parts:

@@ -153,7 +153,7 @@ def _sent(name: str, args: Any) -> float:
         return float(2 * (ranks - 1) / ranks * x.nbytes)
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor"):
         return float((ranks - 1) / ranks * args[name.startswith("_")].nbytes)
-    raise NotImplementedError(f"{name}: got a collective whose bytes are not counted, expected one of FSDP2's Muons")
+    raise RuntimeError(f"{name}: got a collective whose bytes are not counted, expected one of FSDP2's Muons")
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -131,6 +131,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("sum_lowest_bit") = generic::kLowestBit;
   m.attr("sum_words") = sizeof(ExactSum) / sizeof(int64_t);
   m.def("sum_value", &sum_value, py::arg("words"), "An exact sum, rounded once; NaN if a term was NaN or infinite.");
+  m.def("power", &generic::power, py::arg("base"), py::arg("exponent"),
+        "A power for a whole exponent, which all machines round alike.");
   py::enum_<DType>(m, "DType")
       .value("float32", DType::kFloat32)
       .value("bfloat16", DType::kBFloat16)

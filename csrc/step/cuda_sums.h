@@ -34,7 +34,7 @@ class WarpSum {
   // Adds the squares of each lane's numbers. All lanes of the warp take part.
   SHARDOPT_DEVICE void add_squares(const float (&x)[kLane]) { add<true>(x, x); }
 
-  // The same of their products.
+  // Adds the products of each lane's numbers. All lanes of the warp take part.
   SHARDOPT_DEVICE void add_products(const float (&x)[kLane], const float (&y)[kLane]) { add<false>(x, y); }
 
   // Other warps add theirs. kCarries: carries from each digit to the next one, once.

@@ -91,7 +91,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """Notes below the table: meaning and limits of its figures."""
     found = [
         "Bytes per parameter of the whole model, on the GPU that holds most; what is offloaded is in GiB per host.",
-        "Not counted: activations, the framework's other buffers, the allocator's slack.",
+        "Not counted: activations, the framework's other buffers, the allocator's slack, Muon's orthogonalize_memory.",
         rows[0].model.note,
     ]
     setups = [row.setup for row in rows]

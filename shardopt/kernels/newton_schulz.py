@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,22 +31,28 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.875, -1.25, 0.375),
 )
 
+#: Steps on one Gram matrix: further ones would see errors of rounding grow (https://tridao.me/blog/2026, DeepSpeed).
+_FIRST_GRAM, _FURTHER_GRAMS = 2, 3
+
 
 @dataclass(frozen=True)
 class NewtonSchulz:
     """The iteration on one matrix: always the same calls, which depend on its shape alone.
 
-    All matrices are bfloat16, and products are summed in float32, unless PyTorch allows a GPU to reduce them in less
-    (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has the same bits on every rank,
-    as long as the device's type and the version of PyTorch and its libraries are the same.
+    All matrices are bfloat16, or float16 in the Gram form, and products are summed in float32, unless PyTorch allows a
+    GPU to reduce them in less (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has
+    the same bits on every rank, as long as the device's type and the version of PyTorch and its libraries are the same.
 
     Attributes:
         coefficients: of ``aX + (b XX' + c (XX')^2) X``, one triple per step.
         eps: the least norm that the matrix is divided by.
+        gram: whether to iterate on XX' alone, and multiply X by the result of several steps, where that takes fewer
+            multiplications: for matrices that are far from square.
     """
 
     coefficients: tuple[Coefficients, ...]
     eps: float
+    gram: bool = False
 
     def __call__(self, matrix: Tensor, *, in_float32: bool | None = None) -> Tensor:
         """Orthogonalizes a matrix.
@@ -62,7 +69,11 @@ class NewtonSchulz:
         x = matrix.T if is_tall else matrix
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             x.div_(x.norm().clamp(min=self.eps))
-            x = self._in_float32(x) if in_float32 or (in_float32 is None and kind == "cpu") else self._in_bfloat16(x)
+            in_float32 = kind == "cpu" if in_float32 is None else in_float32
+            if self._takes_gram(*x.shape):
+                x = self._by_gram(x, in_float32)
+            else:
+                x = self._in_float32(x) if in_float32 else self._in_bfloat16(x)
         return x.T if is_tall else x
 
     def _in_bfloat16(self, x: Tensor) -> Tensor:
@@ -76,27 +87,68 @@ class NewtonSchulz:
         result = torch.empty_like(x)
         gram, polynomial = x.new_empty(2, len(x), len(x))
         for a, b, c in self.coefficients:
-            _round(torch.mm(x, x.T, out=gram))
-            _round(torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial))
-            _round(torch.addmm(x, polynomial, x, beta=a, out=result))
+            _round(torch.mm(x, x.T, out=gram), torch.bfloat16)
+            _round(torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial), torch.bfloat16)
+            _round(torch.addmm(x, polynomial, x, beta=a, out=result), torch.bfloat16)
             x, result = result, x
         return x.bfloat16()
 
-    @staticmethod
-    def workspace(rows: int, cols: int, device_type: str) -> int:
+    def _by_gram(self, x: Tensor, in_float32: bool) -> Tensor:
+        """Factors of X from some steps on XX' at a time: ``(aI + Z) X`` has the Gram matrix ``(aI + Z) XX' (aI + Z)``.
+
+        In float16, of whose range nothing is needed here, and which rounds more finely.
+        """
+
+        def rounded(product: Tensor) -> Tensor:
+            return _round(product, torch.float16) if in_float32 else product
+
+        x = x.float() if in_float32 else x.half()
+        for coefficients in self._coefficients_of_grams():
+            gram = rounded(x @ x.T)
+            factor = None
+            for number, (a, b, c) in enumerate(coefficients, 1):
+                z = rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c))
+                if factor is None:
+                    factor = z.clone()
+                    factor.diagonal().add_(a)
+                    factor = rounded(factor)
+                else:
+                    factor = rounded(torch.addmm(factor, z, factor, beta=a))
+                if number < len(coefficients):
+                    gram = rounded(torch.addmm(gram, z, gram, beta=a))
+                    gram = rounded(torch.addmm(gram, z, gram, beta=a))
+            assert factor is not None
+            x = rounded(factor @ x)
+        return x.bfloat16()
+
+    def _coefficients_of_grams(self) -> list[tuple[Coefficients, ...]]:
+        ends = [0, *range(_FIRST_GRAM, len(self.coefficients), _FURTHER_GRAMS), len(self.coefficients)]
+        return [self.coefficients[start:end] for start, end in pairwise(ends)]
+
+    def _takes_gram(self, rows: int, cols: int) -> bool:
+        return self.gram and self._gram_flops(rows, cols) < self._plain_flops(rows, cols)
+
+    def _plain_flops(self, short: int, long: int) -> int:
+        return len(self.coefficients) * short * short * (2 * long + short)
+
+    def _gram_flops(self, short: int, long: int) -> int:
+        steps, grams = len(self.coefficients), len(self._coefficients_of_grams())
+        return 2 * grams * short * short * long + (4 * steps - 3 * grams) * short**3
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Multiplications that a matrix takes."""
+        short, long = min(rows, cols), max(rows, cols)
+        by_gram = self._takes_gram(short, long)
+        return self._gram_flops(short, long) if by_gram else self._plain_flops(short, long)
+
+    def workspace(self, rows: int, cols: int, device_type: str) -> int:
         """Bytes that the iteration takes beside the matrix."""
         short, long = min(rows, cols), max(rows, cols)
-        if device_type == "cpu":
-            return 10 * short * long + 10 * short * short
-        return 4 * short * long + 4 * short * short
+        if self._takes_gram(short, long):
+            return (10 * long + 18 * short) * short if device_type == "cpu" else (4 * long + 8 * short) * short
+        return (10 * long + 10 * short) * short if device_type == "cpu" else (4 * long + 4 * short) * short
 
 
-def _round(x: Tensor) -> None:
-    """Rounds float32 to bfloat16, in place."""
-    x.copy_(x.bfloat16())
-
-
-def flops(rows: int, cols: int) -> int:
-    """What a step costs, up to a factor: each has the products of m x n by n x m, m x m by m x m, m x m by m x n."""
-    short, long = min(rows, cols), max(rows, cols)
-    return short * short * (2 * long + short)
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds float32 to the values that ``dtype`` has, in place."""
+    return x.copy_(x.to(dtype))

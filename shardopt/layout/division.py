@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Region(NamedTuple):
-    """The same columns of successive rows of a parameter; or, as one row, any range of its elements.
+    """Elements of a flattened parameter: the same columns of consecutive rows, or any range of elements, as one row.
 
     Attributes:
         first: index of the first element in the flattened parameter.

@@ -85,6 +85,16 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         check_hyper(group, self.beta_count)
 
+    def check_parameters(self, index: int) -> None:
+        """Checks the parameters of a param group that was just added.
+
+        Args:
+            index: of the param group.
+
+        Raises:
+            ValueError: one is not for this optimizer.
+        """
+
     def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
         """Entries of torch.optim's state of a parameter that follow from its step count, and are not kept."""
         return {}
@@ -121,6 +131,7 @@ class ShardedOptimizer(Optimizer, ABC):
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
             self._internals.residency.check(self.param_groups[-1])
+            self.check_parameters(len(self.param_groups) - 1)
         except Exception:  # whatever it is, the optimizer stays as it was
             self.param_groups.pop()
             raise

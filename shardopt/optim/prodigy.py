@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import LARGEST, Options, Unpack, check_flag, check_number, is_whole
@@ -195,7 +196,7 @@ def _bias_correction(group: Mapping[str, Any]) -> float:
         return 1.0
     beta1, beta2 = map(float, group["betas"])
     step = int(group["k"]) + 1
-    return math.sqrt(1.0 - math.pow(beta2, step)) / (1.0 - math.pow(beta1, step))
+    return math.sqrt(1.0 - _C.power(beta2, step)) / (1.0 - _C.power(beta1, step))
 
 
 _CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"

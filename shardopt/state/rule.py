@@ -17,14 +17,14 @@ Split = tuple[int, ...] | Literal["each"] | None
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """What becomes of a direction that a rule gives in the parameter's place.
+    """How the directions of a rule are orthogonalized, and how the parameters move by the result.
 
     Attributes:
-        newton_schulz: orthogonalizes it.
-        split: which matrices a parameter has.
+        newton_schulz: orthogonalizes a matrix.
+        split: which matrices a parameter consists of.
         scale: a factor of the learning rate, given the shape of a matrix.
         memory: bytes that directions and what is computed of them may take on a device at a time.
-        apply: the name of the rule that moves the parameter by the result, which stands in the gradient's place.
+        apply: the name of the rule that moves parameters by orthogonalized directions, which it reads as gradients.
     """
 
     newton_schulz: NewtonSchulz
@@ -43,7 +43,8 @@ class Rule:
         moments: what it keeps.
         has_sums: False where it does without the sums over the parameter that csrc/rules declares, and without the pass
             that they take.
-        orthogonalized: where the rule gives a direction in the parameter's place, what becomes of it.
+        orthogonalized: for a rule that writes directions where others write parameters, how they are orthogonalized;
+            otherwise None.
     """
 
     name: str
@@ -59,11 +60,6 @@ class Rule:
             )
 
     @property
-    def index(self) -> int:
-        """The rule's place in the kernels' list."""
-        return int(_C.rules[self.name]["index"])
-
-    @property
     def sums(self) -> int:
         """How many sums over the parameter, or over all of them, a step needs."""
         return int(_C.rules[self.name]["sums"]) if self.has_sums else 0
@@ -72,10 +68,6 @@ class Rule:
     def totals(self) -> bool:
         """Whether the sums are over all parameters of the optimizer (``ShardedOptimizer.with_totals``)."""
         return bool(_C.rules[self.name]["totals"])
-
-    def hyper_row(self, hyper: Mapping[str, float]) -> list[float]:
-        """The hyper-parameters in the kernels' order, filled up to the table's width."""
-        return hyper_row(self.name, hyper)
 
 
 def hyper_row(rule: str, hyper: Mapping[str, float]) -> list[float]:

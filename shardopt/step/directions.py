@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,7 +25,6 @@ class Directions:
     def __init__(self, wave: Wave, device: torch.device) -> None:
         self._wave, self._device = wave, device
         division = wave.division
-        self._rank = 0 if division is None else division.ranks.rank
         ends = list(accumulate((padded(matrix.held.numel) for matrix in wave.matrices), initial=0))
         #: Where each matrix's elements begin.
         self.first, self._numel = ends[:-1], ends[-1]
@@ -76,7 +76,7 @@ def _orthogonalize(matrix: Matrix, elements: Tensor) -> None:
         x.copy_(matrix.newton_schulz(x))
 
 
-class _Journey:
+class _Journey(ABC):
     """How directions travel.
 
     Args:
@@ -113,9 +113,9 @@ class _Journey:
         """Begins to send this rank's elements."""
         self._there = held.to(self._ranks.device_type)  # of an offloaded parameter they are out of NCCL's reach
 
+    @abstractmethod
     def orthogonalize(self) -> None:
         """Orthogonalizes what this rank owns, and begins to send it back."""
-        raise NotImplementedError
 
     def receive(self, held: Tensor) -> None:
         """Waits for what was sent back, and puts it where this rank's elements were."""
@@ -138,7 +138,12 @@ class _Copies(_Journey):
 
 
 class _Piece(NamedTuple):
-    """What one rank holds of one of this rank's matrices, in the memory in which the owner gathers it."""
+    """One rank's elements of a matrix that this rank owns.
+
+    Attributes:
+        first: where they begin in the memory in which the owner gathers them.
+        region: which elements of the parameter they are.
+    """
 
     first: int
     region: Region

@@ -41,7 +41,7 @@ class GroupTables:
 
     @property
     def in_use(self) -> object:
-        """What a CUDA graph goes on using."""
+        """Tensors whose memory a captured CUDA graph reads again when it is replayed."""
         return self._lr
 
     def replace(self, groups: list[Group]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardopt.kernels.dispatch import DTYPES, check_device, check_sign, check_storage
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError
 from shardopt.state.names import listed_name
-from shardopt.state.tensor_state import TensorState, flat_slices, tensor_state_of
+from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
@@ -43,11 +43,6 @@ class Input(NamedTuple):
         """The part of the parameter that this rank holds."""
         assert self.spec is not None
         return self.spec.shard
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the parameter is made of flat shards: every rank then takes part in its collectives."""
-        return self.spec is not None and bool(flat_slices(self.spec))
 
 
 def describe(

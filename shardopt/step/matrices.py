@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardopt.kernels.newton_schulz import NewtonSchulz, flops
+from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.layout import Division, Region
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_state import SliceState
@@ -65,8 +65,13 @@ class Matrix:
 
     @property
     def held(self) -> Region:
-        """What this rank holds of it."""
+        """The elements of the matrix that this rank holds."""
         return self.regions[0 if self.division is None else self.division.ranks.rank]
+
+    @property
+    def flops(self) -> int:
+        """Multiplications that it takes to orthogonalize it."""
+        return self.newton_schulz.flops(self.rows, self.cols)
 
     def workspace(self, device_type: str) -> int:
         """Bytes that its owner takes while it computes it, on a device of this type."""
@@ -157,7 +162,7 @@ class Wave(NamedTuple):
 
     @property
     def division(self) -> Division | None:
-        """That of one of the matrices: the ranks are the same for all, and whether each holds all of it."""
+        """The division of one of the matrices. All have the same ranks, and all are copied or none is."""
         return self.matrices[0].division
 
 
@@ -185,13 +190,13 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str) -> list[
 def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
     """The waves of matrices that the same ranks divide, whose directions may take so much memory."""
     size = len(matrices[0].regions)
-    costliest_first = sorted(range(len(matrices)), key=lambda i: -flops(matrices[i].rows, matrices[i].cols))
+    costliest_first = sorted(range(len(matrices)), key=lambda index: -matrices[index].flops)
     loads, owner_of = [0] * size, {}
     for index in costliest_first:
         matrix = matrices[index]
         # Where several have done the least, not always the first: with released gradients each step has one matrix.
         owner = min(range(size), key=lambda rank: (loads[rank], (rank - matrix.number) % size))
-        loads[owner] += flops(matrix.rows, matrix.cols)
+        loads[owner] += matrix.flops
         owner_of[index] = owner
     limit = memory // LIVE_WAVES
     slices: dict[tuple[int, int], list[int]] = {}  # those of a parameter are in one wave: its blocks are coded together

@@ -73,7 +73,7 @@ class Group(NamedTuple):
         return self._row(self.rule.name, self.hyper, lr, self.gradient_sign)
 
     def apply_row(self, lr: Tensor | None, scale: float) -> Row:
-        """The same for the second pass of a rule with an orthogonalized direction.
+        """The group as a row for the pass that moves parameters by orthogonalized directions.
 
         Args:
             lr: as for :meth:`row`.
@@ -97,9 +97,9 @@ class SliceOfStep(NamedTuple):
     """What a step knows of a slice beside its state.
 
     Attributes:
-        flat_cuts: the blocks that flat shards cut which are exchanged together with those of the slice.
+        flat_cuts: blocks that the boundaries of flat shards cut, whose extremes travel in the same exchange.
         sums: address of the sums over the slice's parameter; 0 where its rule needs none.
-        ends: indices in the slice of elements that begin a matrix: a row of the table has to end there.
+        ends: indices in the slice at which a matrix begins. No row of the table may lie on both sides of one.
     """
 
     flat_cuts: FlatCuts

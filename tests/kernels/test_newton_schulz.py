@@ -14,7 +14,7 @@ from helpers import Shape, at_odd_offset
 from live_bytes import LiveBytes
 from ranks.layouts import values
 from ranks.snapshot import assert_same
-from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz, flops
+from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz
 
 SHAPES: tuple[Shape, ...] = ((64, 64), (48, 130), (130, 48), (1, 257), (257, 1), (1, 1), (3, 1000), (97, 96))
 QUINTIC_5 = (QUINTIC,) * 5
@@ -166,7 +166,7 @@ def test_workspace_is_enough(shape: Shape, device_type: str) -> None:
     newton_schulz, matrix = NewtonSchulz(QUINTIC_5, 1e-7), of(shape)
     with LiveBytes() as live:
         newton_schulz(matrix, in_float32=device_type == "cpu")
-    assert 0 < live.most <= NewtonSchulz.workspace(*shape, device_type)
+    assert 0 < live.most <= newton_schulz.workspace(*shape, device_type)
 
 
 @pytest.mark.parametrize("coefficients", [QUINTIC_5, POLAR_EXPRESS], ids=["quintic", "polar express"])
@@ -186,4 +186,78 @@ def test_products_in_float32(shape: Shape, coefficients: Sequence[Coefficients])
 
 
 def test_flops_do_not_know_of_transposition() -> None:
-    assert flops(40, 90) == flops(90, 40) == 40 * 40 * 90 + 40 * 40 * 40 + 40 * 40 * 90
+    twice = NewtonSchulz((QUINTIC,) * 2, 1e-7)
+    assert twice.flops(40, 90) == twice.flops(90, 40) == 2 * (40 * 40 * 90 + 40 * 40 * 40 + 40 * 40 * 90)
+
+
+# The Gram form --------------------------------------------------------------------------------------------------------
+
+LONG: tuple[Shape, ...] = ((32, 80), (80, 32), (24, 200), (97, 300), (8, 1000))
+
+
+def by_gram(coefficients: Sequence[Coefficients]) -> NewtonSchulz:
+    return NewtonSchulz(tuple(coefficients), 1e-7, gram=True)
+
+
+def exact(coefficients: Sequence[Coefficients], matrix: Tensor) -> Tensor:
+    """The iteration in float64, on a matrix that was divided by its norm in bfloat16."""
+    x = matrix.clone()
+    x = x.div_(x.norm()).double()
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("coefficients", [QUINTIC_5, POLAR_EXPRESS], ids=["quintic", "polar express"])
+@pytest.mark.parametrize("in_float32", [True, False])
+@pytest.mark.parametrize("shape", LONG, ids=str)
+def test_gram_is_no_less_exact(shape: Shape, in_float32: bool, coefficients: Sequence[Coefficients]) -> None:
+    """Than the plain iteration in bfloat16, on random matrices and on one whose singular values span 30 times."""
+    u, s, v = known_spectrum(shape)
+    for matrix in (of(shape), ((u * s) @ v).bfloat16().contiguous()):
+        expected = exact(coefficients, matrix)
+        plain = NewtonSchulz(tuple(coefficients), 1e-7)
+        errors = [
+            ((each(matrix.clone(), in_float32=in_float32).double() - expected).norm() / expected.norm()).item()
+            for each in (by_gram(coefficients), plain)
+        ]
+        assert errors[0] <= errors[1], errors
+
+
+def test_gram_where_it_takes_fewer_multiplications() -> None:
+    """For five steps: where a dimension is more than 1.5 times the other."""
+    assert (
+        by_gram(QUINTIC_5).flops(64, 320)
+        == 64 * 64 * (4 * 320 + 14 * 64)
+        < NewtonSchulz(QUINTIC_5, 1e-7).flops(64, 320)
+    )
+    for shape, is_gram in [((64, 64), False), ((64, 96), False), ((96, 64), False), ((64, 97), True), ((97, 64), True)]:
+        same = torch.equal(by_gram(QUINTIC_5)(of(shape)), NewtonSchulz(QUINTIC_5, 1e-7)(of(shape)))
+        assert same is not is_gram, shape
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_gram_depends_on_the_matrix_alone(in_float32: bool) -> None:
+    """Not on threads, nor on where it lies in memory."""
+    for shape in [(97, 300), (300, 97)]:
+        expected = by_gram(QUINTIC_5)(of(shape), in_float32=in_float32)
+        for count, offset in [(1, 1), (2, 3), (2, 16)]:
+            torch.set_num_threads(count)
+            assert torch.equal(by_gram(QUINTIC_5)(at_odd_offset(of(shape), offset), in_float32=in_float32), expected)
+
+
+def test_gram_of_zeros_and_of_large_numbers() -> None:
+    """Float16 ends at 65,504; the norm is taken away before."""
+    assert not by_gram(QUINTIC_5)(torch.zeros(3, 40, dtype=torch.bfloat16)).any()
+    assert torch.equal(by_gram(QUINTIC_5)(of((30, 70)) * 2.0**40), by_gram(QUINTIC_5)(of((30, 70))))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40), (40, 61), (1, 500)], ids=str)
+def test_workspace_of_gram_is_enough(shape: Shape, device_type: str) -> None:
+    newton_schulz, matrix = by_gram(QUINTIC_5), of(shape)
+    with LiveBytes() as live:
+        newton_schulz(matrix, in_float32=device_type == "cpu")
+    assert 0 < live.most <= newton_schulz.workspace(*shape, device_type)

@@ -91,6 +91,7 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
     "Adam": {"cautious": False},
     "Lion": CAUTIOUS,
     "Muon": {
+        "ns_method": "standard",
         "algorithm": "muon",
         "split": None,
         "betas": (0.9, 0.95),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz, flops
+from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.layout import Division, Region
 from shardopt.layout.division import ranges
 from shardopt.step.matrices import LIVE_WAVES, Matrix, Wave, matrix_shapes, waves_of
@@ -115,11 +115,11 @@ def test_next_wave_did_not_fit(matrices: list[Matrix], memory: int) -> None:
 @settings(deadline=None)
 @given(matrices=parameters(), memory=st.integers(0, 60_000))
 def test_owners_have_like_loads(matrices: list[Matrix], memory: int) -> None:
-    costs = [flops(one.rows, one.cols) for one in matrices]
+    costs = [one.flops for one in matrices]
     loads = [0] * len(matrices[0].regions)
     for wave in waves_of(matrices, memory, "cpu"):
         for one, owner in zip(wave.matrices, wave.owners, strict=True):
-            loads[owner] += flops(one.rows, one.cols)
+            loads[owner] += one.flops
     assert max(loads) - min(loads) <= max(costs)
 
 

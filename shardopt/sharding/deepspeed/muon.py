@@ -1,4 +1,4 @@
-"""Our Muon in a DeepSpeed config, and the marks on parameters of DeepSpeed's own."""
+"""Muon as an optimizer type of DeepSpeed's config, and ``use_muon``, by which DeepSpeed marks parameters."""
 
 from __future__ import annotations
 
