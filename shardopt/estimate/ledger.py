@@ -22,6 +22,7 @@ from shardopt.estimate.zero import ZERO_OFFLOADS, add_partitions, check
 from shardopt.kernels.streamed import SLOTS
 from shardopt.optim import SGD, ShardedOptimizer
 from shardopt.release import deferred
+from shardopt.release.released import demand_no_totals
 from shardopt.report import MemoryReport, MemoryUse
 from shardopt.report.memory import kind_of
 from shardopt.state import residency
@@ -99,7 +100,9 @@ class Setup:
                 f"offload: got 'step' with {self.backend}, whose shards are ranges of parameters, expected 'state', or "
                 "fsdp2"
             )
-        self.group()
+        optimizer, group = self.group()
+        if self.release_gradients:
+            demand_no_totals(optimizer, group)
         offload = self.options.get("offload")
         if bytes_of(self.options.get("device_state_budget", 0)) and offload is None:
             raise ValueError(

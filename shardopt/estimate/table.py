@@ -91,7 +91,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """Notes below the table: meaning and limits of its figures."""
     found = [
         "Bytes per parameter of the whole model, on the GPU that holds most; what is offloaded is in GiB per host.",
-        "Not counted: activations, the framework's other buffers, the allocator's slack, Muon's orthogonalize_memory.",
+        "Not counted: activations, the framework's other buffers, the allocator's slack.",
         rows[0].model.note,
     ]
     setups = [row.setup for row in rows]
@@ -100,6 +100,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append("Released gradients: the largest single parameter's is counted.")
     if any(setup.backend == "fsdp2" for setup in released):
         found.append("Released gradients with fsdp2: those of the largest unit are counted.")
+    if any(setup.optimizer == "muon" for setup in setups):
+        found.append(
+            "Muon: a step takes orthogonalize_memory on top, 512 MiB by default, or what the largest matrices need."
+        )
     waiting = max((setup.gradients_at_once for setup in released), default=1)
     if waiting > 1:
         found.append(f"Released gradients with offload='step': up to {waiting} successive parameters' are counted.")

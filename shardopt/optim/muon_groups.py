@@ -31,7 +31,8 @@ def muon_groups(
 
     The rest are parameters of one dimension (biases, norms); embeddings, that is weights of ``torch.nn.Embedding`` and
     what is tied to them; the output head, that is the last linear layer if it has as many outputs as the first
-    embedding has entries; whatever is named "embed", "lm_head", "head", "wte" or "wpe"; and what ``exclude`` names.
+    embedding has entries; whatever has "embed" or "lm_head" anywhere in its name (the matrices of a module "embedder",
+    too), or a module or parameter named "head", "wte" or "wpe"; and what ``exclude`` names.
     When and how to call it, and its patterns, are as for :func:`shardopt.param_groups`. Look at ``table()`` of the
     result.
 

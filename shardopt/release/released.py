@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -75,7 +75,7 @@ class ReleasedParameters:
             for position, param in enumerate(group["params"]):
                 if param in wanted:
                     _demand_no_raise(group)
-                    _demand_no_totals(optimizer, group)
+                    demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
                     stepper = Stepper(
                         internals.residency, internals.model_indices, internals.copies, index_in_model, name
@@ -206,7 +206,8 @@ def _group_of(param_groups: list[dict[str, Any]], parameter: _Parameter, param: 
     )
 
 
-def _demand_no_totals(optimizer: ShardedOptimizer, group: dict[str, Any]) -> None:
+def demand_no_totals(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> None:
+    """Raises ValueError if a step of the param group needs the gradients of all parameters at once."""
     if optimizer.rule(group).totals:
         raise ValueError(
             f"got {type(optimizer).__name__}, whose step needs sums over all gradients, expected an optimizer that can "

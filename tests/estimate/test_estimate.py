@@ -240,6 +240,8 @@ def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: s
         (["7B", "--backend", "fsdp1", "--release-gradients"], "got it with fsdp1"),
         (["7B", "--backend", "fsdp1", "--offload", "step"], "got 'step' with fsdp1"),
         (["7B", "--backend", "zero2", "--release-gradients"], "got it with zero2"),
+        (["7B", "--optimizer", "prodigy", "--release-gradients"], "got Prodigy, whose step needs sums over all"),
+        (["7B", "--optimizer", "muon", "--offload", "step"], "offload: got 'step' for Muon"),
         (
             ["7B", "--backend", "zero2", "--offload", "state"],
             "offload: got 'state' with zero2, which",
@@ -282,6 +284,12 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures[4][:3] == [2, 0, 0]
     assert figures[4][8] == round(3.09375 * 70e9 / 2**30, 2)
     assert any("activations" in line for line in lines)
+
+
+def test_what_muon_takes_on_top(capsys: pytest.CaptureFixture[str]) -> None:
+    for optimizer, is_said in (("adamw", False), ("muon", True)):
+        assert main(["estimate", "8B", "--optimizer", optimizer]) == 0
+        assert ("orthogonalize_memory" in capsys.readouterr().out) is is_said
 
 
 def test_asked_row(capsys: pytest.CaptureFixture[str]) -> None:
