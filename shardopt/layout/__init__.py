@@ -3,6 +3,7 @@
 from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Copies, Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
+from shardopt.layout.numbers import number_of, number_parameters
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
     Exchange,
@@ -44,6 +45,8 @@ __all__ = [
     "is_quantized",
     "keep_float32_state",
     "keeps_float32_state",
+    "number_of",
+    "number_parameters",
     "read_model",
     "register",
     "register_copies_finder",

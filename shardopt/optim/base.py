@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardopt.codec import Moment
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import assigned, copies_in, read_model
+from shardopt.layout import assigned, copies_in, number_parameters, read_model
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
@@ -141,7 +141,8 @@ class ShardedOptimizer(Optimizer, ABC):
 
         That is so under FSDP1 (``FullyShardedDataParallel``) if the model was wrapped before shardopt was imported:
         call this before the first step. Muon shares its work among the ranks of a DistributedDataParallel after this
-        call, which all of them must make. Other models need no call, and lose nothing by one.
+        call, which all of them must make. The noise of stochastic rounding depends on a parameter's number in the model
+        from then on, not in the optimizer. Other models need no call, and lose nothing by one.
 
         Args:
             model: the wrapped model, whole.
@@ -152,6 +153,7 @@ class ShardedOptimizer(Optimizer, ABC):
             MemoryError: the host has no memory for what is to be offloaded.
         """
         read_model(model)
+        number_parameters(model)
         self._internals.share(copies_in(model))
         self._internals.forget_tables()
         self._internals.residency.check()

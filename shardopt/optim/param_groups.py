@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, read_model
+from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, number_parameters, read_model
 from shardopt.layout.names import all_parameter_names
 from shardopt.state.options import DEFAULTS
 
@@ -115,6 +115,7 @@ def param_groups(
     rules += overrides.items()
     _check_options(overrides)
     read_model(model)
+    number_parameters(model)
     named = all_parameter_names(model)
     tensors = {param: _parts(param, names) for param, names in named.items()}
     _check_patterns([pattern for pattern, _ in rules], [n for ps in tensors.values() for p in ps for n in p.names])

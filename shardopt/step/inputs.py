@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device, check_sign, check_storage
-from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError
+from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, number_of
 from shardopt.state.names import listed_name
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.step.rows import Group
@@ -82,7 +82,9 @@ def describe(
             known_as = name or listed_name(group, index, position)
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"
-            number = numbers.get(param, first + len(inputs))
+            number = number_of(param)
+            if number is None:
+                number = numbers.get(param, first + len(inputs))
             inputs.append(Input(known_as, index, position, param.device, spec, number, copies.get(param)))
     _check_noise(inputs)
     return inputs

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import shardopt
 from ranks.deepspeed import (
     HYPER,
+    WITHOUT_MASTERS,
     config,
     engine_snapshot,
     groups_of,
@@ -41,16 +42,23 @@ def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _trained(
-    way: str, overrides: dict[str, dict[str, Any]], no_decay: tuple[str, ...] = (), *, before: bool = False
+    way: str,
+    overrides: dict[str, dict[str, Any]],
+    no_decay: tuple[str, ...] = (),
+    *,
+    before: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
-    net = make_net()
+    net = make_net(dtype)
+    options = {"min_quantized_numel": 64, "lr": 1e-2, **options}
     early = shardopt.param_groups(net, overrides, no_decay) if before else None
     model = WAYS[way](net)
     groups = early or shardopt.param_groups(model, overrides, no_decay)
     if way == "zero":
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.AdamW, min_quantized_numel=64, lr=1e-2)
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.AdamW, **options)
     else:
-        optimizer = shardopt.AdamW(groups, min_quantized_numel=64, lr=1e-2)
+        optimizer = shardopt.AdamW(groups, **options)
     for step in range(STEPS):
         step_with(model, optimizer, step)
     return model, optimizer
@@ -191,6 +199,63 @@ def _names_in_errors(way: str) -> None:
 @pytest.mark.parametrize(("way", "world_size"), [("zero", 1), ("zero", 2), ("fsdp", 2)])
 def test_names_in_errors_are_those_of_the_parameters(ranks: Pool, way: str, world_size: int) -> None:
     ranks.run(world_size, _names_in_errors, way)
+
+
+STOCHASTIC = {"stochastic_rounding": True, "stochastic_rounding_seed": 7}
+
+
+def _noise(way: str) -> None:
+    """Of the groups in the optimizer's order, not all have the parameters in the model's."""
+    run = _trained(way, OF_UNITS, dtype=torch.bfloat16, **STOCHASTIC)
+    assert_same(snapshot_of(*run), snapshot_of(*_trained("single", OF_UNITS, dtype=torch.bfloat16, **STOCHASTIC)))
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp1", "fsdp1 flat", "zero"])
+def test_noise_of_stochastic_rounding(ranks: Pool, way: str) -> None:
+    ranks.run(2, _noise, way)
+
+
+def test_noise_follows_the_model() -> None:
+    """Groups change nothing but their options; without the model, its order is that of the optimizer."""
+    snapshots = []
+    for make in (
+        lambda net: shardopt.param_groups(net, {"up.*": {"lr": 1e-2}}),
+        lambda net: net.parameters(),
+        lambda net: [*net.parameters()][::-1],
+    ):
+        net = make_net(torch.bfloat16)
+        optimizer = shardopt.AdamW(make(net), min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+        step_with(net, optimizer, 0)
+        snapshots.append(snapshot_of(net, optimizer))
+    assert_same(snapshots[0], snapshots[1])
+    net = make_net(torch.bfloat16)
+    attached = shardopt.AdamW([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+    attached.attach(net)
+    step_with(net, attached, 0)
+    assert_same(snapshot_of(net, attached), snapshots[1])
+    with pytest.raises(AssertionError):
+        assert_same(snapshots[2], snapshots[1])
+
+
+def _noise_under_deepspeed(stage: int) -> None:
+    model = taking_gradients(make_net())
+    groups = shardopt.param_groups(model, OF_UNITS)
+    engine = make_engine(
+        model,
+        config(stage, params=STOCHASTIC, bf16=WITHOUT_MASTERS if stage else {"enabled": True}),
+        model_parameters=groups,
+    )
+    whole = make_net(torch.bfloat16)
+    optimizer = shardopt.AdamW8bit(shardopt.param_groups(whole, OF_UNITS), **HYPER, **STOCHASTIC)
+    for step in range(STEPS):
+        step_engine(engine, step)
+        step_whole(whole, optimizer, step)
+    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_noise_under_deepspeed(deepspeed_ranks: Pool, stage: int) -> None:
+    deepspeed_ranks.run(2, _noise_under_deepspeed, stage)
 
 
 def _group_added_later() -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import shardopt.optim
+from shardopt.layout.numbers import number_parameters
 from shardopt.optim import Muon, ShardedOptimizer
 from shardopt.sharding.deepspeed.fragments import show_state
 from shardopt.sharding.deepspeed.masters import share_copies
@@ -108,6 +109,7 @@ def install(engine_module: ModuleType) -> None:
             configure(self, client_optimizer, model_parameters)
         if isinstance(self.basic_optimizer, ShardedOptimizer):
             assign_partitions(self)
+            number_parameters(self.module)
             share_copies(self.optimizer)
             swap_what_survives(self.optimizer)
             _warn_of_lost_updates(self)
