@@ -19,6 +19,7 @@ from shardopt.step.inputs import Input
 
 BYTES = 2  # of an element of a direction: bfloat16
 _ALIGNED = 128  # elements: 256 bytes, by which libraries that multiply matrices may choose their kernels
+_SCATTER = 0x9E3779B1  # 2^32 over the golden ratio: its multiples spread evenly, and so does every other one of them
 
 #: Waves whose directions are in memory at a time: one that arrives, one that is computed and one that goes back.
 LIVE_WAVES = 3
@@ -195,7 +196,8 @@ def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
     for index in costliest_first:
         matrix = matrices[index]
         # Where several have done the least, not always the first: with released gradients each step has one matrix.
-        owner = min(range(size), key=lambda rank: (loads[rank], (rank - matrix.number) % size))
+        first = (matrix.number * _SCATTER % 2**32) * size >> 32
+        owner = min(range(size), key=lambda rank: (loads[rank], (rank - first) % size))
         loads[owner] += matrix.flops
         owner_of[index] = owner
     limit = memory // LIVE_WAVES

@@ -1,0 +1,187 @@
+"""Ranks with copies of a model share Muon's work, if they know of each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import shardopt
+import shardopt.checkpoint
+import shardopt.sharding.exchange
+from helpers import Shape
+from ranks.flat import bare_shapes, gathered, remember_bare
+from ranks.models import make_net, set_gradients
+from ranks.muon import MATRICES, of_groups, orthogonalized
+from ranks.pool import Pool
+from ranks.runs import SMALL, snapshot_of, step_with
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
+
+STEPS = 3
+
+
+# Which ranks share the work -------------------------------------------------------------------------------------------
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> list[torch.Tensor]:
+    set_gradients(model, seed)
+    optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _stepped_alone(seeds: list[int]) -> list[torch.Tensor]:
+    model = make_net()
+    optimizer = shardopt.Muon8bit(shardopt.muon_groups(model))
+    return [_step(model, optimizer, seed) for seed in seeds][-1]
+
+
+def _assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def _counted_broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sources of broadcasts of directions, as they come."""
+    sources: list[int] = []
+    broadcast = shardopt.sharding.exchange.RanksExchange.broadcast
+
+    def counted(self: Any, tensor: torch.Tensor, source: int) -> Any:
+        sources.append(source)
+        return broadcast(self, tensor, source)
+
+    monkeypatch.setattr(shardopt.sharding.exchange.RanksExchange, "broadcast", counted)
+    return sources
+
+
+def _replicas_share() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        sources = _counted_broadcasts(monkeypatch)
+        model = DistributedDataParallel(make_net())
+        optimizer = shardopt.Muon8bit(shardopt.muon_groups(model))
+        _assert_equal(_step(model, optimizer), _stepped_alone([0]))
+        assert set(sources) == set(range(dist.get_world_size()))
+        optimizer.attach(model.module)
+        sources.clear()
+        _assert_equal(_step(model, optimizer, 1), _stepped_alone([0, 1]))
+        assert not sources
+        optimizer.attach(model)
+        _assert_equal(_step(model, optimizer, 2), _stepped_alone([0, 1, 2]))
+        assert sources
+
+
+def test_replicas_share_work(ranks: Pool) -> None:
+    """If the groups are of the wrapped model, or after attach()."""
+    ranks.run(2, _replicas_share)
+
+
+def _share_nothing_alone() -> None:
+    model = DistributedDataParallel(make_net())
+    shardopt.muon_groups(model)
+    if dist.get_rank() == 0:
+        shardopt.muon_groups(model).table()
+        optimizer = shardopt.Muon8bit(shardopt.muon_groups(model.module))
+        _assert_equal(_step(model, optimizer), _stepped_alone([0]))
+
+
+def test_one_rank_may_go_on_alone(ranks: Pool) -> None:
+    """An optimizer of the bare model waits for nobody, whatever was read of the wrapped one."""
+    ranks.run(2, _share_nothing_alone)
+
+
+def _wrapped_again() -> None:
+    whole, halves = make_net(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    shardopt.muon_groups(DistributedDataParallel(whole))
+    half = dist.get_rank() // 2
+    model = DistributedDataParallel(whole, process_group=halves[half])
+    optimizer = shardopt.Muon8bit(shardopt.muon_groups(model))
+    if half == 0:  # those of the first wrapping would wait for the other half
+        _assert_equal(_step(model, optimizer), _stepped_alone([0]))
+
+
+def test_wrapped_again_over_other_ranks(ranks: Pool) -> None:
+    ranks.run(4, _wrapped_again)
+
+
+def _zero_redundancy(path: str) -> None:
+    model = DistributedDataParallel(make_net())
+    optimizer = ZeroRedundancyOptimizer(shardopt.muon_groups(model), optimizer_class=shardopt.Muon8bit)
+    shardopt.muon_groups(model)
+    optimizer.optim.attach(model)
+    _assert_equal(_step(model, optimizer), _stepped_alone([0]))
+    shardopt.checkpoint.save(path, model, optimizer)
+    shardopt.checkpoint.load(path, model, optimizer)
+    _assert_equal(_step(model, optimizer, 1), _stepped_alone([0, 1]))
+
+
+def test_zero_redundancy_shares_nothing(ranks: Pool, tmp_path: Path) -> None:
+    """Each rank has parameters of its own, also once the wrapped model was read: by attach() or a checkpoint."""
+    ranks.run(2, _zero_redundancy, str(tmp_path / "checkpoint"))
+
+
+# Ranks with copies ----------------------------------------------------------------------------------------------------
+
+
+def _whole(**options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    model = make_net()
+    optimizer = of_groups(model, **options)
+    for step in range(STEPS):
+        step_with(model, optimizer, step)
+    return model, optimizer
+
+
+def _ddp(how: str, options: dict[str, Any]) -> list[Shape]:
+    bare = make_net()
+    model = DistributedDataParallel(bare)
+    optimizer = of_groups(model if how == "groups" else bare, **options)
+    if how == "attach":
+        optimizer.attach(model)
+    with orthogonalized() as computed:
+        for step in range(STEPS):
+            step_with(model, optimizer, step)
+    got = snapshot_of(model, optimizer)
+    assert_same(got, snapshot_of(*_whole(**options)))
+    return computed
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"orthogonalize_memory": 1}], ids=str)
+def test_ddp_shares_the_work(ranks: Pool, world_size: int, options: dict[str, Any]) -> None:
+    computed = ranks.run(world_size, _ddp, "groups", options)
+    assert sum(map(Counter, computed), Counter()) == Counter({shape: STEPS * n for shape, n in MATRICES.items()})
+    assert all(computed)
+
+
+@pytest.mark.parametrize("how", ["attach", "bare"])
+def test_ddp_attached_or_unknown(ranks: Pool, how: str) -> None:
+    """Where nothing tells of the other ranks, each computes everything."""
+    computed = ranks.run(2, _ddp, how, {})
+    times = 1 if how == "attach" else 2
+    assert sum(map(Counter, computed), Counter()) == Counter({s: times * STEPS * n for s, n in MATRICES.items()})
+
+
+def _zero(options: dict[str, Any]) -> list[Shape]:
+    model = make_net()
+    model = remember_bare(DistributedDataParallel(model), bare_shapes(model))
+    groups = [dict(group) for group in shardopt.muon_groups(model)]
+    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.Muon, **SMALL, **options)
+    with orthogonalized() as computed:
+        for step in range(STEPS):
+            step_with(model, optimizer, step)
+    got = gathered(model, optimizer)
+    if dist.get_rank() == 0:
+        assert_same(got, snapshot_of(*_whole(**options)))
+    return computed
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_zero_redundancy(ranks: Pool, world_size: int) -> None:
+    """Each rank computes the matrices whose state it has."""
+    computed = ranks.run(world_size, _zero, {})
+    assert sum(map(Counter, computed), Counter()) == Counter({shape: STEPS * n for shape, n in MATRICES.items()})

@@ -1,0 +1,183 @@
+"""The matrices of a parameter, however ranks divide it: with the bits of the unsharded step."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, Shard
+
+import shardopt
+from helpers import Shape
+from ranks.collectives import counted_collectives
+from ranks.flat import gathered
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, layouts, shard, values
+from ranks.models import fsdp1, make_net
+from ranks.pool import Pool
+from ranks.runs import SMALL, snapshot_of, step_with
+from ranks.snapshot import assert_same, snapshot
+from shardopt.layout import Region, shard_of
+from test_dtensor_step import SCATTERED
+
+STEPS = 3
+
+# Who holds what -------------------------------------------------------------------------------------------------------
+
+
+def _elements(region: Region) -> list[int]:
+    return [region.first + row * region.stride + col for row in range(region.rows) for col in range(region.cols)]
+
+
+def _covers(layout: Layout) -> None:
+    numel = torch.Size(layout.shape).numel()
+    numbers = torch.arange(numel).view(layout.shape)
+    found = shard(numbers, layout)
+    division = shard_of(found).division
+    local = found.to_local().flatten().tolist()
+    if all(placement == WHOLE for placement in layout.placements):
+        assert division is None
+        return
+    assert division is not None
+    held = [_elements(region) for region in division.regions]
+    assert held[division.ranks.rank] == local, str(layout)
+    assert sorted(element for of_rank in held for element in of_rank) == list(range(numel)), str(layout)
+
+
+def _all_cover() -> None:
+    for layout in layouts(dist.get_world_size()):
+        if layout.placements != SCATTERED:
+            _covers(layout)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_divisions_cover_each_parameter_once(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _all_cover)
+
+
+# Matrices in a parameter ----------------------------------------------------------------------------------------------
+
+
+#: Shapes and how they are divided: matrices that no rank holds whole, of one row, and fewer than ranks.
+SPLITS: tuple[tuple[Shape, Any], ...] = (
+    ((97, 130), (30, 1, 5, 61)),
+    ((40, 7, 3, 3), (3, 37)),
+    ((3, 33, 64), "each"),
+    ((6, 5, 40), "each"),
+    ((2, 4, 9, 8), "each"),
+)
+
+
+def _splits() -> None:
+    size = dist.get_world_size()
+    mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[size]
+    ways = [((size,), (ROW,)), ((size,), (COLUMN,)), (mesh, (ROW, COLUMN)), (mesh, (WHOLE, ROW)), (mesh, (ROW, ROW))]
+    whole, sharded = [], []
+    for index, ((on, placements), (shape, split)) in enumerate(product(ways, SPLITS)):
+        params = values(shape, index), shard(values(shape, index), Layout(shape, on, placements, torch.float32))
+        for groups, param in zip((whole, sharded), params, strict=True):
+            groups.append({"params": [nn.Parameter(param)], "split": split})
+    options = {"adjust_lr_fn": "spectral_norm", "orthogonalize_memory": 100_000, "lr": 0.02, **SMALL}
+    optimizers = [shardopt.Muon(groups, **options) for groups in (whole, sharded)]
+    for step, (optimizer, groups) in product(range(2), zip(optimizers, (whole, sharded), strict=True)):
+        for index, group in enumerate(groups):
+            (param,) = group["params"]
+            gradient = values(tuple(param.shape), 100 * (step + 1) + index)
+            like = isinstance(param, DTensor)
+            param.grad = distribute(gradient, param.device_mesh, param.placements) if like else gradient
+        optimizer.step()
+    named = [{str(i): group["params"][0] for i, group in enumerate(groups)} for groups in (whole, sharded)]
+    expected, got = (snapshot(params, optimizer) for params, optimizer in zip(named, optimizers, strict=True))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_splits(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _splits)
+
+
+def _split_flat() -> None:
+    """FSDP1 and FSDP2 cut matrices of a fused parameter anywhere."""
+    split = {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
+    models = [fsdp1(_matrices(), ["1"]), _matrices()]
+    optimizers = [shardopt.Muon(shardopt.muon_groups(model, split=split), **SMALL) for model in models]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step_with(model, optimizer, step)
+    got, expected = (snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_splits_of_flat_shards(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _split_flat)
+
+
+def _no_ranges(split: Any) -> None:
+    """Nothing is changed, and nothing travels."""
+    layout = Layout((6, 5, 40), (dist.get_world_size(),), (Shard(2),), torch.float32)
+    param = nn.Parameter(shard(values(layout.shape, 0), layout))
+    optimizer = shardopt.Muon([param], split=split, **SMALL)
+    param.grad = shard(values(layout.shape, 1), layout)
+    with (
+        counted_collectives() as found,
+        pytest.raises(RuntimeError, match=r"got a parameter of shape .* with placements .* for Muon, expected"),
+    ):
+        optimizer.step()
+    assert not found
+    assert not optimizer.state
+    assert torch.equal(param.to_local(), shard(values(layout.shape, 0), layout).to_local())
+
+
+@pytest.mark.parametrize("split", [None, "each"])
+def test_neither_rows_nor_columns(ranks: Pool, split: Any) -> None:
+    ranks.run(2, _no_ranges, split)
+
+
+# Flat parameters of matrices only -------------------------------------------------------------------------------------
+
+
+def _matrices(width: int = 40) -> nn.Sequential:
+    """Layers without biases: a wide one, a tall one and a square one."""
+    shapes = ((width, 70), (70, width), (width, width))
+    model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in shapes))
+    for index, param in enumerate(model.parameters()):
+        with torch.no_grad():
+            param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(index)))
+    return model
+
+
+def _flat(strategy: ShardingStrategy) -> None:
+    got, whole = fsdp1(_matrices(), ["1"], use_orig_params=False, sharding_strategy=strategy), _matrices()
+    optimizers = [shardopt.Muon(model.parameters(), **SMALL) for model in (got, whole)]
+    for step in range(STEPS):
+        for model, optimizer in zip((got, whole), optimizers, strict=True):
+            step_with(model, optimizer, step)
+    assert_same(gathered(got, optimizers[0]), snapshot_of(whole, optimizers[1]))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(1, "FULL_SHARD"), (2, "NO_SHARD"), (2, "FULL_SHARD"), (3, "SHARD_GRAD_OP")],
+)
+def test_flat_parameters(ranks: Pool, world_size: int, strategy: str) -> None:
+    """FSDP1 with ``use_orig_params=False``: an optimizer's parameter is several matrices."""
+    ranks.run(world_size, _flat, ShardingStrategy[strategy])
+
+
+def _flat_of_both() -> None:
+    model = fsdp1(make_net(), ["up"], use_orig_params=False)
+    with pytest.raises(ValueError, match=r"got a parameter of shape .* in a param group for Muon"):
+        shardopt.Muon(model.parameters(), **SMALL)
+    with pytest.raises(
+        ValueError, match=r"got .* in one flat parameter, expected the same options for all of its parts"
+    ):
+        shardopt.muon_groups(model)
+
+
+def test_flat_parameters_for_both_rules(ranks: Pool) -> None:
+    ranks.run(2, _flat_of_both)

@@ -1,0 +1,121 @@
+"""What ranks send each other in a step of Muon, counted, and the memory that it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardopt
+from helpers import Shape
+from live_bytes import LiveBytes
+from ranks.collectives import counted_collectives
+from ranks.models import WAYS, make_net, set_gradients
+from ranks.muon import MATRICES, of_groups
+from ranks.pool import Pool
+from ranks.runs import SMALL
+from shardopt.optim import ShardedOptimizer
+from shardopt.step.matrices import padded
+
+
+def _of_step(model: nn.Module, optimizer: ShardedOptimizer) -> tuple[Counter[str], dict[str, int]]:
+    """The collectives of a second step by name, and their bytes."""
+    for step in range(2):
+        set_gradients(model, step)
+        with counted_collectives() as found:
+            optimizer.step()
+    counts, nbytes = Counter(name for name, _ in found), dict.fromkeys({name for name, _ in found}, 0)
+    for name, size in found:
+        nbytes[name] += size
+    return counts, nbytes
+
+
+def _equal_matrices(memory: str | int, mesh: bool) -> tuple[Counter[str], dict[str, int], int]:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    size = dist.get_world_size()
+    names = ("replicas", "shards")
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names) if mesh else None)
+    optimizer = shardopt.Muon(model.parameters(), orthogonalize_memory=memory, **SMALL)
+    return *_of_step(model, optimizer), 8 * 64 * 64
+
+
+@pytest.mark.parametrize(("world_size", "hybrid"), [(2, False), (4, False), (4, True)])
+def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool) -> None:
+    """By two exchanges, 4 bytes in all, and nothing else: also where other ranks have copies of the shards."""
+    shards = world_size // 2 if hybrid else world_size
+    for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, "1GiB", hybrid):
+        assert counts == {"alltoall_base": 2}
+        assert nbytes == {"alltoall_base": 4 * numel // shards}
+
+
+def test_two_exchanges_per_wave(ranks: Pool) -> None:
+    for counts, nbytes, numel in ranks.run(2, _equal_matrices, 1, False):
+        assert counts == {"alltoall_base": 2 * 8}
+        assert nbytes == {"alltoall_base": 4 * numel // 2}
+
+
+def _net(way: str) -> tuple[Counter[str], dict[str, int]]:
+    model = WAYS[way](make_net())
+    return _of_step(model, of_groups(model))
+
+
+def _padded_bytes(ranks_of: int, shapes: Counter[Shape]) -> int:
+    """Of all directions if rows are divided among ranks, each one's in units of 16 bytes."""
+    total = 0
+    for (rows, cols), count in shapes.items():
+        each = -(-rows // ranks_of)
+        held = [max(min(each, rows - rank * each), 0) * cols for rank in range(ranks_of)]
+        total += count * 2 * sum(map(padded, held))
+    return total
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_of_a_model(ranks: Pool, world_size: int) -> None:
+    """Uneven and empty shards: there and back over all ranks, rounded up; AdamW's parameters take no part."""
+    found = ranks.run(world_size, _net, "fsdp")
+    assert all(counts == {"alltoall_base": 2} for counts, _ in found)
+    assert sum(nbytes["alltoall_base"] for _, nbytes in found) == 2 * _padded_bytes(world_size, MATRICES)
+
+
+def test_bytes_of_ddp(ranks: Pool) -> None:
+    """Each owner sends its matrices to the others once."""
+    for counts, nbytes in ranks.run(2, _net, "ddp"):
+        assert counts == {"broadcast": 2}
+        assert nbytes == {"broadcast": _padded_bytes(1, MATRICES)}
+
+
+def test_a_rank_alone_sends_nothing(ranks: Pool) -> None:
+    for way in ("ddp", "single"):
+        ((counts, _),) = ranks.run(1, _net, way)
+        assert not counts
+
+
+def _most_bytes(way: str, pairs: int, memory: int) -> int:
+    """What a second step allocates at a time."""
+    shapes = [(260, 100), (100, 130)] * pairs
+    model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for outputs, inputs in shapes))
+    if way == "fsdp":
+        fully_shard(model)
+    optimizer = shardopt.Muon(
+        shardopt.muon_groups(DistributedDataParallel(model) if way == "ddp" else model),
+        orthogonalize_memory=memory, **SMALL,
+    )  # fmt: skip
+    for step in range(2):
+        set_gradients(model, step)
+        with LiveBytes() as live:
+            optimizer.step()
+    return live.most
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_memory_is_kept_to(ranks: Pool, way: str) -> None:
+    """On each rank, with what it gathers; a thread of gloo may hold a wave a moment longer, which is a third of it."""
+    least = max(ranks.run(2, _most_bytes, way, 1, 1))
+    for more in (200_000, 300_000):
+        found = ranks.run(2, _most_bytes, way, 12, least + more)
+        assert all(least <= most <= least + more * 4 / 3 for most in found), f"{found}, {least} at least"
