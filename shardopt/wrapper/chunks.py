@@ -42,6 +42,14 @@ class Unit(NamedTuple):
             stand_in.grad = self.shard.local_gradient(self.param.grad)
         return stand_in
 
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The unit's part of the tensor's state."""
+        return dict(state)
+
+    def tensor_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The unit's part of the tensor's state, with the names that it has there."""
+        return dict(state)
+
     def to_target(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the tensor as that of the target."""
         if not self.stands_in:

@@ -20,7 +20,9 @@ from shardopt.wrapper.entries import CODED_DTYPES, Entries
 _FORMAT = ("codec", "block_size", "min_quantized_numel")
 
 #: Also there: the names of all entries that are never below zero, the same on all ranks.
-_UNSIGNED = "unsigned"
+UNSIGNED = "unsigned"
+
+_BY_ENTRY = " by entry"
 
 
 class Whole:
@@ -41,7 +43,12 @@ def format_of(entries: Entries) -> dict[str, Any]:
     The codec has another name than in those of shardopt's optimizers, which code some moments in units of others.
     """
     options = {option: entries.options[option] for option in _FORMAT}
-    return {**options, "codec": f"{entries.options['codec']} by entry", _UNSIGNED: sorted(entries.unsigned)}
+    return {**options, "codec": f"{entries.options['codec']}{_BY_ENTRY}", UNSIGNED: sorted(entries.unsigned)}
+
+
+def codec_name(saved: object) -> str | None:
+    """The codec that :func:`format_of` names; None if it names none."""
+    return saved.removesuffix(_BY_ENTRY) if isinstance(saved, str) and saved.endswith(_BY_ENTRY) else None
 
 
 def dequantized(state_dict: State, entries: Entries, units: Sequence[Unit]) -> State:
@@ -87,7 +94,7 @@ def adopted(
             for at, (unit, index) in enumerate(zip(chunk, indices, strict=True)):
                 name = listed_name(groups[unit.group], unit.group, unit.position)
                 if state := checked_entries(states.get(index), name):
-                    signs = saved[unit.group][_UNSIGNED] if quantized else None
+                    signs = saved[unit.group][UNSIGNED] if quantized else None
                     coded[at], floats[at] = _checked(entries, unit, state, name, signs)
         except ValueError as error:
             failure = error
@@ -95,7 +102,7 @@ def adopted(
         for index, unit, codes, encoded_state in zip(indices, chunk, coded, new, strict=True):
             if encoded_state is not None:
                 states[index] = _boxed(unit, {**encoded_state, **codes})
-    own = {*_FORMAT, _UNSIGNED} if quantized else set()
+    own = {*_FORMAT, UNSIGNED} if quantized else set()
     bare = [{key: value for key, value in group.items() if key not in own} for group in saved]
     return {**state_dict, "state": states, "param_groups": bare}
 
@@ -123,13 +130,13 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
         )
     if "codec" not in group:
         return False
-    signs = group.get(_UNSIGNED)
+    signs = group.get(UNSIGNED)
     if not isinstance(signs, list | tuple) or not all(isinstance(name, str) for name in signs):
         raise ValueError(
             f"got state saved with unsigned={signs!r}, expected names of entries; load what state_dict() gives"
         )
     for option, value in format_of(entries).items():
-        if option != _UNSIGNED and group.get(option) != value:  # signs matter for the entries that there are
+        if option != UNSIGNED and group.get(option) != value:  # signs matter for the entries that there are
             raise ValueError(
                 f"got state saved with {option}={group.get(option)!r}, expected {value!r}; pass quantize_state the "
                 "options of the run that saved it, or save with state_dict(dequantize=True)"

@@ -273,7 +273,7 @@ class QuantizedState(Optimizer):
     def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
         units = [unit for chunk in chunks for unit in chunk if not unit.shard.float32_state]
         numel, least = sum(unit.param.numel() for unit in units), self._entries.options["min_quantized_numel"]
-        if numel >= max(least, 1) and not any(map(self._entries.is_quantized, units)):
+        if numel >= max(least, 1) and not any(self._entries.is_quantized(unit.shard) for unit in units):
             warn_user(
                 f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
                 f"of two dimensions, with {least} elements and rows of 32; flat partitions of DeepSpeed are not known "

@@ -71,7 +71,10 @@ def _step_decoded(
         if own:
             optimizer.state[target] = unit.to_target(decoded(entries, unit, own))
         elif (
-            entries.looks_for_copies and unit.shard.plain and unit.shard.holders is None and entries.is_quantized(unit)
+            entries.looks_for_copies
+            and unit.shard.plain
+            and unit.shard.holders is None
+            and entries.is_quantized(unit.shard)
         ):
             before[index] = unit.param.detach().clone()
     with _only(optimizer, [(chunk[index], target) for index, target in given]):
