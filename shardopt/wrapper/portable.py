@@ -111,7 +111,8 @@ class QuantizedOwner(Owner):
 
     def slices(self, param: Tensor, group: int) -> list[tuple[SliceState, dict[str, Tensor]]]:
         state = self.optimizer.state.get(param, {})
-        return [self._slice(unit, unit.own_state(state)) for unit in self._units(param)]
+        units = self._units(param)
+        return [self._slice(unit, unit.own_state(state) if _has_elements(unit.shard) else {}) for unit in units]
 
     def describe(self, group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -209,7 +210,7 @@ class QuantizedOwner(Owner):
         return Forms(saved_form, form)
 
     def has_state_here(self, piece: Piece) -> bool:
-        return piece.local.numel() > 0 or not isinstance(piece.shard, FlatShard)
+        return _has_elements(piece.shard)
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> Any:
         of_units = zip(self._units(param), states, strict=True)
@@ -286,6 +287,11 @@ class QuantizedOwner(Owner):
         }
 
 
+def _has_elements(shard: Shard) -> bool:
+    """Whether this rank takes part in steps of a parameter; elsewhere Adagrad has state, too, but does not count."""
+    return not isinstance(shard, FlatShard) or shard.numel > 0
+
+
 def _coded(keys: Collection[str]) -> list[str]:
     return sorted(coded_names(dict.fromkeys(keys)))
 
@@ -314,8 +320,8 @@ def _refuse_other_shapes(shard: Shard, kept: Mapping[str, Kept]) -> None:
         if each.is_whole and each.format.shape and not is_text(key) and shard.local_shape != shard.global_shape:
             raise ValueError(
                 f"got a state entry {named(key)} of shape {shown(each.format.shape)} for a part of a parameter of "
-                f"shape {shard.global_shape}, expected numbers, and tensors of the parameter's shape; use an optimizer that "
-                "is element by element"
+                f"shape {shard.global_shape}, expected numbers, and tensors of the parameter's shape; use an "
+                "optimizer that is element by element"
             )
 
 
