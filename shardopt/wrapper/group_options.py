@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+}
 _NONE = object()
 
 

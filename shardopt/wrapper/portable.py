@@ -180,7 +180,7 @@ class QuantizedOwner(Owner):
                 is_whole = shape != shard.global_shape or key not in self._of_elements
                 kept[key] = Kept(EntryFormat(shape if is_whole else shard.local_shape, entry_dtype, (0,)), is_whole)
         try:
-            _refuse_other_shapes(shard, kept)
+            _check_kept(shard, kept)
         except ValueError as error:
             raise CheckpointError(f"{what}: {error}") from error
         for name in quantized:
@@ -267,7 +267,7 @@ class QuantizedOwner(Owner):
                 for key, x in packed(name, value).items():
                     entries[key], is_whole = _local(unit.shard, x)
                     kept[key] = Kept(EntryFormat(tuple(entries[key].shape), x.dtype, (0,)), is_whole)
-            _refuse_other_shapes(unit.shard, kept)
+            _check_kept(unit.shard, kept)
         except ValueError as error:
             raise CheckpointError(f"a parameter of shape {unit.shard.global_shape}: {error}") from error
         options, dtype = self._entries.options, unit.param.dtype
@@ -310,18 +310,21 @@ def _local(shard: Shard, value: Tensor) -> tuple[Tensor, bool]:
     return value, True
 
 
-def _refuse_other_shapes(shard: Shard, kept: Mapping[str, Kept]) -> None:
-    """Raises for entries of other shapes than the parameter's where this rank has a part of it only.
+def _check_kept(shard: Shard, kept: Mapping[str, Kept]) -> None:
+    """Checks entries that are not quantized.
 
     Raises:
-        ValueError: there is one.
+        ValueError: one is named as codes or scales are, or has another shape than the parameter although this rank has
+            a part of the parameter only.
     """
-    for key, each in kept.items():
-        if each.is_whole and each.format.shape and not is_text(key) and shard.local_shape != shard.global_shape:
+    for key, (form, is_whole) in kept.items():
+        if key.endswith(("_codes", "_scales")):
+            raise ValueError(f"got a state entry {named(key)} alone, expected codes and scales together")
+        if is_whole and form.shape and not is_text(key) and shard.local_shape != shard.global_shape:
             raise ValueError(
-                f"got a state entry {named(key)} of shape {shown(each.format.shape)} for a part of a parameter of "
-                f"shape {shard.global_shape}, expected numbers, and tensors of the parameter's shape; use an "
-                "optimizer that is element by element"
+                f"got a state entry {named(key)} of shape {shown(form.shape)} for a part of a parameter of shape "
+                f"{shard.global_shape}, expected numbers, and tensors of the parameter's shape; use an optimizer that "
+                "is element by element"
             )
 
 
