@@ -48,7 +48,7 @@ def decoded(entries: Entries, unit: Unit, state: Mapping[str, Any]) -> State:
 
 
 def _decoded_entry(entries: Entries, unit: Unit, state: Mapping[str, Any], name: str) -> Tensor:
-    param = unit.shard.local(unit.param.detach())
+    param = unit.local
     coded = {key: unit.shard.local(state[key]).to(param.device) for key in (name + _CODES, name + _SCALES)}
     (x,) = entries.spec(unit, name).decode(coded)
     x = x.to(state.get(name + DTYPE, param.dtype))

@@ -99,7 +99,7 @@ class Entries:
             if isinstance(x, Tensor)
             and x.is_floating_point()
             and x.dtype in (*CODED_DTYPES, unit.param.dtype)
-            and x.shape == unit.param.shape
+            and x.shape == unit.shape
             and name not in kept
             and not name.endswith(("_codes", "_scales"))
         ]

@@ -24,7 +24,7 @@ from shardopt.wrapper.chunks import Unit, units_of
 from shardopt.wrapper.coding import DTYPE, State, coded_names, coding_keys, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 from shardopt.wrapper.group_options import from_json, to_json
-from shardopt.wrapper.loading import UNSIGNED, codec_name, format_of
+from shardopt.wrapper.loading import UNSIGNED, codec_name, format_of, on_device
 from shardopt.wrapper.optimizer import QuantizedState
 from shardopt.wrapper.packing import is_text, packed, unpacked
 from shardopt.wrapper.tested import Kind, is_tested, kind_of
@@ -112,7 +112,7 @@ class QuantizedOwner(Owner):
     def slices(self, param: Tensor, group: int) -> list[tuple[SliceState, dict[str, Tensor]]]:
         state = self.optimizer.state.get(param, {})
         units = self._units(param)
-        return [self._slice(unit, unit.own_state(state) if _has_elements(unit.shard) else {}) for unit in units]
+        return [self._slice(unit, unit.state_in(state) if _has_elements(unit.shard) else {}) for unit in units]
 
     def describe(self, group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -213,12 +213,11 @@ class QuantizedOwner(Owner):
         return _has_elements(piece.shard)
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> Any:
-        of_units = zip(self._units(param), states, strict=True)
-        return {
-            key: value
-            for unit, state in of_units
-            for key, value in unit.tensor_state(self._placed_unit(unit, options, state)).items()
-        }
+        new: dict[Any, State] = {}
+        for unit, state in zip(self._units(param), states, strict=True):
+            if state:
+                unit.put_state(new, self._placed_unit(unit, options, state))
+        return new[param]
 
     def put(self, param: Tensor, placed: Any) -> None:
         self.optimizer.state[param] = placed
@@ -283,7 +282,7 @@ class QuantizedOwner(Owner):
         kept = unpacked({key: value for key, value in state.items() if key not in codes})
         return {
             **placed(self._entries, unit, spec, codes),
-            **{key: _on_device(unit, options, key, value) for key, value in kept.items()},
+            **{key: on_device(unit, options, key, value) for key, value in kept.items()},
         }
 
 
@@ -326,21 +325,3 @@ def _check_kept(shard: Shard, kept: Mapping[str, Kept]) -> None:
                 f"{shard.global_shape}, expected numbers, and tensors of the parameter's shape; use an optimizer that "
                 "is element by element"
             )
-
-
-def _on_device(unit: Unit, options: Mapping[str, Any], key: str, value: Any) -> Any:
-    """An entry that is not quantized, where the optimizer has it: as ``Optimizer.load_state_dict`` places it."""
-    if isinstance(value, list | tuple):
-        return type(value)(_on_device(unit, options, "", item) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step":
-        on_device = options.get("fused") or options.get("capturable")
-        return value.to(dtype=torch.float32, device=unit.param.device) if on_device else value
-    local = unit.shard.local(unit.param.detach())
-    value = value.to(unit.param.device)
-    if value.dim() == 0 or tuple(value.shape) != unit.shard.local_shape:
-        return value
-    if not local.is_contiguous():  # fused kernels take elements in the order of memory
-        value = torch.empty_like(local, dtype=value.dtype).copy_(value)
-    return unit.shard.like_parameter(value)

@@ -33,7 +33,9 @@ LAYOUTS = {
     "tp": (2, 3),
     "fsdp tp": (4, 4),
     "fsdp1": (3, 2),
+    "fsdp1 flat": (4, 3),
     "fsdp1 hybrid": (4, 4),
+    "fsdp1 none flat": (2, 2),
     "zero": (2, 3),
 }
 MAKES: dict[str, Any] = {**ELEMENTWISE, "counting": Counting}
@@ -114,10 +116,11 @@ def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str, sources: int)
     ],
 )
 def test_optimizers_and_codecs(ranks: Pool, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    ranks.run(3, _save, "fsdp1", tmp_path / "flat", name, options)
+    flat = "fsdp1" if name == "counting" else "fsdp1 flat"  # optimizers that are untested do not step flat tensors
+    ranks.run(3, _save, flat, tmp_path / "flat", name, options)
     ranks.run(2, _load, "fsdp columns", tmp_path / "flat", name, options)
     ranks.run(3, _save, "fsdp columns", tmp_path / "columns", name, options)
-    ranks.run(2, _load, "fsdp1", tmp_path / "columns", name, options)
+    ranks.run(2, _load, flat, tmp_path / "columns", name, options)
 
 
 def _to_the_bare_optimizer(path: Path) -> None:

@@ -188,7 +188,7 @@ def _state(
     if piece.segment is None:
         return dict(state)
     if isinstance(optimizer, QuantizedState):
-        return units_of([{"params": [piece.tensor]}], local=True)[piece.segment].own_state(state)
+        return units_of([{"params": [piece.tensor]}], local=True)[piece.segment].state_in(state)
     return optimizer._internals.state_of(piece.tensor, group).split(state)[piece.segment]
 
 
