@@ -280,8 +280,8 @@ def on_device(unit: Unit, options: Mapping[str, Any], key: str, value: Any) -> A
     if not isinstance(value, Tensor):
         return value
     if key == "step":
-        on_device = options.get("fused") or options.get("capturable")
-        return value.to(dtype=torch.float32, device=unit.param.device) if on_device else value
+        is_moved = options.get("fused") or options.get("capturable")
+        return value.to(dtype=torch.float32, device=unit.param.device) if is_moved else value
     local = unit.local
     value = value.to(unit.param.device)
     if value.dim() == 0 or tuple(value.shape) != unit.shard.local_shape:

@@ -130,6 +130,11 @@ class QuantizedState(Optimizer):
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the optimizer inside is known to update each element by itself, so that it can step flat tensors."""
+        return self._is_elementwise
+
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._inner!r}"
 
