@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ def format_of(entries: Entries) -> dict[str, Any]:
     """
     options = {option: entries.options[option] for option in _FORMAT}
     return {**options, "codec": f"{entries.options['codec']}{_BY_ENTRY}", UNSIGNED: sorted(entries.unsigned)}
+
+
+def is_quantized(options: Container[str]) -> bool:
+    """Whether the options of a param group in a state dict are those of quantize_state."""
+    return all(option in options for option in (*_FORMAT, UNSIGNED))
 
 
 def codec_name(saved: object) -> str | None:
@@ -101,9 +106,9 @@ def adopted(
             for at, unit in enumerate(chunk):
                 index = saved[unit.group]["params"][unit.position]
                 name = listed_name(groups[unit.group], unit.group, unit.position)
-                state = _state_of(unit, checked_entries(states.get(index), name), name, quantized=quantized)
                 if quantized:
                     _check_elements(groups[unit.group], saved[unit.group], name)
+                state = _state_of(unit, checked_entries(states.get(index), name), name, quantized=quantized)
                 if state:
                     signs = saved[unit.group][UNSIGNED] if quantized else None
                     coded[at], floats[at] = _checked(entries, unit, state, name, signs)

@@ -290,8 +290,8 @@ class QuantizedState(Optimizer):
         if numel >= max(least, 1) and not any(self._entries.is_quantized(unit.shard) for unit in units):
             warn_user(
                 f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
-                f"of two dimensions, with {least} elements and rows of 32; flat partitions of DeepSpeed are not known "
-                "here: use one of shardopt's optimizers there",
+                f"of two dimensions, with {least} elements and rows of 32; import shardopt before a framework flattens "
+                "the parameters, or lower min_quantized_numel",
                 UserWarning,
             )
 

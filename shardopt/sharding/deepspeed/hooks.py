@@ -138,7 +138,8 @@ def install(engine_module: ModuleType) -> None:
     engine_class._load_zero_checkpoint = _load_zero_checkpoint
     engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
-    known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
+    ours: list[Any] = [c for c in vars(shardopt.optim).values() if isinstance(c, type)]
+    known = [c for c in ours if issubclass(c, ShardedOptimizer)]
     known.append(QuantizedState)
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
