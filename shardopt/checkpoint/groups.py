@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -166,10 +166,16 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
     return {**group, **taken}
 
 
-def apply(group: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Gives a param group merged options. Copies into tensors, whose addresses CUDA graphs may have recorded."""
-    for key in group.keys() - new.keys() - {"params"}:
-        del group[key]
+def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
+    """Gives a param group merged options. Copies into tensors, whose addresses CUDA graphs may have recorded.
+
+    Args:
+        group: the param group.
+        new: the merged options.
+        dropped: keys that go.
+    """
+    for key in dropped:
+        group.pop(key, None)
     for key, value in new.items():
         own = group.get(key)
         if isinstance(own, Tensor) and isinstance(value, Tensor):

@@ -157,11 +157,12 @@ class Restoration:
         if self._owner is None:
             return
         groups = self._owner.optimizer.param_groups
-        for group, options in zip(self._owner.groups, self._options, strict=True):
-            apply(group, options)
+        dropped = [g.keys() - new.keys() for g, new in zip(self._owner.groups, self._options, strict=True)]
+        for group, new, keys in zip(self._owner.groups, self._options, dropped, strict=True):
+            apply(group, new, keys)
         if self._owner.groups is not groups:  # a ZeroRedundancyOptimizer's local optimizer has fewer parameters
-            for group, options in zip(groups, self._options, strict=True):
-                apply(group, options)
+            for group, new, keys in zip(groups, self._options, dropped, strict=True):
+                apply(group, new, keys)
         for param in self._owned:
             if param in self._states:
                 self._owner.put(param, self._states[param])

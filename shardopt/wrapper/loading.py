@@ -96,18 +96,17 @@ def adopted(
             f"{[len(group['params']) for group in groups]}"
         )
     quantized = all(_has_format(group, entries) for group in saved)
+    other_elements = _other_elements(groups, saved) if quantized else None
     loaded: dict[Tensor, State] = {}
     flat: dict[Tensor, State] = {}
     for chunk in chunks:
         coded: list[State] = [{} for _ in chunk]
         floats: list[State | None] = [None] * len(chunk)
-        failure: Exception | None = None
+        failure: Exception | None = other_elements
         try:
-            for at, unit in enumerate(chunk):
+            for at, unit in enumerate(chunk if failure is None else ()):
                 index = saved[unit.group]["params"][unit.position]
                 name = listed_name(groups[unit.group], unit.group, unit.position)
-                if quantized:
-                    _check_elements(groups[unit.group], saved[unit.group], name)
                 state = _state_of(unit, checked_entries(states.get(index), name), name, quantized=quantized)
                 if state:
                     signs = saved[unit.group][UNSIGNED] if quantized else None
@@ -159,14 +158,16 @@ def _state_of(unit: Unit, state: Mapping[str, Any] | None, name: str, *, quantiz
     return unit.state_in(state) if quantized else unit.present_in(state)
 
 
-def _check_elements(group: Mapping[str, Any], saved: Mapping[str, Any], name: str) -> None:
-    """Raises a ValueError for the state of elements that this rank does not hold, as far as that can be seen."""
-    held = held_elements(group["params"])
-    if held is not None and saved.get(HELD) not in (None, held):
-        raise ValueError(
-            f"{name}: got the state of other elements than this rank's, expected what it itself saved, on as many "
-            "ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
-        )
+def _other_elements(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> ValueError | None:
+    """The error for the state of elements that this rank does not hold, as far as that can be seen."""
+    for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
+        held = held_elements(group["params"])
+        if held is not None and saved_group.get(HELD) not in (None, held):
+            return ValueError(
+                f"param group {number}: got the state of other elements than this rank's, expected what it itself "
+                "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
+            )
+    return None
 
 
 def _boxed(unit: Unit, state: Mapping[str, Any]) -> State:

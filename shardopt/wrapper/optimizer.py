@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class QuantizedState(Optimizer):
         self._entries = entries
         self._working_memory = working_memory
         self._first_step = True
+        self._is_paused = False
         kind = self._checked_kind(optimizer.param_groups)
         if not is_tested(optimizer):
             entries.looks_for_copies = True
@@ -178,6 +180,8 @@ class QuantizedState(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_paused:
+            return loss
         chunks = self._chunks()
         if self._first_step:
             self._first_step = False
@@ -186,6 +190,15 @@ class QuantizedState(Optimizer):
         if self._entries.given and self.state:
             self._warn_of_unknown_names()
         return loss
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, steps change nothing: those that a framework takes to make state."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def state_dict(self, *, dequantize: bool = False) -> State:
         """The optimizer's state.
@@ -239,7 +252,7 @@ class QuantizedState(Optimizer):
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({**state, "_is_paused": False})
         self.defaults = self._inner.defaults
         super().__setstate__({})
 
@@ -285,7 +298,7 @@ class QuantizedState(Optimizer):
         )
 
     def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
-        units = [unit for chunk in chunks for unit in chunk if not unit.shard.float32_state]
+        units = [u for chunk in chunks for u in chunk if not u.shard.float32_state and u.segment is None]
         numel, least = sum(unit.local.numel() for unit in units), self._entries.options["min_quantized_numel"]
         if numel >= max(least, 1) and not any(self._entries.is_quantized(unit.shard) for unit in units):
             warn_user(

@@ -99,6 +99,7 @@ class QuantizedOwner(Owner):
         self.optimizer: QuantizedState = optimizer
         self._entries: Entries = optimizer._entries
         self._found_kept: set[str] = set()
+        self._converted: dict[tuple[Tensor, int | None], torch.dtype] = {}
 
     @property
     def name(self) -> str:
@@ -203,6 +204,8 @@ class QuantizedOwner(Owner):
                 f"{what}: got {named(min(quantized or floats))} in {got}, expected {expected}, as for the other "
                 "parameters; is it the weight of a StableEmbedding in one of the models only?"
             )
+        if dtype != piece.local.dtype:
+            self._converted[piece.param, piece.segment] = dtype
         self._found_kept |= floats  # as the run that saved them found them to be copies of weights
         saved_form = EntriesState.with_entries(
             entries, self._saved_options(saved_options), shard, dtype, quantized, kept
@@ -214,9 +217,10 @@ class QuantizedOwner(Owner):
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> Any:
         new: dict[Any, State] = {}
-        for unit, state in zip(self._units(param), states, strict=True):
+        for index, (unit, state) in enumerate(zip(self._units(param), states, strict=True)):
+            before = self._converted.get((param, None if unit.segment is None else index))
             if state:
-                unit.put_state(new, self._placed_unit(unit, options, state))
+                unit.put_state(new, self._placed_unit(unit, options, state, before))
         return new[param]
 
     def put(self, param: Tensor, placed: Any) -> None:
@@ -272,14 +276,26 @@ class QuantizedOwner(Owner):
         options, dtype = self._entries.options, unit.param.dtype
         return EntriesState.with_entries(self._entries, options, unit.shard, dtype, quantized, kept), entries
 
-    def _placed_unit(self, unit: Unit, options: Mapping[str, Any], state: Mapping[str, Tensor]) -> State:
-        """The state of a tensor as the optimizer has it."""
+    def _placed_unit(
+        self, unit: Unit, options: Mapping[str, Any], state: Mapping[str, Tensor], before: torch.dtype | None
+    ) -> State:
+        """The state of a tensor as the optimizer has it.
+
+        Args:
+            unit: the tensor.
+            options: those of its param group.
+            state: its entries, as they were read.
+            before: the parameter's dtype in the checkpoint, if it is converted: entries of that dtype follow.
+        """
         quantized = _coded(state)
         spec = EntriesState.with_entries(
             self._entries, self._entries.options, unit.shard, unit.param.dtype, quantized, {}
         )
         codes = {key: state[key].to(unit.param.device) for key in spec.moment_entries}
         kept = unpacked({key: value for key, value in state.items() if key not in codes})
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.dim() and value.dtype == before:
+                kept[key] = value.to(unit.param.dtype)
         return {
             **placed(self._entries, unit, spec, codes),
             **{key: on_device(unit, options, key, value) for key, value in kept.items()},

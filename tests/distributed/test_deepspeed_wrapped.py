@@ -31,6 +31,7 @@ STEPS = 3
 BF16 = {"bf16": {"enabled": True}}
 STAGES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (0, {}, {}),
+    (0, {}, BF16),
     (1, {"round_robin_gradients": True}, {}),
     (1, {}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
     (2, {"round_robin_gradients": True}, BF16),
@@ -115,7 +116,7 @@ def _own_checkpoint(path: Path, stage: int, zero: dict[str, Any], sections: dict
     assert_same(engine_snapshot(again), engine_snapshot(engine))
 
 
-@pytest.mark.parametrize("place", [1, 2, 5])
+@pytest.mark.parametrize("place", [2, 3, 6])
 def test_checkpoint_of_deepspeed(ranks: Pool, tmp_path: Path, place: int) -> None:
     ranks.run(2, _own_checkpoint, tmp_path, *STAGES[place])
 

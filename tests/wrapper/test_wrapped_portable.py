@@ -141,6 +141,24 @@ def test_dtypes_of_their_own(tmp_path: Path) -> None:
     assert _shown(again, model[0]) == _shown(optimizer, model[0])
 
 
+@pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_conversion_of_weights(tmp_path: Path, saved: torch.dtype, own: torch.dtype) -> None:
+    model, other = _model(saved), _model(own)
+    optimizer = _stepped(torch.optim.AdamW, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    again = _stepped(torch.optim.AdamW, other)
+    with pytest.raises(CheckpointError, match="weights of 0 low bits for"):
+        shardopt.checkpoint.load(tmp_path, other, again)
+    shardopt.checkpoint.load(tmp_path, other, again, convert=True)
+    for param, old in zip(other, model, strict=True):
+        assert torch.equal(param, old.to(own))
+        for key, value in optimizer.state[old].items():
+            like = value if value.dim() == 0 or key.endswith(("_codes", "_scales")) else value.to(own)
+            assert again.state[param][key].dtype == like.dtype
+            assert torch.equal(again.state[param][key], like)
+    trained(again, list(other), range(1))
+
+
 def test_one_of_shardopt_is_another_optimizer(tmp_path: Path) -> None:
     model = _model()
     wrapped, own = _stepped(torch.optim.AdamW, model), shardopt.AdamW8bit(model.parameters())

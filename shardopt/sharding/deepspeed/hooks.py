@@ -96,6 +96,7 @@ def install(engine_module: ModuleType) -> None:
                 self._shardopt_pauses.enter_context(optimizer._internals.paused())
             if isinstance(optimizer, QuantizedState):
                 _check_wrapped(self, optimizer)
+                self._shardopt_pauses.enter_context(optimizer.paused())
             if isinstance(optimizer, ShardedOptimizer | QuantizedState) and self.zero_use_cpu_optimizer():
                 self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
             return optimizer
