@@ -228,7 +228,7 @@ def _checked(
     for entry in coded_names(state):
         _check_sign(entries, entry, name, unsigned or ())
         if entry + DTYPE in state:
-            coded[entry + DTYPE] = _checked_dtype(state[entry + DTYPE], entry + DTYPE, name)
+            coded[entry + DTYPE] = checked_dtype(state[entry + DTYPE], entry + DTYPE, name)
         spec = entries.spec(unit, entry)
         local = {}
         for key, form in spec.entries.items():
@@ -262,7 +262,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _checked_dtype(dtype: object, key: str, name: str) -> object:
+def checked_dtype(dtype: object, key: str, name: str) -> object:
     if not any(dtype is coded for coded in CODED_DTYPES):
         raise ValueError(
             f"{name}: got {key} as {dtype}, expected torch.float32 or one of 16 bits; load an undamaged state"

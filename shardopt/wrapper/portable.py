@@ -24,7 +24,7 @@ from shardopt.wrapper.chunks import Unit, units_of
 from shardopt.wrapper.coding import DTYPE, State, coded_names, coding_keys, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 from shardopt.wrapper.group_options import from_json, to_json
-from shardopt.wrapper.loading import UNSIGNED, codec_name, format_of, on_device
+from shardopt.wrapper.loading import UNSIGNED, checked_dtype, codec_name, format_of, on_device
 from shardopt.wrapper.optimizer import QuantizedState
 from shardopt.wrapper.packing import is_text, packed, unpacked
 from shardopt.wrapper.tested import Kind, is_tested, kind_of
@@ -85,7 +85,9 @@ class EntriesState(SliceState):
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
         if self.moments:
             self.check_moments(state, name)
-        unpacked({key: state[key] for key in self.kept})
+        kept = unpacked({key: state[key] for key in self.kept})
+        for key in {moment.name + DTYPE for moment in self.moments} & kept.keys():
+            checked_dtype(kept[key], key, name)
 
 
 class QuantizedOwner(Owner):
@@ -139,9 +141,6 @@ class QuantizedOwner(Owner):
                 "into the optimizer that it was saved from"
             )
         self._coded = {name for of_param in entries.values() for name in _coded(of_param)}
-        named_tensors = [each for of_param in entries.values() for each in of_param.items() if ":" not in each[0]]
-        # A number in the state of a parameter that is one, too, is told from its elements by the other parameters.
-        self._of_elements = self._coded | {key for key, tensor in named_tensors if tensor.shape}
 
     def merged(
         self, path: str | os.PathLike[str], group: Mapping[str, Any], saved: dict[str, Any], index: int
@@ -178,7 +177,7 @@ class QuantizedOwner(Owner):
         kept: dict[str, Kept] = {}
         for key, (entry_dtype, shape, _) in stored.items():
             if key.removesuffix("_codes") not in quantized and key.removesuffix("_scales") not in quantized:
-                is_whole = shape != shard.global_shape or key not in self._of_elements
+                is_whole = shape != shard.global_shape or not shape or ":" in key
                 kept[key] = Kept(EntryFormat(shape if is_whole else shard.local_shape, entry_dtype, (0,)), is_whole)
         try:
             _check_kept(shard, kept)

@@ -15,7 +15,7 @@ from attack.index_file import read_index, write_index
 from shardopt import quantize_state
 from shardopt.checkpoint import CheckpointError
 from shardopt.wrapper.packing import packed, unpacked
-from wrapped import BY_PARAMETER, Counting, bits, of, parameters, quietly, same, trained
+from wrapped import BY_PARAMETER, Counting, Custom, bits, of, parameters, quietly, same, trained
 
 
 def _shown(optimizer: Any, param: torch.Tensor) -> str:
@@ -117,8 +117,6 @@ def test_a_tensor_as_learning_rate(tmp_path: Path) -> None:
 
 def test_copies_of_weights_stay_what_they_are(tmp_path: Path) -> None:
     """Entries that were found to be copies are in floats, and stay so."""
-    from wrapped import Custom
-
     model = _model()
     optimizer = _stepped(Custom, model)
     shardopt.checkpoint.save(tmp_path, model, optimizer)
@@ -130,8 +128,6 @@ def test_copies_of_weights_stay_what_they_are(tmp_path: Path) -> None:
 
 
 def test_dtypes_of_their_own(tmp_path: Path) -> None:
-    from wrapped import Custom
-
     model = _model(torch.bfloat16)
     optimizer = _stepped(Custom, model)
     assert optimizer.state[model[0]]["squares_dtype"] == torch.float32
@@ -218,6 +214,17 @@ def test_damage(tmp_path: Path, edit: str) -> None:
     assert "expected" in str(raised.value), raised.value
     assert same(bits(list(model), optimizer), before)
     assert repr(optimizer.param_groups) == groups
+
+
+def test_damaged_dtypes(tmp_path: Path) -> None:
+    model = _model(torch.bfloat16)
+    optimizer = _stepped(Custom, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    index = read_index(tmp_path)
+    index["tensors"]["optimizer.0.squares_dtype:dtype"]["dtype"] = "int32"
+    write_index(tmp_path, index)
+    with pytest.raises(CheckpointError, match=r"squares_dtype as torch\.int32, expected torch\.float32"):
+        shardopt.checkpoint.load(tmp_path, model, optimizer)
 
 
 def test_huge_entries_of_an_index_take_no_memory(tmp_path: Path) -> None:
