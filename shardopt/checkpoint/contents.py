@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, pieces_of, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.layout import FlatBuffer, assigned, read_model
@@ -19,37 +20,25 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.report.memory import owner_of
 from shardopt.state.flat_encoding import encode_flat, shared_blocks
 from shardopt.state.slice_state import SliceState
+from shardopt.wrapper.optimizer import QuantizedState
+from shardopt.wrapper.portable import QuantizedOwner
 
 
-class Owner(NamedTuple):
-    """The optimizer of a model's parameters.
+def owner_for(optimizer: Optimizer) -> Owner:
+    """The owner for an optimizer of shardopt, of quantize_state, or a wrapper of one; see :func:`owner_of`.
 
-    Attributes:
-        groups: all param groups, whether this rank has state of their parameters or not.
-        sharded: the optimizer that has this rank's state; with a ZeroRedundancyOptimizer, the optimizer inside.
+    Raises:
+        TypeError: the optimizer is none of these.
     """
-
-    groups: list[dict[str, Any]]
-    sharded: ShardedOptimizer
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> Owner:
-        """The owner for an optimizer of shardopt or a wrapper of one; see :func:`owner_of`.
-
-        Raises:
-            TypeError: the optimizer is none of shardopt's.
-        """
-        inner = owner_of(optimizer)
-        if not isinstance(inner, ShardedOptimizer):
-            raise TypeError(
-                f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's; save others with "
-                "torch.distributed.checkpoint"
-            )
-        return cls(optimizer.param_groups, inner)
-
-    def group_of(self) -> dict[Tensor, int]:
-        """The index of each parameter's group."""
-        return {param: index for index, group in enumerate(self.groups) for param in group["params"]}
+    inner = owner_of(optimizer)
+    if isinstance(inner, QuantizedState):
+        return QuantizedOwner(optimizer.param_groups, inner)
+    if isinstance(inner, ShardedOptimizer):
+        return Owner(optimizer.param_groups, inner)
+    raise TypeError(
+        f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's, or the result of quantize_state; "
+        "save others with torch.distributed.checkpoint"
+    )
 
 
 class Content(NamedTuple):
@@ -76,8 +65,8 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
     """
     read_model(model)
     if owner is not None:
-        owner.sharded.synchronize()
-    group_of = {} if owner is None else owner.group_of()
+        owner.synchronize()
+    group_of = {} if owner is None else owner.group_of
     own = {id(param) for param in model.parameters()}
     pieces = list(pieces_of(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))
     strangers = set(group_of) - {piece.param for piece in pieces}
@@ -87,19 +76,12 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
             f"got an optimizer with {len(strangers)} parameters that the model has not, of shapes {shapes[:5]}, "
             "expected the optimizer of this model"
         )
-    slices = {} if owner is None else {param: _slices(owner, param, group) for param, group in group_of.items()}
+    slices = {} if owner is None else {param: owner.slices(param, group) for param, group in group_of.items()}
     contents = []
     for piece in pieces:
         spec, state = slices[piece.param][piece.segment or 0] if piece.param in slices else (None, {})
         contents.append(Content(piece, group_of.get(piece.param), spec, state))
     return contents
-
-
-def _slices(owner: Owner, param: Tensor, group: int) -> list[tuple[SliceState, dict[str, Tensor]]]:
-    """Form and state of each slice of one of the optimizer's tensors."""
-    spec = owner.sharded._internals.state_of(param, owner.groups[group])
-    states = spec.split(owner.sharded.state.get(param, {}))
-    return [(each.spec, state) for each, state in zip(spec.slices, states, strict=True)]
 
 
 def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
@@ -117,9 +99,9 @@ def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks
     return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in pieces}
 
 
-def optimizer_chunks(contents: Sequence[Content]) -> dict[str, Chunks]:
+def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chunks]:
     """The state of the optimizer, by its names in a checkpoint."""
-    tensors: dict[str, Chunks] = {}
+    tensors = {state_key("", entry): chunks for entry, chunks in owner.common_chunks().items()}
     for content in contents:
         if content.spec is not None and content.state:
             for entry, chunks in state_chunks(content.spec, content.state).items():
@@ -138,11 +120,12 @@ def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
         optimizer: its optimizer.
 
     Raises:
-        TypeError: the optimizer is none of shardopt's.
+        TypeError: the optimizer is none of shardopt's, nor of quantize_state.
         CheckpointError: the optimizer has parameters that the model does not have.
     """
-    contents = contents_of(model, Owner.of(optimizer))
-    return {**model_chunks(model, contents), **optimizer_chunks(contents)}
+    owner = owner_for(optimizer)
+    contents = contents_of(model, owner)
+    return {**model_chunks(model, contents), **optimizer_chunks(owner, contents)}
 
 
 def model_key(name: str) -> str:
@@ -151,7 +134,7 @@ def model_key(name: str) -> str:
 
 
 def state_key(name: str, entry: str) -> str:
-    """A state entry's name in a checkpoint."""
+    """A state entry's name in a checkpoint; ``name`` is empty for state that belongs to no parameter."""
     return f"optimizer.{name}.{entry}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
 #: Options of the run, which a loading optimizer keeps; other options are loaded.
-_OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", *PLACEMENT])
+OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", *PLACEMENT])
 
 SavedGroup = dict[str, Any]
 
@@ -61,7 +61,7 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
 
 
 def _learned(group: SavedGroup) -> dict[str, Any]:
-    return {key: value for key, value in group["options"].items() if key not in _OF_THE_RUN}
+    return {key: value for key, value in group["options"].items() if key not in OF_THE_RUN}
 
 
 def options_by_name(saved: Sequence[SavedGroup]) -> dict[str, dict[str, Any]]:
@@ -150,7 +150,7 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
     Raises:
         ValueError: one of the merged options is not allowed.
     """
-    kept = {*STATE_FORMAT, *_OF_THE_RUN, "params", "param_names"}
+    kept = {*STATE_FORMAT, *OF_THE_RUN, "params", "param_names"}
     if saved.get("master_weight_bits") != group["master_weight_bits"]:
         kept.add("stochastic_rounding")  # depends on the weights' format, which differs
     taken = {key: value for key, value in saved.items() if key not in kept}
@@ -166,8 +166,16 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
     return {**group, **taken}
 
 
-def apply(group: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Puts merged options into a param group. Copies into tensors, whose addresses CUDA graphs may have recorded."""
+def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
+    """Gives a param group merged options. Copies into tensors, whose addresses CUDA graphs may have recorded.
+
+    Args:
+        group: the param group.
+        new: the merged options.
+        dropped: keys that go.
+    """
+    for key in dropped:
+        group.pop(key, None)
     for key, value in new.items():
         own = group.get(key)
         if isinstance(own, Tensor) and isinstance(value, Tensor):

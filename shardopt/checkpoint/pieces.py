@@ -108,8 +108,8 @@ def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks
     """
     entries: dict[str, Chunks] = {}
     for key, value in state.items():
-        if key == "step":
-            entries[key] = Chunks((), value.dtype, [Chunk((), value)])
+        if spec.is_whole(key):
+            entries[key] = Chunks.whole(value)
         elif spec.is_scales(key):
             entries[key] = scales_chunks(spec.shard, spec.grid, value)
         else:

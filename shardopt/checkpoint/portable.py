@@ -30,18 +30,18 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import (
     Content,
-    Owner,
     contents_of,
     model_chunks,
     model_key,
     names_by_group,
     optimizer_chunks,
+    owner_for,
     with_common_scales,
 )
 from shardopt.checkpoint.errors import ReplacedError, plain_errors
-from shardopt.checkpoint.groups import describe
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
+from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import buffers_of
 from shardopt.checkpoint.ranks import gathered, on_every_rank
 from shardopt.checkpoint.replicas import ReplicaPlanner
@@ -79,15 +79,16 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         path: the folder, which all ranks must see.
         model: a plain model, or one wrapped by DDP, FSDP1 or FSDP2, with or without DTensor parameters; or a DeepSpeed
             engine.
-        optimizer: an optimizer of shardopt, or a ZeroRedundancyOptimizer of one; None to save the model only, and with
-            a DeepSpeed engine, which has its own optimizer.
+        optimizer: an optimizer of shardopt or the result of :func:`shardopt.quantize_state`, or a
+            ZeroRedundancyOptimizer of one; None to save the model only, and with a DeepSpeed engine, which has its own
+            optimizer.
         extra: other values to save, the same on all ranks: tensors, and values that JSON can hold.
 
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
             save into the folder goes on. Nothing was changed, on any rank.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
-            shardopt's, or an optimizer was given beside a DeepSpeed engine.
+            these, or an optimizer was given beside a DeepSpeed engine.
     """
     with deferred_interrupts():
         tensors, writer, planner = _to_save(path, model, optimizer, extra)
@@ -189,7 +190,7 @@ def load(
             another model or optimizer, or another rank failed. Nothing was changed, on any rank.
         RuntimeError: there is not enough memory for the load, as with torch.OutOfMemoryError. Nothing was changed, on
             any rank.
-        TypeError: the optimizer is not one of shardopt's, or was given beside a DeepSpeed engine.
+        TypeError: the optimizer is none that :func:`save` takes, or was given beside a DeepSpeed engine.
     """
     with deferred_interrupts():
         loaded = _load_unreplaced(path, model, optimizer, convert)
@@ -293,7 +294,7 @@ def _to_save(
 
 
 def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
-    owner = None if optimizer is None else Owner.of(optimizer)
+    owner = None if optimizer is None else owner_for(optimizer)
     return owner, contents_of(model, owner)
 
 
@@ -307,10 +308,10 @@ def _described(
     tensors: dict[str, Any] = model_chunks(model, contents)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
     if owner is not None:
-        tensors.update(optimizer_chunks(contents))
-        header["optimizer"] = type(owner.sharded).__name__
+        tensors.update(optimizer_chunks(owner, contents))
+        header["optimizer"] = owner.name
         names = names_by_group(contents, len(owner.groups))
-        header["param_groups"] = [describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
+        header["param_groups"] = [owner.describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
     for key, value in extra.items():
         if isinstance(value, Tensor):
             tensors[f"extra.{key}"] = Chunks.whole(value)

@@ -13,31 +13,33 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import (
     Content,
-    Owner,
     contents_of,
     model_key,
     names_by_group,
+    owner_for,
     state_key,
 )
 from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, checked_groups, merged_from, options_by_name, saved_options
-from shardopt.checkpoint.index import Index, noticing_replacement
+from shardopt.checkpoint.groups import apply, checked_groups, options_by_name, saved_options
+from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
 from shardopt.state.flat_encoding import encode_flat
-from shardopt.state.options import STATE_FORMAT
-from shardopt.state.slice_state import LOW_BITS, SliceState
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.slice_state import SliceState
 
 _CPU = torch.device("cpu")
+
+
+def _empty(stored: StoredTensor) -> Tensor:
+    return torch.empty(stored.shape, dtype=stored.dtype)
 
 
 class Restoration:
@@ -54,7 +56,7 @@ class Restoration:
 
     Raises:
         CheckpointError: shardopt.checkpoint.save did not write the checkpoint, or the optimizer is not the model's.
-        TypeError: the optimizer is not shardopt's.
+        TypeError: the optimizer is neither shardopt's nor of quantize_state.
     """
 
     def __init__(self, path: str | os.PathLike[str], index: Index, model: Module, optimizer: Optimizer | None) -> None:
@@ -62,7 +64,7 @@ class Restoration:
         self._index = index
         if "extra" not in index.header:
             raise CheckpointError(f"{path}: got a checkpoint that shardopt.checkpoint.save did not write, expected one")
-        self._owner = None if optimizer is None else Owner.of(optimizer)
+        self._owner = None if optimizer is None else owner_for(optimizer)
         self._contents = contents_of(model, self._owner)
         self._buffers = [
             (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype)) for piece in buffers_of(model)
@@ -87,14 +89,16 @@ class Restoration:
         """
         self._check_model(claimed)
         contents = self._contents
-        self._options, saved_groups = self._merged_options(contents)
-        self._owned = [p for g in self._owner.sharded.param_groups for p in g["params"]] if self._owner else []
-        self._owned_ids = {id(param) for param in self._owned}
-        self._entries: dict[str, set[str]] = {}
-        for key in self._index.tensors:
+        self._entries: dict[str, dict[str, StoredTensor]] = {}
+        for key, stored in self._index.tensors.items():
             name, _, entry = key.removeprefix("optimizer.").rpartition(".")
             if key.startswith("optimizer."):
-                self._entries.setdefault(name, set()).add(entry)
+                self._entries.setdefault(name, {})[entry] = stored
+        self._options, saved_groups = self._merged_options(contents)
+        self._owned = [p for g in self._owner.optimizer.param_groups for p in g["params"]] if self._owner else []
+        self._owned_ids = {id(param) for param in self._owned}
+        extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
+        self._check_lengths([*extra.values(), *self._free_entries()])
         self._targets = [self._target(content, saved_groups) for content in contents]
         self.converted = {t.content.piece.name: what for t in self._targets if (what := t.conversion)}
         if self.converted and not convert:
@@ -103,13 +107,9 @@ class Restoration:
                 f"{self._path}: got {what} for {named(name)} and {len(self.converted) - 1} other parameters, expected "
                 "the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
-        extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
-        files = {chunk.file: self._index.files[chunk.file] for stored in extra.values() for chunk in stored.chunks}
-        with noticing_replacement(self._path, self._index):
-            check_lengths(self._path, files)  # before memory is allocated for tensors without bytes
-        self._extra_tensors = {
-            name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype) for name, stored in extra.items()
-        }
+        self._extra_tensors = {name.removeprefix("extra."): _empty(stored) for name, stored in extra.items()}
+        common = self._entries.get("", {}) if self._owner is not None else {}
+        self._common = {entry: _empty(stored) for entry, stored in common.items()}
         self._check_tensors()
 
     @property
@@ -130,7 +130,9 @@ class Restoration:
         for piece, values in self._buffers:
             tensors[model_key(piece.name)] = parameter_chunks(piece.shard, values)
         for name, values in self._extra_tensors.items():
-            tensors[f"extra.{name}"] = Chunks(values.shape, values.dtype, [Chunk((0,) * values.dim(), values)])
+            tensors[f"extra.{name}"] = Chunks.whole(values)
+        for entry, values in self._common.items():
+            tensors[state_key("", entry)] = Chunks.whole(values)
         return tensors
 
     def convert(self) -> None:
@@ -154,19 +156,19 @@ class Restoration:
                 piece.local.copy_(values)
         if self._owner is None:
             return
-        for group, options in zip(self._owner.groups, self._options, strict=True):
-            apply(group, options)
-        if (
-            self._owner.groups is not self._owner.sharded.param_groups
-        ):  # a ZeroRedundancyOptimizer's local optimizer has fewer parameters
-            for group, options in zip(self._owner.sharded.param_groups, self._options, strict=True):
-                apply(group, options)
-        for param, (spec, state) in self._states.items():
-            self._owner.sharded.state[param] = state
-            self._owner.sharded._internals.residency.put(param, spec, state)
+        groups = self._owner.optimizer.param_groups
+        dropped = [g.keys() - new.keys() for g, new in zip(self._owner.groups, self._options, strict=True)]
+        for group, new, keys in zip(self._owner.groups, self._options, dropped, strict=True):
+            apply(group, new, keys)
+        if self._owner.groups is not groups:  # a ZeroRedundancyOptimizer's local optimizer has fewer parameters
+            for group, new, keys in zip(groups, self._options, dropped, strict=True):
+                apply(group, new, keys)
         for param in self._owned:
-            if param not in self._states:
-                self._owner.sharded.state.pop(param, None)
+            if param in self._states:
+                self._owner.put(param, self._states[param])
+            else:
+                self._owner.optimizer.state.pop(param, None)
+        self._owner.finish(self._common)
 
     @property
     def _pieces(self) -> list[Piece]:
@@ -193,6 +195,24 @@ class Restoration:
                 "was saved"
             )
 
+    def _free_entries(self) -> list[StoredTensor]:
+        """The state entries whose shapes are not those of a parameter's codes, scales or elements."""
+        if self._owner is None or self._owner.has_fixed_entries:
+            return []
+        shape_of = {piece.name: piece.shard.global_shape for piece in self._pieces}
+        return [
+            stored
+            for name, entries in self._entries.items()
+            for entry, stored in entries.items()
+            if stored.shape not in ((), shape_of.get(name)) and not entry.endswith(("_codes", "_scales"))
+        ]
+
+    def _check_lengths(self, tensors: Sequence[StoredTensor]) -> None:
+        """Checks that the checkpoint has the bytes of tensors, before memory is allocated for them."""
+        files = {chunk.file: self._index.files[chunk.file] for stored in tensors for chunk in stored.chunks}
+        with noticing_replacement(self._path, self._index):
+            check_lengths(self._path, files)
+
     def _check_tensors(self) -> None:
         """Checks that the checkpoint has each tensor to read, in the dtype and shape of the tensor to read into."""
         for name, target in self.tensors.items():
@@ -211,6 +231,7 @@ class Restoration:
             raise CheckpointError(
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
+        self._owner.check_saved(self._path, self._index.header, self._entries)
         options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
         names = names_by_group(contents, len(self._owner.groups))
         new, saved = [], []
@@ -219,7 +240,7 @@ class Restoration:
                 saved.append(saved_options(options, names[index], index))
             except CheckpointError as error:
                 raise CheckpointError(f"{self._path}: {error}") from None
-            new.append(merged_from(self._path, self._owner.sharded, group, saved[-1], index))
+            new.append(self._owner.merged(self._path, group, saved[-1], index))
         return new, saved
 
     def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> Target:
@@ -234,21 +255,12 @@ class Restoration:
         if self._owner is None or content.group is None:
             return Target(content, values, None, None, {})
         options = self._options[content.group]
-        moments = self._owner.sharded.rule(options).moments
-        spec = SliceState.of(piece.shard, piece.local.dtype, options, moments)
-        entries = self._entries.get(piece.name, set())
-        if not entries:
+        entries = self._entries.get(piece.name, {})
+        saved, spec = self._owner.forms(self._path, piece, options, saved_groups[content.group], entries, dtype)
+        if saved is None:
             return Target(content, values, None, spec, {})
-        as_saved = {key: saved_groups[content.group].get(key, options[key]) for key in STATE_FORMAT}
-        saved = SliceState.of(piece.shard, dtype, {**options, **as_saved}, moments)
-        if entries != saved.entries.keys():
-            raise CheckpointError(
-                f"{self._path}: got {few(entries)} of {named(piece.name)}, saved by "
-                f"{named(self._index.header.get('optimizer'))}, expected {', '.join(sorted(saved.entries))} of "
-                f"{type(self._owner.sharded).__name__}; load it into the optimizer that it was saved from"
-            )
         target = Target(content, values, saved, spec, {})
-        is_here = piece.local.numel() > 0 or piece.segment is not None or not isinstance(piece.shard, FlatShard)
+        is_here = self._owner.has_state_here(piece)
         if (is_here and id(piece.param) in self._owned_ids) or target.converts_weights:
             target = target._replace(state=saved.new(_CPU))
         return target
@@ -274,14 +286,15 @@ class Restoration:
         for index, target in enumerate(self._targets):
             if target.converts_state:
                 assert target.spec is not None
-                state = {key: target.state[key] for key in ("step", LOW_BITS) if key in target.state}
+                assert target.saved is not None
+                state = {key: x for key, x in target.state.items() if key not in target.saved.moment_entries}
                 if index in encoded:
                     state |= encoded[index] or {}
                 elif (moments := target.moments) is not None:
                     state |= target.spec.encode(moments)
                 self._targets[index] = target._replace(saved=target.spec, state=state)
                 self._check_values(self._targets[index])
-        self._states: dict[Tensor, tuple[TensorState, dict[str, Tensor]]] = {}
+        self._states: dict[Tensor, Any] = {}
         of: dict[Tensor, list[Target]] = {}
         for target in self._targets:
             of.setdefault(target.content.piece.param, []).append(target)
@@ -289,25 +302,25 @@ class Restoration:
             if any(target.state for target in of[param]):
                 self._states[param] = self._placed(param, of[param])
 
-    def _placed(self, param: Tensor, targets: Sequence[Target]) -> tuple[TensorState, dict[str, Tensor]]:
-        """Form and entries of the new state of one of the optimizer's tensors."""
+    def _placed(self, param: Tensor, targets: Sequence[Target]) -> Any:
+        """The new state of one of the optimizer's tensors, as its owner keeps it."""
         group = targets[0].content.group
         assert self._owner is not None
         assert group is not None
-        sharded = self._owner.sharded
-        internals = sharded._internals
-        spec, where = internals.state_of(param, self._options[group]), internals.residency.of(param)
-        # A slice of a flat buffer may have been saved without state.
-        states = [target.state or each.spec.new(_CPU) for target, each in zip(targets, spec.slices, strict=True)]
-        return spec, spec.join(
-            [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in states]
-        )
+        return self._owner.placed(param, self._options[group], [target.state for target in targets])
 
     def _check_states(self) -> None:
         """Checks the states that were read, as far as one rank can."""
         for target in self._targets:
             self._check_values(target)
-        self._check_steps()
+        if self._owner is None:
+            return
+        if self._owner.one_step_count:
+            self._check_steps()
+        try:
+            self._owner.check_common(self._common)
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_values(self, target: Target) -> None:
         if target.saved is None or not target.state:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -85,14 +87,22 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             add("parameters", local.detach())
             if param.grad is not None:
                 add("gradients", _local(param.grad))
-            for key, value in owner.state.get(param, {}).items():
-                if isinstance(value, Tensor):
-                    add(kind_of(key), _local(value))
+            for key, tensor in _entries(owner.state.get(param, {})):
+                add(kind_of(key), _local(tensor))
     if isinstance(owner, ShardedOptimizer):
         report.host.state += owner._internals.residency.padding_bytes
         for device, nbytes in owner._internals.residency.buffer_bytes.items():
             (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
     return report
+
+
+def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the state of a parameter; under quantize_state that of a flat one has a dict per parameter."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from _entries(value)
 
 
 def owner_of(optimizer: Optimizer) -> Optimizer:

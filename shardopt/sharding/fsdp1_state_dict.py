@@ -14,7 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardopt.report.memory import owner_of
 from shardopt.state.options import is_own
+from shardopt.wrapper.loading import is_quantized
+from shardopt.wrapper.optimizer import QuantizedState
 
 
 def hook_fsdp1(module: Any) -> None:
@@ -107,8 +110,9 @@ def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Ca
 
 def _has_flat_shards(optimizer: Any) -> bool:
     """Whether an optimizer is one of ours, or a wrapper of one, and has parameters of FSDP1."""
+    is_wrapped = isinstance(owner_of(optimizer), QuantizedState)
     return any(
-        is_own(group) and any(getattr(param, "_fsdp_flattened", False) for param in group["params"])
+        (is_wrapped or is_own(group)) and any(getattr(param, "_fsdp_flattened", False) for param in group["params"])
         for group in optimizer.param_groups
     )
 
@@ -117,5 +121,6 @@ def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
     """Whether a state dict is in our form, also where torch has flattened it (``param_groups.<name>.<option>``)."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
-        return any(is_own(group) for group in state_dict["param_groups"])
-    return is_own({key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")})
+        return any(is_own(group) or is_quantized(group) for group in state_dict["param_groups"])
+    options = {key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")}
+    return is_own(options) or is_quantized(options)

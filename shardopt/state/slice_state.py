@@ -91,14 +91,20 @@ class SliceState:
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
         """The entries of the state, by name."""
-        formats = {"step": EntryFormat((), torch.float32, (0,))}
+        formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
+        low_bits = self.weights.low_bits_shape(self.shard.local_shape)
+        return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
+
+    @property
+    def moment_entries(self) -> dict[str, EntryFormat]:
+        """The entries of the moments, by name."""
+        formats = {}
         for moment in self.moments:
             codes, scales = self._initial(moment)
             formats[self.codes_name(moment)] = codes
             if self.has_scales(moment):
                 formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, scales)
-        low_bits = self.weights.low_bits_shape(self.shard.local_shape)
-        return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
+        return formats
 
     def _initial(self, moment: Moment) -> tuple[EntryFormat, tuple[float, ...]]:
         """A moment's codes before the first step, and the scales of each block."""
@@ -126,6 +132,10 @@ class SliceState:
     def is_scales(self, key: str) -> bool:
         """Whether a state entry has a moment's scales."""
         return any(key == self.scales_name(moment) for moment in self.moments if self.has_scales(moment))
+
+    def is_whole(self, key: str) -> bool:
+        """Whether every rank has the same of a state entry, whatever its slice."""
+        return key == "step"
 
     def new(self, device: torch.device) -> StateDict:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
@@ -242,6 +252,10 @@ class SliceState:
             ValueError: a moment is not finite, or below zero though it is not signed; or the step is no whole number.
         """
         checked_step(state, name)
+        self.check_moments(state, name)
+
+    def check_moments(self, state: Mapping[str, Any], name: str) -> None:
+        """Checks the moments' values; see :meth:`check_local`."""
         local = [self.local_coded(state, moment) for moment in self.moments]
         blocks = (coded for _, coded in self._blocks_of(local)) if self.codec.blockwise else iter([local])
         for coded in blocks:

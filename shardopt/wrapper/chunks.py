@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardopt.layout import FlatBuffer, Shard, shard_of
+from shardopt.layout import FlatBuffer, Segment, Shard, shard_of
 
 #: Bytes of working memory per element of a parameter: two decoded moments, and three times as much for temporaries of
 #: the optimizer (foreach) and of the codec.
@@ -17,14 +17,15 @@ BYTES_PER_ELEMENT = 32
 
 
 class Unit(NamedTuple):
-    """A tensor of the optimizer, and how the inner optimizer is to see it.
+    """A parameter of the model, or this rank's part of it, and how the inner optimizer is to see it.
 
     Attributes:
-        group: index of its param group.
-        position: its index there.
-        param: the tensor.
-        shard: the part of a parameter that the tensor is.
+        group: index of the param group of the optimizer's tensor that the unit is, or is a slice of.
+        position: that tensor's index there.
+        param: that tensor.
+        shard: the part of a parameter that the unit is.
         stands_in: whether the inner optimizer is given the plain local tensor instead.
+        segment: the slice, if the tensor is a flat buffer of several parameters.
     """
 
     group: int
@@ -32,24 +33,54 @@ class Unit(NamedTuple):
     param: Tensor
     shard: Shard
     stands_in: bool
+    segment: Segment | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of state entries that are like the parameter."""
+        return tuple(self.param.shape) if self.segment is None else self.shard.local_shape
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a step changes the unit: slices without elements stay out."""
+        return self.param.grad is not None and (self.segment is None or math.prod(self.shape) > 0)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's elements: a plain tensor, a view."""
+        local = self.shard.local(self.param.detach())
+        return local if self.segment is None else self.segment.of(local)
 
     def target(self) -> Tensor:
         """The tensor that the inner optimizer steps. A stand-in shares its memory and gradient with the parameter."""
         if not self.stands_in:
             return self.param
-        stand_in = Parameter(self.shard.local(self.param.detach()), requires_grad=self.param.requires_grad)
+        stand_in = Parameter(self.local, requires_grad=self.param.requires_grad)
         if self.param.grad is not None:
-            stand_in.grad = self.shard.local_gradient(self.param.grad)
+            gradient = self.shard.local_gradient(self.param.grad)
+            stand_in.grad = gradient if self.segment is None else self.segment.of(gradient)
         return stand_in
 
+    def state_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The unit's entries in the state of the tensor; that of a flat buffer has a dict for each parameter's name."""
+        own = state if self.segment is None else state.get(self.segment.name)
+        return dict(own) if isinstance(own, Mapping) else {}
+
+    def put_state(self, states: MutableMapping[Any, Any], state: Mapping[str, Any]) -> None:
+        """Replaces the unit's entries in a dict of states by the optimizer's tensors."""
+        if self.segment is None:
+            states[self.param] = dict(state)
+        else:
+            states.setdefault(self.param, {})[self.segment.name] = dict(state)
+
     def to_target(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the tensor as that of the target."""
+        """The state of the unit as that of the target."""
         if not self.stands_in:
             return dict(state)
         return {key: self.shard.local(x) if hasattr(x, "to_local") else x for key, x in state.items()}
 
     def from_target(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the target as that of the tensor."""
+        """The state of the target as that of the unit."""
         if not self.stands_in:
             return dict(state)
         local = self.shard.local_shape
@@ -58,9 +89,45 @@ class Unit(NamedTuple):
             for key, x in state.items()
         }
 
+    def present_in(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The unit's entries in the state of the tensor, be it as here or the bare optimizer's; None if it has none.
+
+        Those of a slice in the bare optimizer's state are copies.
+        """
+        if self.segment is None or not is_bare(state):
+            return self.state_in(state) or None
+        if not math.prod(self.shape):
+            return None
+        of_tensor = {key: x for key, x in state.items() if isinstance(x, Tensor)}
+        own = {key: self.segment.of(x) if x.shape == self.param.shape else x for key, x in of_tensor.items()}
+        return {**state, **{key: x.detach().clone() for key, x in own.items()}}
+
+    def add_to_bare(self, state: MutableMapping[str, Any], floats: Mapping[str, Any]) -> None:
+        """Adds the unit's state in floats to that of the bare optimizer's tensor, in which padding has zeros.
+
+        Raises:
+            RuntimeError: slices of the tensor have different numbers, of which the tensor has one.
+        """
+        for key, x in floats.items():
+            if self.segment is None:
+                state[key] = x
+            elif isinstance(x, Tensor) and x.dim() and tuple(x.shape) == self.shape:
+                whole = state.setdefault(key, x.new_zeros(self.param.shape))
+                self.segment.of(whole).copy_(x)
+            elif repr(state.setdefault(key, x)) != repr(x):
+                raise RuntimeError(
+                    f"got {key} of {state[key]} and {x} for parameters in one flat tensor, expected one number; wrap "
+                    "the model with use_orig_params=True"
+                )
+
+
+def is_bare(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a flat tensor is the bare optimizer's: not one dict for each parameter."""
+    return not all(isinstance(value, Mapping) for value in state.values())
+
 
 def units_of(groups: Sequence[Mapping[str, Any]], *, local: bool) -> list[Unit]:
-    """The tensors of param groups, in order.
+    """The parameters in param groups, in order: the tensors, and the slices of flat buffers.
 
     Args:
         groups: the param groups.
@@ -68,23 +135,20 @@ def units_of(groups: Sequence[Mapping[str, Any]], *, local: bool) -> list[Unit]:
 
     Raises:
         UnknownShardError: nothing says what part of a parameter a tensor is.
-        RuntimeError: a tensor is made of several parameters.
     """
     units = []
     for number, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             shard = shard_of(param)
             if isinstance(shard, FlatBuffer):
-                raise RuntimeError(
-                    f"got a flat buffer of {len(shard.segments)} parameters for quantize_state, expected parameters; "
-                    "wrap the model with FSDP(use_orig_params=True) or fully_shard, or use one of shardopt's optimizers"
-                )
-            units.append(Unit(number, position, param, shard, local and not shard.plain))
+                units += [Unit(number, position, param, each.shard, True, each) for each in shard.segments]
+            else:
+                units.append(Unit(number, position, param, shard, local and not shard.plain))
     return units
 
 
 def chunks_of(units: Sequence[Unit], working_memory: int | None) -> list[list[Unit]]:
-    """Tensors in order, as many at a time as ``working_memory`` bytes hold, at least one; None for all of them.
+    """Parameters in order, as many at a time as ``working_memory`` bytes hold, at least one; None for all of them.
 
     Global sizes decide, so that ranks that exchange cut blocks have the same chunks.
     """

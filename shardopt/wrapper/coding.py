@@ -48,7 +48,7 @@ def decoded(entries: Entries, unit: Unit, state: Mapping[str, Any]) -> State:
 
 
 def _decoded_entry(entries: Entries, unit: Unit, state: Mapping[str, Any], name: str) -> Tensor:
-    param = unit.shard.local(unit.param.detach())
+    param = unit.local
     coded = {key: unit.shard.local(state[key]).to(param.device) for key in (name + _CODES, name + _SCALES)}
     (x,) = entries.spec(unit, name).decode(coded)
     x = x.to(state.get(name + DTYPE, param.dtype))
@@ -161,7 +161,7 @@ def _cuts(entries: Entries, units: Sequence[Unit]) -> dict[Exchange, list[_Cut]]
     """The tensors with cut blocks, by those who hold them; the same on all of these ranks."""
     cuts: dict[Exchange, list[_Cut]] = {}
     for index, unit in enumerate(units):
-        if not unit.shard.cuts_rows or unit.shard.holders is None or not entries.is_quantized(unit):
+        if not unit.shard.cuts_rows or unit.shard.holders is None or not entries.is_quantized(unit.shard):
             continue
         spec = entries.spec(unit, "")
         if spec.exchanges_columns or shared_blocks(spec):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.codec import Moment
-from shardopt.layout import is_quantized
-from shardopt.state.options import DEFAULTS
+from shardopt.layout import Shard, is_quantized
+from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.slice_state import SliceState
 from shardopt.wrapper.chunks import Unit
 
@@ -68,33 +68,45 @@ class Entries:
 
     def moment(self, name: str) -> Moment:
         """The entry of that name as a moment."""
-        return Moment(name, name not in self.unsigned, wide=name in WIDE)
+        return Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE)
 
     def spec(self, unit: Unit, name: str) -> SliceState:
         """The form in which the entry of that name is stored: in units of its own."""
         return SliceState.of(unit.shard, torch.float32, self.options, (self.moment(name),))
 
-    def is_quantized(self, unit: Unit) -> bool:
-        """Whether entries of a tensor's shape are quantized: a matter of its global shape, and of StableEmbedding."""
-        return not unit.shard.float32_state and is_quantized(
-            unit.shard.global_shape, self.options["min_quantized_numel"]
-        )
+    def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with others in their place.
+
+        Raises:
+            ValueError: one is not allowed.
+        """
+        changed = {**self.options, **options}
+        check_options(changed)
+        return changed
+
+    def is_quantized(self, shard: Shard) -> bool:
+        """Whether entries of a parameter's shape are quantized: its global shape says so, and StableEmbedding."""
+        return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
     def names(self, unit: Unit, state: Mapping[str, Any]) -> list[str]:
         """The entries of a state in floats that are to be quantized."""
-        if not self.is_quantized(unit):
+        if not self.is_quantized(unit.shard):
             return []
-        kept = self.kept | CENTERED if state.keys() >= CENTERED else self.kept
+        kept = self.kept_among(state)
         return [
             name
             for name, x in state.items()
             if isinstance(x, Tensor)
             and x.is_floating_point()
             and x.dtype in (*CODED_DTYPES, unit.param.dtype)
-            and x.shape == unit.param.shape
+            and x.shape == unit.shape
             and name not in kept
             and not name.endswith(("_codes", "_scales"))
         ]
+
+    def kept_among(self, names: Collection[str]) -> Set[str]:
+        """The names that are not quantized in a state with entries of these names."""
+        return self.kept | CENTERED if frozenset(names) >= CENTERED else self.kept
 
     def keep_copies(self, unit: Unit, state: Mapping[str, Any], before: Tensor) -> None:
         """Keeps entries that begin as copies of the weights.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardopt.optim.loading import checked_entries
+from shardopt.optim.loading import HELD, checked_entries, held_elements
 from shardopt.state.loaded_entries import check_dense, check_entry, check_moment, copy_to
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
-from shardopt.wrapper.chunks import Unit
+from shardopt.wrapper.chunks import Unit, is_bare
 from shardopt.wrapper.coding import DTYPE, State, coded_names, coding_keys, decoded, encoded, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 
@@ -20,7 +20,9 @@ from shardopt.wrapper.entries import CODED_DTYPES, Entries
 _FORMAT = ("codec", "block_size", "min_quantized_numel")
 
 #: Also there: the names of all entries that are never below zero, the same on all ranks.
-_UNSIGNED = "unsigned"
+UNSIGNED = "unsigned"
+
+_BY_ENTRY = " by entry"
 
 
 class Whole:
@@ -41,17 +43,30 @@ def format_of(entries: Entries) -> dict[str, Any]:
     The codec has another name than in those of shardopt's optimizers, which code some moments in units of others.
     """
     options = {option: entries.options[option] for option in _FORMAT}
-    return {**options, "codec": f"{entries.options['codec']} by entry", _UNSIGNED: sorted(entries.unsigned)}
+    return {**options, "codec": f"{entries.options['codec']}{_BY_ENTRY}", UNSIGNED: sorted(entries.unsigned)}
+
+
+def is_quantized(options: Container[str]) -> bool:
+    """Whether the options of a param group in a state dict are those of quantize_state."""
+    return all(option in options for option in (*_FORMAT, UNSIGNED))
+
+
+def codec_name(saved: object) -> str | None:
+    """The codec that :func:`format_of` names; None if it names none."""
+    return saved.removesuffix(_BY_ENTRY) if isinstance(saved, str) and saved.endswith(_BY_ENTRY) else None
 
 
 def dequantized(state_dict: State, entries: Entries, units: Sequence[Unit]) -> State:
     """The state dict of the bare optimizer, for one of quantized state without a format. Shares no memory with it."""
-    states = state_dict["state"]
-    for index, unit in enumerate(units):
+    saved, states = state_dict["param_groups"], state_dict["state"]
+    bare: dict[Any, State] = {}
+    for unit in units:
+        index = saved[unit.group]["params"][unit.position]
         if index in states:
-            floats, own = decoded(entries, unit, states[index]), states[index]
-            states[index] = {key: _copied(x) if key in own else x for key, x in floats.items()}
-    return state_dict
+            own = unit.state_in(states[index])
+            floats = {key: _copied(x) if key in own else x for key, x in decoded(entries, unit, own).items()}
+            unit.add_to_bare(bare.setdefault(index, {}), floats)
+    return {**state_dict, "state": {**states, **bare}}
 
 
 def adopted(
@@ -59,7 +74,7 @@ def adopted(
     groups: Sequence[Mapping[str, Any]],
     entries: Entries,
     chunks: Sequence[Sequence[Unit]],
-) -> State:
+) -> tuple[State, dict[Tensor, State]]:
     """A state dict with quantized state, for one of either kind. Ranks that share cut blocks must all call this.
 
     Args:
@@ -68,36 +83,91 @@ def adopted(
         entries: says which entries are quantized; is told of entries that the state dict has in full.
         chunks: the optimizer's tensors.
 
+    Returns:
+        The state dict for the optimizer inside, and the state of flat tensors, which that one would not understand.
+
     Raises:
         ValueError: the state was quantized in another way, is damaged, or is of other parameters.
     """
-    saved, states = state_dict["param_groups"], dict(state_dict["state"])
+    saved, states = state_dict["param_groups"], state_dict["state"]
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         raise ValueError(
             f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, expected "
             f"{[len(group['params']) for group in groups]}"
         )
     quantized = all(_has_format(group, entries) for group in saved)
+    other_elements = _other_elements(groups, saved) if quantized else None
+    loaded: dict[Tensor, State] = {}
+    flat: dict[Tensor, State] = {}
     for chunk in chunks:
-        indices = [saved[unit.group]["params"][unit.position] for unit in chunk]
         coded: list[State] = [{} for _ in chunk]
         floats: list[State | None] = [None] * len(chunk)
-        failure: Exception | None = None
+        failure: Exception | None = other_elements
         try:
-            for at, (unit, index) in enumerate(zip(chunk, indices, strict=True)):
+            for at, unit in enumerate(chunk if failure is None else ()):
+                index = saved[unit.group]["params"][unit.position]
                 name = listed_name(groups[unit.group], unit.group, unit.position)
-                if state := checked_entries(states.get(index), name):
-                    signs = saved[unit.group][_UNSIGNED] if quantized else None
+                state = _state_of(unit, checked_entries(states.get(index), name), name, quantized=quantized)
+                if state:
+                    signs = saved[unit.group][UNSIGNED] if quantized else None
                     coded[at], floats[at] = _checked(entries, unit, state, name, signs)
         except ValueError as error:
             failure = error
         new = encoded(entries, chunk, floats, coded, failure)
-        for index, unit, codes, encoded_state in zip(indices, chunk, coded, new, strict=True):
-            if encoded_state is not None:
-                states[index] = _boxed(unit, {**encoded_state, **codes})
-    own = {*_FORMAT, _UNSIGNED} if quantized else set()
-    bare = [{key: value for key, value in group.items() if key not in own} for group in saved]
-    return {**state_dict, "state": states, "param_groups": bare}
+        for unit, codes, encoded_state in zip(chunk, coded, new, strict=True):
+            if encoded_state is None:
+                continue
+            state = {**encoded_state, **codes}
+            if unit.segment is None:
+                unit.put_state(loaded, _boxed(unit, state))
+            else:
+                coding, options = coding_keys(state), saved[unit.group]
+                own = {key: x if key in coding else on_device(unit, options, key, x) for key, x in state.items()}
+                unit.put_state(flat, own)
+    index_of = {
+        param: index
+        for group, saved_group in zip(groups, saved, strict=True)
+        for param, index in zip(group["params"], saved_group["params"], strict=True)
+    }
+    added = {*_FORMAT, UNSIGNED, HELD} if quantized else set()
+    flat_indices = {index_of[unit.param] for chunk in chunks for unit in chunk if unit.segment is not None}
+    others = {index: state for index, state in states.items() if index not in flat_indices}
+    for_inner = {
+        **state_dict,
+        "state": {**others, **{index_of[param]: state for param, state in loaded.items()}},
+        "param_groups": [{key: value for key, value in group.items() if key not in added} for group in saved],
+    }
+    return for_inner, flat
+
+
+def _state_of(unit: Unit, state: Mapping[str, Any] | None, name: str, *, quantized: bool) -> State | None:
+    """The unit's entries in the state of its tensor in a state dict.
+
+    Raises:
+        ValueError: the state of a flat tensor is of other parameters.
+    """
+    if not state:
+        return None
+    if quantized and unit.segment is not None and (is_bare(state) or unit.segment.name not in state):
+        has_elements = unit.local.numel() > 0
+        if is_bare(state) or has_elements:
+            raise ValueError(
+                f"{name}: got state of {', '.join(map(str, state)):.160}, expected that of {unit.segment.name}; load "
+                "what state_dict() gave for this model, sharded alike, or use shardopt.checkpoint"
+            )
+    return unit.state_in(state) if quantized else unit.present_in(state)
+
+
+def _other_elements(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> ValueError | None:
+    """The error for the state of elements that this rank does not hold, as far as that can be seen."""
+    for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
+        held = held_elements(group["params"])
+        if held is not None and saved_group.get(HELD) not in (None, held):
+            return ValueError(
+                f"param group {number}: got the state of other elements than this rank's, expected what it itself "
+                "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
+            )
+    return None
 
 
 def _boxed(unit: Unit, state: Mapping[str, Any]) -> State:
@@ -123,13 +193,13 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
         )
     if "codec" not in group:
         return False
-    signs = group.get(_UNSIGNED)
+    signs = group.get(UNSIGNED)
     if not isinstance(signs, list | tuple) or not all(isinstance(name, str) for name in signs):
         raise ValueError(
             f"got state saved with unsigned={signs!r}, expected names of entries; load what state_dict() gives"
         )
     for option, value in format_of(entries).items():
-        if option != _UNSIGNED and group.get(option) != value:  # signs matter for the entries that there are
+        if option != UNSIGNED and group.get(option) != value:  # signs matter for the entries that there are
             raise ValueError(
                 f"got state saved with {option}={group.get(option)!r}, expected {value!r}; pass quantize_state the "
                 "options of the run that saved it, or save with state_dict(dequantize=True)"
@@ -158,7 +228,7 @@ def _checked(
     for entry in coded_names(state):
         _check_sign(entries, entry, name, unsigned or ())
         if entry + DTYPE in state:
-            coded[entry + DTYPE] = _checked_dtype(state[entry + DTYPE], entry + DTYPE, name)
+            coded[entry + DTYPE] = checked_dtype(state[entry + DTYPE], entry + DTYPE, name)
         spec = entries.spec(unit, entry)
         local = {}
         for key, form in spec.entries.items():
@@ -192,7 +262,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _checked_dtype(dtype: object, key: str, name: str) -> object:
+def checked_dtype(dtype: object, key: str, name: str) -> object:
     if not any(dtype is coded for coded in CODED_DTYPES):
         raise ValueError(
             f"{name}: got {key} as {dtype}, expected torch.float32 or one of 16 bits; load an undamaged state"
@@ -207,3 +277,21 @@ def _check_sign(entries: Entries, entry: str, name: str, unsigned: Collection[st
             f"{name}: got {entry} saved as {saved}, expected {own}; pass quantize_state the unsigned= of the run that "
             "saved it, or save with state_dict(dequantize=True)"
         )
+
+
+def on_device(unit: Unit, options: Mapping[str, Any], key: str, value: Any) -> Any:
+    """An entry that is not quantized, where the optimizer has it: as ``Optimizer.load_state_dict`` places it."""
+    if isinstance(value, list | tuple):
+        return type(value)(on_device(unit, options, "", item) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        is_moved = options.get("fused") or options.get("capturable")
+        return value.to(dtype=torch.float32, device=unit.param.device) if is_moved else value
+    local = unit.local
+    value = value.to(unit.param.device)
+    if value.dim() == 0 or tuple(value.shape) != unit.shard.local_shape:
+        return value
+    if not local.is_contiguous():  # fused kernels take elements in the order of memory
+        value = torch.empty_like(local, dtype=value.dtype).copy_(value)
+    return unit.shard.like_parameter(value)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS, get_codec
-from shardopt.optim.loading import checked_containers
+from shardopt.optim.loading import HELD, checked_containers, held_elements
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.chunks import Unit, chunks_of, units_of
@@ -97,6 +99,7 @@ class QuantizedState(Optimizer):
         self._entries = entries
         self._working_memory = working_memory
         self._first_step = True
+        self._is_paused = False
         kind = self._checked_kind(optimizer.param_groups)
         if not is_tested(optimizer):
             entries.looks_for_copies = True
@@ -128,6 +131,11 @@ class QuantizedState(Optimizer):
         if not name.startswith("_") and callable(getattr(type(self._inner), name, None)):
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the optimizer inside is known to update each element by itself, so that it can step flat tensors."""
+        return self._is_elementwise
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._inner!r}"
@@ -172,6 +180,8 @@ class QuantizedState(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_paused:
+            return loss
         chunks = self._chunks()
         if self._first_step:
             self._first_step = False
@@ -180,6 +190,15 @@ class QuantizedState(Optimizer):
         if self._entries.given and self.state:
             self._warn_of_unknown_names()
         return loss
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, steps change nothing: those that a framework takes to make state."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def state_dict(self, *, dequantize: bool = False) -> State:
         """The optimizer's state.
@@ -193,8 +212,9 @@ class QuantizedState(Optimizer):
         if dequantize:
             state_dict = dequantized(state_dict, self._entries, self._units())
         else:
-            for group in state_dict["param_groups"]:
-                group.update(format_of(self._entries))
+            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+                held = held_elements(group["params"])
+                saved.update({**format_of(self._entries), **({} if held is None else {HELD: held})})
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = after(self, state_dict) or state_dict
         return state_dict
@@ -214,7 +234,8 @@ class QuantizedState(Optimizer):
         kind = self._checked_kind(groups)
         kept = set(self._entries.kept)
         try:
-            self._inner.load_state_dict(adopted(state_dict, self.param_groups, self._entries, self._chunks()))
+            for_inner, flat = adopted(state_dict, self.param_groups, self._entries, self._chunks())
+            self._inner.load_state_dict(for_inner)
         except BaseException:
             self._entries.kept = kept
             raise
@@ -222,6 +243,7 @@ class QuantizedState(Optimizer):
         for param, entries in self.state.items():
             if isinstance(entries, dict):
                 self.state[param] = unwrapped(entries)
+        self.state.update(flat)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -230,7 +252,7 @@ class QuantizedState(Optimizer):
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({**state, "_is_paused": False})
         self.defaults = self._inner.defaults
         super().__setstate__({})
 
@@ -250,6 +272,11 @@ class QuantizedState(Optimizer):
                 "max_grad_norm where it is set and clip before the step"
             )
         for unit in units_of(self.param_groups, local=False):
+            if kind is not Kind.ELEMENTWISE and unit.segment is not None:
+                raise RuntimeError(
+                    f"got {name} on a flat tensor of several parameters, expected one that is known to be element by "
+                    "element, as it would take the tensor for one parameter; wrap the model with fully_shard"
+                )
             if kind in (Kind.BY_PARAMETER, Kind.TOGETHER) and unit.shard.holders is not None:
                 raise RuntimeError(
                     f"got {name} on a sharded parameter of shape {unit.shard.global_shape}, expected whole ones: its "
@@ -271,19 +298,19 @@ class QuantizedState(Optimizer):
         )
 
     def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
-        units = [unit for chunk in chunks for unit in chunk if not unit.shard.float32_state]
-        numel, least = sum(unit.param.numel() for unit in units), self._entries.options["min_quantized_numel"]
-        if numel >= max(least, 1) and not any(map(self._entries.is_quantized, units)):
+        units = [u for chunk in chunks for u in chunk if not u.shard.float32_state and u.segment is None]
+        numel, least = sum(unit.local.numel() for unit in units), self._entries.options["min_quantized_numel"]
+        if numel >= max(least, 1) and not any(self._entries.is_quantized(unit.shard) for unit in units):
             warn_user(
                 f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
-                f"of two dimensions, with {least} elements and rows of 32; flat partitions of DeepSpeed are not known "
-                "here: use one of shardopt's optimizers there",
+                f"of two dimensions, with {least} elements and rows of 32; import shardopt before a framework flattens "
+                "the parameters, or lower min_quantized_numel",
                 UserWarning,
             )
 
     def _warn_of_unknown_names(self) -> None:
         """Warns of names in ``keep`` and ``unsigned`` that no state entry has; once, when there is state."""
-        states = [self.state.get(unit.param, {}) for unit in self._units()]
+        states = [unit.state_in(self.state.get(unit.param, {})) for unit in self._units()]
         names = {name for state in states for name in (*coded_names(state), *(state.keys() - coding_keys(state)))}
         if not names:
             return
@@ -304,10 +331,11 @@ class QuantizedState(Optimizer):
 
     @torch.no_grad()
     def _quantize_present_state(self) -> None:
+        before = {param: state for param, state in self.state.items() if isinstance(param, Tensor)}
+        new: dict[Tensor, State] = {}
         for chunk in self._chunks():
-            states: list[State | None] = [
-                dict(self.state[unit.param]) if unit.param in self.state else None for unit in chunk
-            ]
-            for unit, new in zip(chunk, encoded(self._entries, chunk, states, [{}] * len(chunk)), strict=True):
-                if new is not None:
-                    self.state[unit.param] = new
+            states = [unit.present_in(before.get(unit.param, {})) for unit in chunk]
+            for unit, state in zip(chunk, encoded(self._entries, chunk, states, [{}] * len(chunk)), strict=True):
+                if state is not None:
+                    unit.put_state(new, state)
+        self.state.update(new)

@@ -20,7 +20,7 @@ def step_chunks(optimizer: Optimizer, entries: Entries, chunks: Sequence[Sequenc
     counters = Counters(optimizer) if len(chunks) > 1 else None
     stepped = False
     for number, chunk in enumerate(chunks, 1):
-        groups = {unit.group for unit in chunk if unit.param.grad is not None}
+        groups = {unit.group for unit in chunk if unit.has_gradient}
         steps = bool(groups) or (number == len(chunks) and not stepped)  # counters count steps without gradients, too
         if counters is not None and stepped and steps:
             counters.restore()
@@ -33,7 +33,9 @@ def step_chunks(optimizer: Optimizer, entries: Entries, chunks: Sequence[Sequenc
 
 
 def _step_chunk(optimizer: Optimizer, entries: Entries, chunk: Sequence[Unit], *, steps: bool) -> None:
-    stored: list[State | None] = [optimizer.state.get(unit.param) for unit in chunk]
+    stored: list[State | None] = [
+        unit.state_in(optimizer.state[unit.param]) if unit.param in optimizer.state else None for unit in chunk
+    ]
     given: list[tuple[int, Tensor]] = []
     floats: list[State | None] = [None] * len(chunk)
     new: list[State | None] = [None] * len(chunk)
@@ -50,7 +52,7 @@ def _step_chunk(optimizer: Optimizer, entries: Entries, chunk: Sequence[Unit], *
             optimizer.state.pop(target, None)
             own = stored[index] if new[index] is None else new[index]
             if own is not None:
-                optimizer.state[chunk[index].param] = own
+                chunk[index].put_state(optimizer.state, own)
 
 
 def _step_decoded(
@@ -64,14 +66,17 @@ def _step_decoded(
     """Steps a chunk; fills in the tensors that the optimizer was given, by index, and their states in floats."""
     before: dict[int, Tensor] = {}
     for index, (unit, own) in enumerate(zip(chunk, stored, strict=True)):
-        if unit.param.grad is None:
+        if not unit.has_gradient:
             continue
         target = unit.target()
         given.append((index, target))
         if own:
             optimizer.state[target] = unit.to_target(decoded(entries, unit, own))
         elif (
-            entries.looks_for_copies and unit.shard.plain and unit.shard.holders is None and entries.is_quantized(unit)
+            entries.looks_for_copies
+            and unit.shard.plain
+            and unit.shard.holders is None
+            and entries.is_quantized(unit.shard)
         ):
             before[index] = unit.param.detach().clone()
     with _only(optimizer, [(chunk[index], target) for index, target in given]):

@@ -13,12 +13,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from pairs import pairwise
-from ranks.flat import pieces
+from ranks.flat import piece_state, pieces
 from ranks.models import WAYS, Odds, fsdp1, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, assert_shards_of, entries, snapshot
 from shardopt import quantize_state
-from shardopt.layout import BlockGrid, FlatShard, shard_of
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, shard_of
 from shardopt.wrapper import QuantizedState
 from wrapped import ELEMENTWISE, of
 
@@ -169,9 +169,10 @@ def test_fsdp2_state_dict(ranks: Pool) -> None:
 
 
 def _flat(name: str, codec: str, make: str, working_memory: int | None) -> None:
-    if make == "odds":
+    if make.startswith("odds"):
         whole: nn.Module = Odds()
-        model = fsdp1(Odds(), [f"units.{index}" for index in range(len(Odds.UNITS) - 1)])
+        units = [f"units.{index}" for index in range(len(Odds.UNITS) - 1)]
+        model = fsdp1(Odds(), units, use_orig_params=make == "odds")
     else:
         whole, model = make_net(), WAYS[make](make_net())
     optimizers = [(each, _make(name, each, codec=codec, working_memory=working_memory)) for each in (whole, model)]
@@ -195,9 +196,11 @@ def _assert_pieces(whole: nn.Module, expected: QuantizedState, model: nn.Module,
         assert torch.equal(piece.of(piece.tensor), piece.cut(param))
         if not piece.numel:
             continue
-        state = got.state[piece.tensor]
+        state = piece_state(got, piece)
         assert state.keys() == expected.state[param].keys()
         shard, grid = shard_of(piece.tensor), BlockGrid(piece.shape, 128)
+        if isinstance(shard, FlatBuffer):
+            shard = next(segment.shard for segment in shard.segments if segment.name == piece.name)
         first, end = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, None)
         for key, value in expected.state[param].items():
             if value.dim() == 0:
@@ -207,7 +210,8 @@ def _assert_pieces(whole: nn.Module, expected: QuantizedState, model: nn.Module,
                 assert torch.equal(local, value.flatten(0, 1)[first:end]), f"{piece.name} {key}"
                 compared += 1
             else:
-                assert torch.equal(piece.of(state[key]), piece.cut(value)), f"{piece.name} {key}"
+                own = state[key] if piece.segment is not None else piece.of(state[key])
+                assert torch.equal(own, piece.cut(value)), f"{piece.name} {key}"
     assert compared or dist.get_world_size() > 2
 
 
@@ -219,6 +223,12 @@ def _assert_pieces(whole: nn.Module, expected: QuantizedState, model: nn.Module,
         (3, "torch RMSprop", "log8", "odds", None),
         (4, "torch Adagrad", "log8", "odds", FEW),
         (2, "torch SGD momentum", "companded8", "fsdp1 none", 0),
+        (2, "torch AdamW foreach", "log8", "odds flat", 0),
+        (3, "torch NAdam", "log8", "fsdp1 flat", FEW),
+        (3, "torch RMSprop centered momentum", "dynamic8", "odds flat", None),
+        (4, "torch Adagrad", "log8", "odds flat", FEW),
+        (4, "torch AdamW amsgrad", "companded8", "fsdp1 hybrid flat", 0),
+        (2, "torch SGD momentum", "log8", "fsdp1 none flat", 0),
     ],
 )
 def test_fsdp1(ranks: Pool, world_size: int, name: str, codec: str, make: str, working_memory: int | None) -> None:
@@ -263,8 +273,9 @@ def _refusals() -> None:
         with pytest.raises(RuntimeError, match="depends on others of the parameter"):
             quantize_state(make([p for p in sharded.parameters() if p.dim() == 2]))
     flat = WAYS["fsdp1 flat"](make_net())
-    with pytest.raises(RuntimeError, match="use_orig_params=True"):
-        quantize_state(torch.optim.AdamW(flat.parameters()))
+    for inner in (torch.optim.Adafactor, Untested):
+        with pytest.raises(RuntimeError, match=r"flat tensor of several parameters.*; wrap the model with fully_shard"):
+            quantize_state(inner(flat.parameters()))
 
 
 def test_refusals(ranks: Pool) -> None:

@@ -213,3 +213,30 @@ def final_loss(wrap: Callable[[Optimizer], Optimizer], make: Make, steps: int = 
             loss.backward()
             optimizer.step()
     return float(loss.detach())
+
+
+class Counting(Optimizer):
+    """An untested optimizer, element by element, with counters of each kind and a copy of the weights."""
+
+    def __init__(self, params: Iterable[Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] / 3
+            group["scale"] = group.get("scale", torch.tensor(1.0)) / 3
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["count"], state["rate"], state["z"] = 0, 1.0, param.detach().clone()
+                    state["average"] = torch.zeros_like(param)
+                    state["nothing"], state["names"] = None, ["a", (True, torch.tensor(2, dtype=torch.int16))]
+                state["count"] += 1
+                state["rate"] /= 3
+                state["average"].lerp_(param.grad, 0.1)
+                state["z"].sub_(state["average"], alpha=group["lr"] / group["weight_sum"] * state["rate"])
+                param.lerp_(state["z"], 1 / group["k"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,13 +124,6 @@ def test_methods_of_the_optimizer_inside() -> None:
     assert all(map(torch.equal, params, bare_params))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         optimizer.nothing()
-
-
-def test_portable_checkpoints_take_other_optimizers(tmp_path: Path) -> None:
-    model = nn.Linear(128, 64)
-    optimizer = quantize_state(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(TypeError, match=r"QuantizedState, expected one of shardopt's"):
-        shardopt.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
 
 
 def test_memory_report() -> None:

@@ -35,6 +35,7 @@ from shardopt.sharding.deepspeed.offload import accepting_bf16_masters, loading_
 from shardopt.sharding.deepspeed.partitions import assign_partitions
 from shardopt.sharding.deepspeed.universal import loading_universal, read_natively, saving
 from shardopt.state.options import DEFAULTS, is_own
+from shardopt.wrapper.optimizer import QuantizedState
 
 #: The versions of DeepSpeed whose insides are known: [first, end).
 VERSIONS = ((0, 19, 8), (0, 20))
@@ -94,8 +95,11 @@ def install(engine_module: ModuleType) -> None:
                 if isinstance(optimizer, Muon):
                     leave_gradients(self.module)
                 self._shardopt_pauses.enter_context(optimizer._internals.paused())
-                if self.zero_use_cpu_optimizer():
-                    self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
+            if isinstance(optimizer, QuantizedState):
+                _check_wrapped(self, optimizer)
+                self._shardopt_pauses.enter_context(optimizer.paused())
+            if isinstance(optimizer, ShardedOptimizer | QuantizedState) and self.zero_use_cpu_optimizer():
+                self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
             return optimizer
 
         if self.zero_use_cpu_optimizer():
@@ -115,6 +119,8 @@ def install(engine_module: ModuleType) -> None:
             _warn_of_lost_updates(self)
             read_natively(self.basic_optimizer)
             show_state(self)
+        elif isinstance(self.basic_optimizer, QuantizedState):
+            assign_partitions(self)
 
     def _save_zero_checkpoint(self: Any, save_path: str, tag: str) -> Any:
         if not isinstance(self.basic_optimizer, ShardedOptimizer):
@@ -135,7 +141,9 @@ def install(engine_module: ModuleType) -> None:
     engine_class._load_zero_checkpoint = _load_zero_checkpoint
     engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
-    known = [c for c in vars(shardopt.optim).values() if isinstance(c, type) and issubclass(c, ShardedOptimizer)]
+    ours: list[Any] = [c for c in vars(shardopt.optim).values() if isinstance(c, type)]
+    known = [c for c in ours if issubclass(c, ShardedOptimizer)]
+    known.append(QuantizedState)
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
 
@@ -205,6 +213,27 @@ def _check_config(engine: Any) -> None:
         raise ValueError(
             "checkpoint.load_universal: got true with offload_optimizer.device nvme, under which DeepSpeed does not "
             "load the optimizer, expected another device; go by way of one, and shardopt.checkpoint.save(path, engine)"
+        )
+
+
+def _check_wrapped(engine: Any, optimizer: QuantizedState) -> None:
+    """Raises for what the result of quantize_state cannot be used with."""
+    _check_config(engine)
+    if engine.load_universal_checkpoint() or engine.zero_nvme_offload_optimizer():
+        raise ValueError(
+            "got quantize_state with checkpoint.load_universal or offload_optimizer.device nvme, expected neither; use "
+            "shardopt.checkpoint.save(path, engine) and load, and offload to the cpu"
+        )
+    name = type(optimizer._inner).__name__
+    if engine.zero_optimization() and not optimizer.is_elementwise:
+        raise RuntimeError(
+            f"got {name} with ZeRO, which flattens parameters, expected an optimizer that is known to be element by "
+            "element; use ZeRO 0"
+        )
+    if engine.zero_optimization() and optimizer.state:
+        raise RuntimeError(
+            f"got {name} with state of parameters that ZeRO replaces by flat ones, expected state that is made in the "
+            "first step; call deepspeed.initialize before, and use another optimizer instead of Adagrad"
         )
 
 

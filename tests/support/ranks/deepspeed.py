@@ -22,9 +22,10 @@ from helpers import RULES
 from ranks import flat as parts
 from ranks.layouts import Shape, values
 from ranks.models import make_net
-from ranks.snapshot import Snapshot, snapshot
+from ranks.snapshot import Snapshot, as_tensor, snapshot
 from shardopt.layout import FlatBuffer, assigned
 from shardopt.optim import ShardedOptimizer
+from shardopt.wrapper import QuantizedState
 
 #: Of every optimizer here.
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
@@ -245,23 +246,24 @@ def engine_snapshot(engine: Any) -> Snapshot:
     places: dict[str, tuple[int, int]] = {}
     states: dict[str, dict[str, Tensor]] = {}
     sizes: dict[str, int] = {}
+    options = optimizer._entries.options if isinstance(optimizer, QuantizedState) else {}
     for flat, group in held:
         buffer = assigned(flat)
         assert isinstance(buffer, FlatBuffer)
         for index, (name, _, shard, offset) in enumerate(buffer.segments):
             piece = parts.Piece(name, shard.global_shape, flat, offset, shard.start, shard.numel, index)
             states[name] = {"": piece.of(flat).clone(), **parts._state(optimizer, group, piece)}
-            places[name], sizes[name] = (piece.start, piece.numel), group["block_size"]
+            places[name], sizes[name] = (piece.start, piece.numel), {**group, **options}["block_size"]
     assert states.keys() == engine.bare_shapes.keys()
     everyone = parts._from_all((states, places))
     found: Snapshot = {}
     for name, shape in engine.bare_shapes.items():
         found[name] = parts._elements(everyone, name, shape, "")
-        for key in sorted(states[name]):
-            if key == "step":
-                steps = [own[name][key] for own, _ in everyone]
-                assert all(torch.equal(step, steps[0]) for step in steps), f"{name}: got steps {steps}"
-                found[f"{name}/{key}"] = steps[0]
+        for key in sorted({key for own, _ in everyone for key in own[name]}):
+            numbers = [as_tensor(own[name][key]) for own, _ in everyone if key in own[name]]
+            if key and numbers[0].dim() == 0:
+                assert all(torch.equal(number, numbers[0]) for number in numbers), f"{name}: got {key} {numbers}"
+                found[f"{name}/{key}"] = numbers[0]
             elif key.endswith("_scales"):
                 found[f"{name}/{key}"] = parts._scales(everyone, name, shape, key, sizes[name])
             elif key:

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ranks.layouts import Shape, values
-from ranks.snapshot import Snapshot
+from ranks.snapshot import Snapshot, as_tensor
 from shardopt.optim import ShardedOptimizer
+from shardopt.wrapper import QuantizedState
+from shardopt.wrapper.chunks import units_of
 
 _WRAPPERS = ("_fsdp_wrapped_module", "module")
 
@@ -131,7 +133,12 @@ def gathered(model: nn.Module, optimizer: Optimizer) -> Snapshot:
     inner = sharded_optimizer(optimizer)
     groups = {param: group for group in inner.param_groups for param in group["params"]}
     own = {piece.name: _state(inner, groups.get(piece.tensor), piece) for piece in pieces(model)}
-    sizes = {piece.name: groups[piece.tensor]["block_size"] for piece in pieces(model) if piece.tensor in groups}
+    options = inner._entries.options if isinstance(inner, QuantizedState) else {}
+    sizes = {
+        piece.name: {**groups[piece.tensor], **options}["block_size"]
+        for piece in pieces(model)
+        if piece.tensor in groups
+    }
     everyone = _from_all((own, {piece.name: (piece.start, piece.numel) for piece in pieces(model)}))
     block_sizes: dict[str, int] = {}
     for some in _from_all(sizes):
@@ -141,10 +148,10 @@ def gathered(model: nn.Module, optimizer: Optimizer) -> Snapshot:
         found[name] = whole
         shape = tuple(whole.shape)
         for key in sorted({key for states, _ in everyone for key in states[name]}):
-            if key == "step":
-                steps = [states[name][key] for states, _ in everyone if key in states[name]]
-                assert all(torch.equal(step, steps[0]) for step in steps), f"{name}: got steps {steps}"
-                found[f"{name}/{key}"] = steps[0]
+            values = [as_tensor(states[name][key]) for states, _ in everyone if key in states[name]]
+            if values[0].dim() == 0:
+                assert all(torch.equal(value, values[0]) for value in values), f"{name}: got {key} {values}"
+                found[f"{name}/{key}"] = values[0]
             elif key.endswith("_scales"):
                 found[f"{name}/{key}"] = _scales(everyone, name, shape, key, block_sizes[name])
             else:
@@ -152,14 +159,14 @@ def gathered(model: nn.Module, optimizer: Optimizer) -> Snapshot:
     return found
 
 
-def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer:
+def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer | QuantizedState:
     """The optimizer inside a ZeroRedundancyOptimizer, or the optimizer."""
     inner = getattr(optimizer, "optim", optimizer)
-    assert isinstance(inner, ShardedOptimizer)
+    assert isinstance(inner, ShardedOptimizer | QuantizedState)
     return inner
 
 
-def piece_state(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, Tensor]:
+def piece_state(optimizer: ShardedOptimizer | QuantizedState, piece: Piece) -> dict[str, Tensor]:
     """The piece's state on this rank: views; empty where it has none."""
     for group in optimizer.param_groups:
         if any(param is piece.tensor for param in group["params"]):
@@ -172,12 +179,16 @@ def blocks_of(piece: Piece, block_size: int) -> list[int]:
     return _blocks(piece.shape, piece.start, piece.numel, block_size)
 
 
-def _state(optimizer: ShardedOptimizer, group: Mapping[str, Any] | None, piece: Piece) -> dict[str, Tensor]:
+def _state(
+    optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any] | None, piece: Piece
+) -> dict[str, Tensor]:
     state = optimizer.state.get(piece.tensor)
     if not state or group is None:
         return {}
     if piece.segment is None:
         return dict(state)
+    if isinstance(optimizer, QuantizedState):
+        return units_of([{"params": [piece.tensor]}], local=True)[piece.segment].state_in(state)
     return optimizer._internals.state_of(piece.tensor, group).split(state)[piece.segment]
 
 

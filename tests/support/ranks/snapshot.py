@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,8 +22,13 @@ def entries(params: Mapping[str, Tensor], optimizer: Optimizer) -> Snapshot:
     for name, param in params.items():
         found[name] = param.detach()
         for entry, value in sorted(optimizer.state[param].items()):
-            found[f"{name}/{entry}"] = value
+            found[f"{name}/{entry}"] = as_tensor(value)
     return found
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A state entry, or a number that stands for one that is no tensor."""
+    return value if isinstance(value, Tensor) else torch.tensor(crc32(repr(value).encode()))
 
 
 def in_full(tensor: Tensor) -> Tensor:

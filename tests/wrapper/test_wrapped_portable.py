@@ -1,0 +1,244 @@
+"""Portable checkpoints of quantize_state in one process: entries that are no tensors, groups, damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from attack.index_file import read_index, write_index
+from shardopt import quantize_state
+from shardopt.checkpoint import CheckpointError
+from shardopt.wrapper.packing import packed, unpacked
+from wrapped import BY_PARAMETER, Counting, Custom, bits, of, parameters, quietly, same, trained
+
+
+def _shown(optimizer: Any, param: torch.Tensor) -> str:
+    """The state of a parameter: types, dtypes and all values."""
+    items = sorted(optimizer.state[param].items())
+    return repr([(key, x.dtype, x.tolist()) if isinstance(x, torch.Tensor) else (key, x) for key, x in items])
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+    return nn.ParameterList(parameters(dtype))
+
+
+def _stepped(make: Any, model: nn.ParameterList, **options: Any) -> Any:
+    return trained(quietly(make(list(model)), **options), list(model))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -7, 2**62, 0.1, float("inf"), "täxt", "", torch.bfloat16, [], [1, (None, ["a"])], torch.arange(3)],
+    ids=str,
+)
+def test_values_as_tensors(value: Any) -> None:
+    (back,) = unpacked(packed("x", value)).values()
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, 2**63, object(), {1}, [[[[[[[[[[1]]]]]]]]]]], ids=str)
+def test_values_that_a_checkpoint_cannot_hold(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"state entry x.*save optimizer.state_dict"):
+        packed("x", value)
+    with pytest.raises(ValueError, match=r"got a state entry 'a\.b'"):
+        packed("a.b", 1)
+
+
+def test_a_state_that_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = _stepped(Counting, model)
+    optimizer.state[model[0]]["projector"] = object()
+    with pytest.raises(CheckpointError, match="state entry projector of object"):
+        shardopt.checkpoint.save(tmp_path, model, optimizer)
+    assert not (tmp_path / "checkpoint.json").exists()
+    del optimizer.state[model[0]]["projector"]
+    optimizer.param_groups[0]["vector"] = torch.zeros(2)
+    with pytest.raises(CheckpointError, match="vector of a param group"):
+        shardopt.checkpoint.save(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize("make", [Counting, BY_PARAMETER["torch Adafactor"], of("torch.optim", "AdamW", fused=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_comes_back(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:
+    model, other = _model(dtype), _model(dtype)
+    optimizer = _stepped(make, model)
+    optimizer.state["total"] = 3
+    optimizer.param_groups[0]["tag"] = ("a", 1)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    again = quietly(make(list(other)), working_memory=0)
+    again.state["other"] = torch.ones(2)
+    trained(again, list(other), range(50, 52))
+    shardopt.checkpoint.load(tmp_path, other, again)
+    assert [key for key in again.state if isinstance(key, str)] == ["total"]
+    assert again.state["total"] == 3
+    for _ in range(2):
+        for param, old in zip(other, model, strict=True):
+            assert torch.equal(param, old)
+            assert _shown(again, param) == _shown(optimizer, old)
+        groups = [{k: x for k, x in group.items() if k != "params"} for group in optimizer.param_groups]
+        assert repr([{k: x for k, x in again.param_groups[0].items() if k != "params"}]) == repr(groups)
+        for each, params in ((optimizer, model), (again, other)):
+            trained(each, list(params), range(4, 6))
+
+
+def test_counters_that_a_checkpoint_has_not(tmp_path: Path) -> None:
+    model = _model()
+    shardopt.checkpoint.save(tmp_path, model, quietly(Counting(list(model))))
+    optimizer = _stepped(Counting, model)
+    optimizer.param_groups[0]["decay_of"] = print
+    shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0].keys() == {"params", "lr", "decay_of"}
+    assert not optimizer.state
+
+
+def test_a_tensor_as_learning_rate(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = _stepped(lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.25), foreach=False), model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    fresh = quantize_state(torch.optim.AdamW(list(model), lr=1.0))
+    shardopt.checkpoint.load(tmp_path, model, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.25
+    assert isinstance(fresh.param_groups[0]["lr"], float)
+    assert fresh.param_groups[0]["foreach"] is None
+    shardopt.checkpoint.save(tmp_path, model, fresh)
+    lr = optimizer.param_groups[0]["lr"]
+    lr.fill_(3.0)
+    shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr == 0.25
+
+
+def test_copies_of_weights_stay_what_they_are(tmp_path: Path) -> None:
+    """Entries that were found to be copies are in floats, and stay so."""
+    model = _model()
+    optimizer = _stepped(Custom, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    again = quietly(Custom(list(model)))
+    shardopt.checkpoint.load(tmp_path, model, again)
+    trained(again, list(model))
+    assert "start" in again.state[model[0]]
+    assert "squares_dtype" not in again.state[model[0]]
+
+
+def test_dtypes_of_their_own(tmp_path: Path) -> None:
+    model = _model(torch.bfloat16)
+    optimizer = _stepped(Custom, model)
+    assert optimizer.state[model[0]]["squares_dtype"] == torch.float32
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    again = quietly(Custom(list(model)))
+    shardopt.checkpoint.load(tmp_path, model, again)
+    assert _shown(again, model[0]) == _shown(optimizer, model[0])
+
+
+@pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_conversion_of_weights(tmp_path: Path, saved: torch.dtype, own: torch.dtype) -> None:
+    model, other = _model(saved), _model(own)
+    optimizer = _stepped(torch.optim.AdamW, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    again = _stepped(torch.optim.AdamW, other)
+    with pytest.raises(CheckpointError, match="weights of 0 low bits for"):
+        shardopt.checkpoint.load(tmp_path, other, again)
+    shardopt.checkpoint.load(tmp_path, other, again, convert=True)
+    for param, old in zip(other, model, strict=True):
+        assert torch.equal(param, old.to(own))
+        for key, value in optimizer.state[old].items():
+            like = value if value.dim() == 0 or key.endswith(("_codes", "_scales")) else value.to(own)
+            assert again.state[param][key].dtype == like.dtype
+            assert torch.equal(again.state[param][key], like)
+    trained(again, list(other), range(1))
+
+
+def test_one_of_shardopt_is_another_optimizer(tmp_path: Path) -> None:
+    model = _model()
+    wrapped, own = _stepped(torch.optim.AdamW, model), shardopt.AdamW8bit(model.parameters())
+    trained(own, list(model))
+    shardopt.checkpoint.save(tmp_path / "own", model, own)
+    shardopt.checkpoint.save(tmp_path / "wrapped", model, wrapped)
+    for name, optimizer, got in (("own", wrapped, "AdamW8bit"), ("wrapped", own, "quantize_state of torch.AdamW")):
+        before = bits(list(model), optimizer)
+        with pytest.raises(CheckpointError, match=f"got the state of {got}, expected that of .*; load it into"):
+            shardopt.checkpoint.load(tmp_path / name, model, optimizer)
+        assert same(bits(list(model), optimizer), before)
+
+
+def _edits() -> dict[str, Any]:
+    """Changes of an index that its checksum does not show."""
+
+    def options(index: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = index["header"]["param_groups"][0]["options"]
+        return found
+
+    def tensors(index: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = index["tensors"]
+        return found
+
+    return {
+        "no codec": lambda index: options(index).pop("codec"),
+        "a codec of shardopt's": lambda index: options(index).update(codec="log8"),
+        "an unknown codec": lambda index: options(index).update(codec="none by entry"),
+        "block sizes": lambda index: options(index).update(block_size=[128]),
+        "no signs": lambda index: options(index).pop("unsigned"),
+        "signs": lambda index: options(index).update(unsigned=[1]),
+        "a counter": lambda index: options(index).update(scale={"tensor": "x", "dtype": "torch.float32", "shape": []}),
+        "a dtype": lambda index: options(index).update(scale={"tensor": 1, "dtype": "torch.qint8", "shape": [3]}),
+        "no scales": lambda index: tensors(index).pop("optimizer.0.average_scales"),
+        "no items": lambda index: tensors(index).pop("optimizer.0.names:0:text"),
+        "another kind": lambda index: tensors(index).update(
+            {"optimizer.0.count:float": tensors(index).pop("optimizer.0.count:int")}
+        ),
+        "a kind": lambda index: tensors(index).update(
+            {"optimizer.0.count:blob": tensors(index).pop("optimizer.0.count:int")}
+        ),
+    }
+
+
+@pytest.mark.parametrize("edit", _edits())
+def test_damage(tmp_path: Path, edit: str) -> None:
+    model = _model()
+    optimizer = _stepped(Counting, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    index = read_index(tmp_path)
+    _edits()[edit](index)
+    write_index(tmp_path, index)
+    trained(optimizer, list(model))
+    before, groups = bits(list(model), optimizer), repr(optimizer.param_groups)
+    with pytest.raises(CheckpointError) as raised:
+        shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert "expected" in str(raised.value), raised.value
+    assert same(bits(list(model), optimizer), before)
+    assert repr(optimizer.param_groups) == groups
+
+
+def test_damaged_dtypes(tmp_path: Path) -> None:
+    model = _model(torch.bfloat16)
+    optimizer = _stepped(Custom, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    index = read_index(tmp_path)
+    index["tensors"]["optimizer.0.squares_dtype:dtype"]["dtype"] = "int32"
+    write_index(tmp_path, index)
+    with pytest.raises(CheckpointError, match=r"squares_dtype as torch\.int32, expected torch\.float32"):
+        shardopt.checkpoint.load(tmp_path, model, optimizer)
+
+
+def test_huge_entries_of_an_index_take_no_memory(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = _stepped(Counting, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    index = read_index(tmp_path)
+    text = json.dumps(index)
+    assert "optimizer.0.names:0:text" in text
+    size = 2**45
+    (chunk,) = index["tensors"]["optimizer.0.names:0:text"]["chunks"]
+    chunk.update(shape=[size], bytes=size, position=0, file="0123456789abcdef-0.bin")
+    index["tensors"]["optimizer.0.names:0:text"]["shape"] = [size]
+    index["files"]["0123456789abcdef-0.bin"] = size
+    write_index(tmp_path, index)
+    with pytest.raises(CheckpointError, match=r"0123456789abcdef-0\.bin"):
+        shardopt.checkpoint.load(tmp_path, model, optimizer)
