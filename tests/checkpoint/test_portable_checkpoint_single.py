@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import threading
-import weakref
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,10 @@ from torch import nn
 import shardopt
 from attack.index_file import read_index, write_index
 from ranks.layouts import values
-from shardopt.checkpoint import CheckpointError, portable
-from shardopt.checkpoint.data_file import DataFileWriter
+from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.restore import Restoration
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.tensor_state import tensor_state_of
-from versions import needs_async_save
 
 
 class Small(nn.Module):
@@ -135,104 +129,6 @@ def test_a_learning_rate_on_a_tensor_keeps_its_place(tmp_path: Path) -> None:
     shardopt.checkpoint.load(tmp_path, other, fresh)
     assert fresh.param_groups[0]["lr"] is lr
     assert float(lr) == 0.25
-
-
-@needs_async_save
-def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    expected = everything(model, optimizer)
-    saving = shardopt.checkpoint.async_save(tmp_path, model, optimizer)
-    step_with(model, optimizer, 50)
-    saving.result()
-    other, fresh = trained(seed=7, steps=0)
-    shardopt.checkpoint.load(tmp_path, other, fresh)
-    assert same(everything(other, fresh), expected)
-
-
-def memory_of(saving: Future[None]) -> int:
-    """The address of the memory that has an asynchronous save's copies."""
-    return saving.stager._buffer.data_ptr()
-
-
-@needs_async_save
-def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
-    """As long as its future is there, and not before it is complete."""
-    model, optimizer = trained()
-    expected, saves = [], []
-    may_write = threading.Event()
-
-    def write_later(writer: DataFileWriter, write: Any = DataFileWriter.write) -> Any:
-        may_write.wait()
-        return write(writer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataFileWriter, "write", write_later)
-        for number in range(2):
-            expected.append(everything(model, optimizer))
-            saves.append(shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer))
-            step_with(model, optimizer, number)
-        may_write.set()
-        for saving in saves:
-            saving.result()
-    assert memory_of(saves[0]) != memory_of(saves[1])
-    expected.append(everything(model, optimizer))
-    saves.append(shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer))
-    assert memory_of(saves[2]) == memory_of(saves[1])
-    saves[2].result()
-    for number in range(3):
-        other, fresh = trained(seed=7, steps=0)
-        shardopt.checkpoint.load(tmp_path / str(number), other, fresh)
-        assert same(everything(other, fresh), expected[number])
-    memory = weakref.ref(saves[2].stager)
-    del saving
-    saves.clear()
-    gc.collect()
-    assert memory() is None
-
-
-@needs_async_save
-def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save takes other memory as long as the copies are being written."""
-    model, optimizer = trained()
-    expected = everything(model, optimizer)
-    may_write = threading.Event()
-
-    def write_later(writer: DataFileWriter, write: Any = DataFileWriter.write) -> Any:
-        may_write.wait()
-        return write(writer)
-
-    monkeypatch.setattr(DataFileWriter, "write", write_later)
-    first = shardopt.checkpoint.async_save(tmp_path / "first", model, optimizer)
-    cancelled, done = first.cancel(), first.done()
-    step_with(model, optimizer, 50)
-    second = shardopt.checkpoint.async_save(tmp_path / "second", model, optimizer)
-    may_write.set()
-    first.result()
-    second.result()
-    assert not cancelled
-    assert not done
-    other, fresh = trained(seed=7, steps=0)
-    shardopt.checkpoint.load(tmp_path / "first", other, fresh)
-    assert same(everything(other, fresh), expected)
-
-
-@needs_async_save
-def test_async_save_tells_its_errors(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    (tmp_path / "file").write_text("")
-    saving = shardopt.checkpoint.async_save(tmp_path / "file", model, optimizer)
-    with pytest.raises(CheckpointError):
-        saving.result()
-
-
-def test_async_save_of_older_versions_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained()
-    monkeypatch.setattr(torch, "__version__", "2.8.0")
-    monkeypatch.setattr(portable.state_dict_saver, "async_save", lambda state_dict, *, process_group=None: None)
-    message = r"async_save: got PyTorch 2\.8\.0, expected 2\.9 or newer; call save\(\)"
-    with pytest.raises(RuntimeError, match=message):
-        shardopt.checkpoint.async_save(tmp_path / "checkpoint", model, optimizer)
-    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""Options and parameters that Muon refuses, without a trace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import shardopt
+from helpers import (
+    everything,
+)
+from muon_problem import advance, assert_equal, make
+from ranks.snapshot import assert_same
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "step"}, "offload: got 'step' for Muon, which multiplies matrices where the parameters are"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients: got \(1.0, 2.0\), expected three numbers"),
+        ({"ns_coefficients": "polar"}, "ns_coefficients: got 'polar', expected three numbers"),
+        ({"ns_coefficients": None}, "ns_coefficients: got None"),
+        ({"ns_coefficients": ()}, "ns_coefficients: got"),
+        ({"ns_coefficients": [(1, 2, 3), (1, 2)]}, "ns_coefficients: got"),
+        ({"ns_coefficients": (1.0, math.nan, 2.0)}, "ns_coefficients: got"),
+        ({"ns_steps": 0}, "ns_steps: got 0, expected a whole number from 1 to 99"),
+        ({"ns_steps": 100}, "ns_steps: got 100"),
+        ({"ns_steps": 2.5}, "ns_steps: got 2.5"),
+        ({"ns_method": "Gram"}, "ns_method: got 'Gram', expected 'standard' or 'gram'"),
+        ({"eps": -1.0}, "eps: got -1.0"),
+        ({"momentum": 1.0}, "momentum: got 1.0"),
+        ({"momentum": -0.1}, "momentum: got -0.1"),
+        ({"lr": -1.0}, "lr: got -1.0"),
+        ({"weight_decay": -1.0}, "weight_decay: got -1.0"),
+        ({"nesterov": 2}, "nesterov: got 2"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn: got 'rms', expected None or one of 'original'"),
+        ({"algorithm": "sgd"}, "algorithm: got 'sgd', expected 'muon', 'adamw' or 'lion'"),
+        ({"orthogonalize_memory": "much"}, "orthogonalize_memory: got 'much'"),
+        ({"orthogonalize_memory": -1}, "orthogonalize_memory: got -1"),
+        ({"split": 3}, "split: got 3, expected None, 'each', or the rows of each matrix"),
+        ({"split": ()}, "split: got"),
+        ({"split": (40, 0)}, "split: got"),
+        ({"split": "all"}, "split: got 'all'"),
+        ({"split": (10, 20)}, r"got split=\(10, 20\) for a parameter of shape \(40, 130\), expected a sum of 40"),
+        ({"split": "each"}, r"got split='each' for a parameter of shape \(40, 130\), expected three dimensions"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(shapes=((40, 130),), **options)
+
+
+def test_a_parameter_that_is_no_matrix() -> None:
+    named = [("up.weight", Parameter(torch.zeros(4, 4))), ("norm.weight", Parameter(torch.zeros(4)))]
+    with pytest.raises(ValueError, match=r"norm\.weight.*got a parameter of shape \(4,\) in a param group for Muon"):
+        shardopt.Muon(named)
+    with pytest.raises(ValueError, match=r"got a parameter of shape \(4,\).*muon_groups"):
+        shardopt.Muon([param for _, param in named])
+
+
+def test_a_group_that_is_refused_leaves_no_trace() -> None:
+    optimizer, expected = (advance(make(), range(1)) for _ in range(2))
+    added = [{"params": [Parameter(torch.zeros(4))]}, {"params": [Parameter(torch.zeros(4, 4))], "split": (3, 3)}]
+    for group in added:
+        with pytest.raises(ValueError, match="got"):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+    assert_equal(advance(optimizer, range(1, 3)), advance(expected, range(1, 3)))
+    optimizer.add_param_group({**added[1], "split": (1, 3)})
+    optimizer.add_param_group({**added[0], "algorithm": "adamw"})
+    advance(optimizer, range(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "good"),
+    [
+        ("split", (10, 20), (10, 30)),
+        ("algorithm", "rmsprop", "muon"),
+        ("ns_steps", 0, 3),
+        ("ns_coefficients", (1, 2), (2, -1.5, 0.5)),
+    ],
+)
+def test_bad_changes_between_steps_change_nothing(option: str, value: Any, good: Any) -> None:
+    optimizer = advance(make(shapes=((40, 130), (40, 30))), range(1))
+    before = everything(optimizer)
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=option):
+        advance(optimizer, range(1, 2))
+    assert_same(everything(optimizer), before)
+    optimizer.param_groups[0][option] = good
+    advance(optimizer, range(1, 2))
