@@ -43,7 +43,7 @@ def test_values_as_tensors(value: Any) -> None:
     assert repr(back) == repr(value)
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, 2**63, object(), {1}, [[[[[[[[[[1]]]]]]]]]]], ids=str)
+@pytest.mark.parametrize("value", [{"a": 1}, 2**63, 1j, {1}, [[[[[[[[[[1]]]]]]]]]]], ids=str)
 def test_values_that_a_checkpoint_cannot_hold(value: Any) -> None:
     with pytest.raises(ValueError, match=r"state entry x.*save optimizer.state_dict"):
         packed("x", value)
