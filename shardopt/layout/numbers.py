@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from torch import Tensor
 from torch.nn import Module
 
@@ -13,16 +15,20 @@ _NUMBER = "_shardopt_number"  # an attribute of parameters
 
 
 def number_parameters(model: Module) -> None:
-    """Notes with each parameter its index among all of the bare model's.
+    """Stores with each parameter its index among all of the bare model's; flat buffers have those of their segments.
 
-    Where the model has flat buffers nothing is noted: these say the numbers of what they are made of.
+    Args:
+        model: the model, which :func:`shardopt.layout.read_model` must have read.
     """
     params = parameter_names(model).values()
-    if not any(isinstance(assigned(param), FlatBuffer) for param in params):
-        for number, param in enumerate(params):
-            setattr(param, _NUMBER, number)
+    flat = [buffer for param in params if isinstance(buffer := assigned(param), FlatBuffer)]
+    taken = {segment.number for buffer in flat for segment in buffer.segments}
+    free = (number for number in count() if number not in taken)
+    for param in params:
+        if not isinstance(assigned(param), FlatBuffer):
+            setattr(param, _NUMBER, next(free))
 
 
 def number_of(param: Tensor) -> int | None:
-    """The index that was noted; None where none was."""
+    """The index that was stored; None if there is none."""
     return getattr(param, _NUMBER, None)
