@@ -133,7 +133,7 @@ def test_tensors_of_several_elements_in_param_groups(tmp_path: Path) -> None:
     trained(optimizer, list(model))
     optimizer.param_groups[0]["scale"] = torch.ones(3)
     before = bits(list(model), optimizer)
-    with pytest.raises(CheckpointError, match="got scale as .*expected a number"):
+    with pytest.raises(CheckpointError, match=r"got scale as .*expected a number"):
         shardopt.checkpoint.load(tmp_path, model, optimizer)
     assert same(bits(list(model), optimizer), before)
     optimizer.param_groups[0]["scale"] = torch.tensor(1j)
