@@ -240,7 +240,7 @@ class Restoration:
                 saved.append(saved_options(options, names[index], index))
             except CheckpointError as error:
                 raise CheckpointError(f"{self._path}: {error}") from None
-            new.append(self._owner.merged(self._path, group, saved[-1], index))
+            new.append(self._owner.merged(self._path, group, saved[-1], index) if names[index] else dict(group))
         return new, saved
 
     def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> Target:

@@ -3,7 +3,7 @@
 from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Copies, Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
-from shardopt.layout.numbers import number_of, number_parameters
+from shardopt.layout.numbers import number_of, number_parameters, use_numbers
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
     Exchange,
@@ -52,4 +52,5 @@ __all__ = [
     "register_copies_finder",
     "register_model_reader",
     "shard_of",
+    "use_numbers",
 ]

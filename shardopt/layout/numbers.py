@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import count
+
 from torch import Tensor
 from torch.nn import Module
 
@@ -9,20 +12,34 @@ from shardopt.layout.flat import FlatBuffer
 from shardopt.layout.names import parameter_names
 from shardopt.layout.shard import assigned
 
-_NUMBER = "_shardopt_number"  # an attribute of parameters
+_STORED, _USED = "_shardopt_stored_number", "_shardopt_number"  # attributes of parameters
 
 
 def number_parameters(model: Module) -> None:
-    """Notes with each parameter its index among all of the bare model's.
+    """Stores with each parameter its index among all of the bare model's; flat buffers have those of their segments.
 
-    Where the model has flat buffers nothing is noted: these say the numbers of what they are made of.
+    Steps use them after :func:`use_numbers` only: a table of param groups that one rank prints must not change the
+    noise of an optimizer there.
+
+    Args:
+        model: the model, which :func:`shardopt.layout.read_model` must have read.
     """
     params = parameter_names(model).values()
-    if not any(isinstance(assigned(param), FlatBuffer) for param in params):
-        for number, param in enumerate(params):
-            setattr(param, _NUMBER, number)
+    flat = [buffer for param in params if isinstance(buffer := assigned(param), FlatBuffer)]
+    taken = {segment.number for buffer in flat for segment in buffer.segments}
+    free = (number for number in count() if number not in taken)
+    for param in params:
+        if not isinstance(assigned(param), FlatBuffer):
+            setattr(param, _STORED, next(free))
+
+
+def use_numbers(params: Iterable[Tensor]) -> None:
+    """Has steps of these parameters use the indices that were stored last, where there are any."""
+    for param in params:
+        if hasattr(param, _STORED):
+            setattr(param, _USED, getattr(param, _STORED))
 
 
 def number_of(param: Tensor) -> int | None:
-    """The index that was noted; None where none was."""
-    return getattr(param, _NUMBER, None)
+    """The index that steps use; None if there is none."""
+    return getattr(param, _USED, None)

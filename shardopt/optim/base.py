@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardopt.codec import Moment
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import assigned, copies_in, number_parameters, read_model
+from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
@@ -135,6 +135,7 @@ class ShardedOptimizer(Optimizer, ABC):
         except Exception:  # whatever it is, the optimizer stays as it was
             self.param_groups.pop()
             raise
+        use_numbers(self.param_groups[-1]["params"])
 
     def attach(self, model: Module) -> None:
         """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
@@ -154,6 +155,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         read_model(model)
         number_parameters(model)
+        use_numbers(param for _, param in self._all_params())
         self._internals.share(copies_in(model))
         self._internals.forget_tables()
         self._internals.residency.check()

@@ -20,7 +20,7 @@ def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as JSON, without those that JSON cannot hold. Tensors of one element have their dtypes.
 
     Raises:
-        ValueError: a tensor has several elements.
+        ValueError: a tensor has several elements, or is complex.
     """
     found = {key: _to_json(key, value) for key, value in options.items()}
     return {key: value for key, value in found.items() if value is not _NONE}
@@ -28,10 +28,10 @@ def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_json(key: str, value: Any) -> Any:
     if isinstance(value, Tensor):
-        if value.numel() != 1:
+        if value.numel() != 1 or value.is_complex():
             raise ValueError(
-                f"got {key} of a param group as a tensor of shape {tuple(value.shape)}, expected one element; save "
-                "optimizer.state_dict() instead"
+                f"got {key} of a param group as a tensor of shape {tuple(value.shape)} and {value.dtype}, expected one "
+                "real element; save optimizer.state_dict() instead"
             )
         return {"tensor": value.item(), "dtype": str(value.dtype), "shape": list(value.shape)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -60,8 +60,10 @@ def from_json(saved: Any, own: Any, key: str) -> Any:
     try:
         if isinstance(saved, dict):
             value = torch.tensor(saved["tensor"], dtype=_DTYPES[saved["dtype"]]).reshape(saved["shape"])
-            if isinstance(own, Tensor):
-                return value.to(own)
+            if value.numel() != 1 or (isinstance(own, Tensor) and own.numel() != 1):
+                raise ValueError("several elements")
+            if isinstance(own, Tensor):  # of the shape that it has: the value will be copied into it
+                return value.to(own).reshape(own.shape)
             return value.item() if key == "lr" else value  # a matter of the run, as torch takes tensors in few loops
         if isinstance(own, Tensor) and own.numel() == 1 and isinstance(saved, int | float):
             return own.new_tensor(saved).reshape(own.shape)

@@ -267,7 +267,7 @@ class QuantizedOwner(Owner):
                 if name in entries:
                     continue
                 for key, x in packed(name, value).items():
-                    entries[key], is_whole = _local(unit.shard, x)
+                    entries[key], is_whole = (x, True) if ":" in key else _local(unit.shard, x)
                     kept[key] = Kept(EntryFormat(tuple(entries[key].shape), x.dtype, (0,)), is_whole)
             _check_kept(unit.shard, kept)
         except ValueError as error:

@@ -237,6 +237,39 @@ def test_noise_follows_the_model() -> None:
         assert_same(snapshots[2], snapshots[1])
 
 
+def test_a_look_at_groups_changes_no_noise() -> None:
+    """On one rank of several it would let replicas drift apart."""
+    snapshots = []
+    for looks in (False, True):
+        net = make_net(torch.bfloat16)
+        optimizer = shardopt.AdamW([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+        if looks:
+            shardopt.param_groups(net).table()
+        step_with(net, optimizer, 0)
+        snapshots.append(snapshot_of(net, optimizer))
+    assert_same(*snapshots)
+
+
+def _noise_beside_flat_parameters(ignored: str) -> None:
+    """Parameters that FSDP1 ignores have numbers, too."""
+    results = []
+    for flat in (False, True):
+        net = make_net(torch.bfloat16)
+        left_out = [net.get_submodule(ignored)]
+        model = fsdp1(net, (), use_orig_params=False, ignored_modules=left_out) if flat else net
+        groups = shardopt.param_groups(model, no_decay=())
+        optimizer = shardopt.AdamW(groups, min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+        for step in range(STEPS):
+            step_with(model, optimizer, step)
+        results.append(snapshot_of(model, optimizer))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("ignored", ["up", "down"])
+def test_noise_beside_flat_parameters(ranks: Pool, ignored: str) -> None:
+    ranks.run(1, _noise_beside_flat_parameters, ignored)
+
+
 def _noise_under_deepspeed(stage: int) -> None:
     model = taking_gradients(make_net())
     groups = shardopt.param_groups(model, OF_UNITS)

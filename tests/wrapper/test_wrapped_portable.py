@@ -115,6 +115,42 @@ def test_a_tensor_as_learning_rate(tmp_path: Path) -> None:
     assert lr == 0.25
 
 
+@pytest.mark.parametrize(("saved", "own"), [((1,), ()), ((), (1,))])
+def test_tensors_in_param_groups_keep_their_shapes(tmp_path: Path, saved: Any, own: Any) -> None:
+    """A tensor is copied into, and the copy must not fail when weights are loaded already."""
+    model = _model()
+    optimizer = quantize_state(torch.optim.AdamW(list(model), lr=torch.full(saved, 0.25), foreach=False))
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    again = quantize_state(torch.optim.AdamW(list(model), lr=torch.zeros(own), foreach=False))
+    shardopt.checkpoint.load(tmp_path, model, again)
+    assert torch.equal(again.param_groups[0]["lr"], torch.full(own, 0.25))
+
+
+def test_tensors_of_several_elements_in_param_groups(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = _stepped(Counting, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    trained(optimizer, list(model))
+    optimizer.param_groups[0]["scale"] = torch.ones(3)
+    before = bits(list(model), optimizer)
+    with pytest.raises(CheckpointError, match=r"got scale as .*expected a number"):
+        shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert same(bits(list(model), optimizer), before)
+    optimizer.param_groups[0]["scale"] = torch.tensor(1j)
+    with pytest.raises(CheckpointError, match=r"scale of a param group as a tensor of shape \(\) and torch.complex64"):
+        shardopt.checkpoint.save(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize("wrap", [lambda groups: quantize_state(torch.optim.AdamW(groups)), shardopt.AdamW8bit])
+def test_a_param_group_without_parameters(tmp_path: Path, wrap: Any) -> None:
+    model = _model()
+    optimizers = [wrap([{"params": list(model)}, {"params": [], "lr": lr}]) for lr in (0.5, 0.25)]
+    shardopt.checkpoint.save(tmp_path, model, trained(optimizers[0], list(model)))
+    shardopt.checkpoint.load(tmp_path, model, optimizers[1])
+    assert same(bits(list(model), optimizers[1]), bits(list(model), optimizers[0]))
+    assert optimizers[1].param_groups[1]["lr"] == 0.25
+
+
 def test_copies_of_weights_stay_what_they_are(tmp_path: Path) -> None:
     """Entries that were found to be copies are in floats, and stay so."""
     model = _model()
@@ -188,6 +224,9 @@ def _edits() -> dict[str, Any]:
         "signs": lambda index: options(index).update(unsigned=[1]),
         "a counter": lambda index: options(index).update(scale={"tensor": "x", "dtype": "torch.float32", "shape": []}),
         "a dtype": lambda index: options(index).update(scale={"tensor": 1, "dtype": "torch.qint8", "shape": [3]}),
+        "several numbers": lambda index: options(index).update(
+            scale={"tensor": [1.0, 2.0], "dtype": "torch.float32", "shape": [2]}
+        ),
         "no scales": lambda index: tensors(index).pop("optimizer.0.average_scales"),
         "no items": lambda index: tensors(index).pop("optimizer.0.names:0:text"),
         "another kind": lambda index: tensors(index).update(

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import shardopt.optim
-from shardopt.layout.numbers import number_parameters
+from shardopt.layout.numbers import number_parameters, use_numbers
 from shardopt.optim import Muon, ShardedOptimizer
 from shardopt.sharding.deepspeed.fragments import show_state
 from shardopt.sharding.deepspeed.masters import share_copies
@@ -114,6 +114,7 @@ def install(engine_module: ModuleType) -> None:
         if isinstance(self.basic_optimizer, ShardedOptimizer):
             assign_partitions(self)
             number_parameters(self.module)
+            use_numbers(self.module.parameters())
             share_copies(self.optimizer)
             swap_what_survives(self.optimizer)
             _warn_of_lost_updates(self)
