@@ -23,7 +23,7 @@ from shardopt.state.tensor_state import TensorState
 
 _CPU = torch.device("cpu")
 
-#: With this begin the names of optimizers in checkpoints of quantize_state.
+#: Prefix of the optimizer's name in checkpoints of quantize_state.
 OF_QUANTIZE_STATE = "quantize_state of "
 
 
@@ -40,7 +40,7 @@ class Forms(NamedTuple):
 
 
 class Owner:
-    """The optimizer of a model's parameters; this class is for those of shardopt.
+    """Access to an optimizer's state and param groups for checkpoints. This class is for shardopt's own optimizers.
 
     Args:
         groups: all param groups, whether this rank has state of their parameters or not.
@@ -97,7 +97,7 @@ class Owner:
         Args:
             path: the checkpoint, for errors.
             header: the checkpoint's.
-            entries: each parameter's state entries in the checkpoint; under an empty name, those of none.
+            entries: the state entries in the checkpoint, by parameter; the key "" has state that belongs to none.
 
         Raises:
             CheckpointError: this optimizer cannot load the state of that one.
@@ -105,8 +105,8 @@ class Owner:
         self._saved_by = header.get("optimizer")
         if is_of_quantize_state(self._saved_by):
             raise CheckpointError(
-                f"{path}: got the state of {named(self._saved_by)}, expected that of {self.name}; load it into what it "
-                "was saved from, then go by way of state_dict(dequantize=True)"
+                f"{path}: got the state of {named(self._saved_by)}, expected that of {self.name}; load it into that "
+                "optimizer, then load its state_dict(dequantize=True) into this one"
             )
 
     def merged(
@@ -182,7 +182,7 @@ class Owner:
         self.optimizer._internals.residency.put(param, spec, state)
 
     def check_common(self, common: Mapping[str, Tensor]) -> None:
-        """Checks what :meth:`finish` is to be given.
+        """Checks the state that belongs to no parameter, before :meth:`finish` gets it.
 
         Raises:
             ValueError: no checkpoint has such state.

@@ -40,6 +40,13 @@ def use_numbers(params: Iterable[Tensor]) -> None:
             setattr(param, _USED, getattr(param, _STORED))
 
 
+def give_numbers(params: Iterable[Tensor], numbers: Iterable[int | None]) -> None:
+    """Has steps of these parameters use these indices, as in an optimizer of which they are copies."""
+    for param, number in zip(params, numbers, strict=True):
+        if number is not None:
+            setattr(param, _USED, number)
+
+
 def number_of(param: Tensor) -> int | None:
     """The index that steps use; None if there is none."""
     return getattr(param, _USED, None)

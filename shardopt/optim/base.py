@@ -16,12 +16,15 @@ from shardopt.codec import Moment
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
+from shardopt.layout.numbers import give_numbers, number_of
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.options import STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
 from shardopt.state.rule import Rule
 from shardopt.state.slice_state import StateDict
+
+_NUMBERS = "numbers"  # in what is pickled: those of the parameters in the model
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -304,14 +307,18 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        return super().__getstate__()
+        return {**super().__getstate__(), _NUMBERS: [number_of(param) for _, param in self._all_params()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        numbers = state.pop(_NUMBERS, None)
         if "state" in state:
             for param, value in state["state"].items():
                 if isinstance(value, Adopted):
                     state["state"][param] = value.state
         super().__setstate__(state)
+        if numbers is not None:  # of a copy, whose parameters have lost theirs
+            give_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
         self._internals.forget_tables()
 

@@ -134,7 +134,7 @@ class SliceState:
         return any(key == self.scales_name(moment) for moment in self.moments if self.has_scales(moment))
 
     def is_whole(self, key: str) -> bool:
-        """Whether every rank has the same of a state entry, whatever its slice."""
+        """Whether a state entry is replicated on all ranks, not sharded."""
         return key == "step"
 
     def new(self, device: torch.device) -> StateDict:

@@ -62,7 +62,7 @@ class Unit(NamedTuple):
         return stand_in
 
     def state_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The unit's entries in the state of the tensor; that of a flat buffer has a dict for each parameter's name."""
+        """The unit's entries; the state of a flat buffer has one dict per parameter name."""
         own = state if self.segment is None else state.get(self.segment.name)
         return dict(own) if isinstance(own, Mapping) else {}
 
@@ -90,7 +90,7 @@ class Unit(NamedTuple):
         }
 
     def present_in(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The unit's entries in the state of the tensor, be it as here or the bare optimizer's; None if it has none.
+        """The unit's entries, from quantized state or from the bare optimizer's; None if there are none.
 
         Those of a slice in the bare optimizer's state are copies.
         """

@@ -23,6 +23,10 @@ _NONE = -(2**31)
 State = dict[str, Any]
 
 
+#: The names of codes and scales end with these.
+CODING_ENDS = (_CODES, _SCALES)
+
+
 def coded_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the entries that are stored as codes and scales."""
     ends = (key.removesuffix(_CODES) for key in state if key.endswith(_CODES))

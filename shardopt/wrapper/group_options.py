@@ -63,10 +63,18 @@ def from_json(saved: Any, own: Any, key: str) -> Any:
             if value.numel() != 1 or (isinstance(own, Tensor) and own.numel() != 1):
                 raise ValueError("several elements")
             if isinstance(own, Tensor):  # of the shape that it has: the value will be copied into it
-                return value.to(own).reshape(own.shape)
+                return _like(own, value)
             return value.item() if key == "lr" else value  # a matter of the run, as torch takes tensors in few loops
         if isinstance(own, Tensor) and own.numel() == 1 and isinstance(saved, int | float):
-            return own.new_tensor(saved).reshape(own.shape)
+            return _like(own, torch.tensor(saved))
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"got {key} as {saved!r:.80}, expected a number; load another checkpoint") from error
     return saved
+
+
+def _like(own: Tensor, value: Tensor) -> Tensor:
+    """A value of one element as a tensor like the present one; ValueError if that can hold whole numbers only."""
+    new = value.to(own).reshape(own.shape)
+    if not own.is_floating_point() and new.item() != value.item():
+        raise ValueError("a fraction")
+    return new

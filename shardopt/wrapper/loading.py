@@ -13,7 +13,7 @@ from shardopt.state.loaded_entries import check_dense, check_entry, check_moment
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
 from shardopt.wrapper.chunks import Unit, is_bare
-from shardopt.wrapper.coding import DTYPE, State, coded_names, coding_keys, decoded, encoded, placed
+from shardopt.wrapper.coding import CODING_ENDS, DTYPE, State, coded_names, coding_keys, decoded, encoded, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 
 #: Options in the param groups of a state dict: the codes mean nothing without them.
@@ -159,7 +159,7 @@ def _state_of(unit: Unit, state: Mapping[str, Any] | None, name: str, *, quantiz
 
 
 def _other_elements(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> ValueError | None:
-    """The error for the state of elements that this rank does not hold, as far as that can be seen."""
+    """An error if the state dict is of other ranges of flat shards; None if it is not, or does not say."""
     for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         held = held_elements(group["params"])
         if held is not None and saved_group.get(HELD) not in (None, held):
@@ -224,6 +224,12 @@ def _checked(
         ValueError: an entry is of another sign, shape, sharding or dtype, or its values are damaged.
     """
     coding = coding_keys(state)
+    lone = [key for key in state if key.endswith(CODING_ENDS) and key not in coding]
+    if unsigned is not None and lone:
+        raise ValueError(
+            f"{name}: got {lone[0]} alone, expected codes and scales together; load what state_dict() gives, and "
+            "rename an entry of the optimizer's own"
+        )
     coded: State = {}
     for entry in coded_names(state):
         _check_sign(entries, entry, name, unsigned or ())

@@ -193,7 +193,7 @@ class QuantizedState(Optimizer):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, steps change nothing: those that a framework takes to make state."""
+        """Inside, ``step()`` does nothing; DeepSpeed takes such steps to allocate state."""
         self._is_paused = True
         try:
             yield
@@ -248,6 +248,11 @@ class QuantizedState(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        if any(unit.segment is not None for unit in units_of(self.param_groups, local=True)):
+            raise RuntimeError(
+                "got a copy of an optimizer of flat parameters, whose copies would not say what they are made of, "
+                "expected state_dict(); load that into an optimizer of the wrapped copy of the model"
+            )
         names = ("_inner", "_entries", "_working_memory", "_is_elementwise", "_first_step")
         return {name: getattr(self, name) for name in names}
 

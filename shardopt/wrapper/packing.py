@@ -1,4 +1,4 @@
-"""State entries that are no tensors, as tensors: numbers, texts, dtypes, None, and lists and tuples of entries.
+"""Encodes numbers, texts, dtypes, None, lists and tuples in state entries as tensors.
 
 A tensor keeps its name. Other values have their kind behind it, as ``step:int``; the items of a list ``q`` are ``q:0``,
 ``q:1`` and so on, beside ``q:list``, which is their number.

@@ -21,7 +21,7 @@ from shardopt.checkpoint.wording import line, named, shown
 from shardopt.layout import FlatShard, Shard
 from shardopt.state.slice_state import EntryFormat, SliceState
 from shardopt.wrapper.chunks import Unit, units_of
-from shardopt.wrapper.coding import DTYPE, State, coded_names, coding_keys, placed
+from shardopt.wrapper.coding import CODING_ENDS, DTYPE, State, coded_names, coding_keys, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 from shardopt.wrapper.group_options import from_json, to_json
 from shardopt.wrapper.loading import UNSIGNED, checked_dtype, codec_name, format_of, on_device
@@ -332,8 +332,11 @@ def _check_kept(shard: Shard, kept: Mapping[str, Kept]) -> None:
             a part of the parameter only.
     """
     for key, (form, is_whole) in kept.items():
-        if key.endswith(("_codes", "_scales")):
-            raise ValueError(f"got a state entry {named(key)} alone, expected codes and scales together")
+        if key.endswith(CODING_ENDS):
+            raise ValueError(
+                f"got a state entry {named(key)} alone, expected codes and scales together; load another "
+                "checkpoint, or rename an entry of the optimizer's own"
+            )
         if is_whole and form.shape and not is_text(key) and shard.local_shape != shard.global_shape:
             raise ValueError(
                 f"got a state entry {named(key)} of shape {shown(form.shape)} for a part of a parameter of shape "

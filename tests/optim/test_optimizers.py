@@ -56,6 +56,18 @@ def test_what_lacks_a_part_cannot_be_made(base: type, missing: str) -> None:
 
 
 @pytest.mark.parametrize("how", COPIES)
+def test_copies_have_the_noise_of_stochastic_rounding(how: str) -> None:
+    """Where it follows the model, in which the parameters have another order."""
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)).bfloat16()
+    groups = shardopt.param_groups(model, {"*.bias": {"lr": 1e-3}})
+    optimizer = shardopt.AdamW(groups, min_quantized_numel=64, stochastic_rounding=True)
+    other = COPIES[how](optimizer)
+    for each in (optimizer, other):
+        advance(each, range(2))
+    assert_same(everything(other), everything(optimizer))
+
+
+@pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", ["adamw", "momentum"])
 def test_copies_go_on_alike(rule: str, codec: str, how: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -84,6 +86,17 @@ def _other_flat_state() -> None:
     saved["state"][index] = {"exp_avg": torch.zeros(3), **state}
     with pytest.raises(ValueError, match=f"got state of exp_avg, {names}"[:120]):
         optimizer.load_state_dict(saved)
+
+
+def _copies_of_flat() -> None:
+    _, optimizer = _trained("fsdp1 flat")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="got a copy of an optimizer of flat parameters"):
+            copied(optimizer)
+
+
+def test_copies_would_not_know_their_shards(ranks: Pool) -> None:
+    ranks.run(1, _copies_of_flat)
 
 
 def test_state_of_other_flat_tensors(ranks: Pool) -> None:

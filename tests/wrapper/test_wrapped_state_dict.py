@@ -111,6 +111,19 @@ def test_damage(key: str, value: Tensor, message: str) -> None:
     assert same(bits([], optimizer), before)
 
 
+@pytest.mark.parametrize("end", ["codes", "scales"])
+def test_codes_or_scales_alone(end: str) -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params)), params)
+    saved = optimizer.state_dict()
+    before = [x.clone() for x in bits([], optimizer)]
+    saved["state"][0] = {key: x for key, x in saved["state"][0].items() if key != f"exp_avg_{end}"}
+    other = "scales" if end == "codes" else "codes"
+    with pytest.raises(ValueError, match=f"got exp_avg_{other} alone, expected codes and scales together"):
+        optimizer.load_state_dict(saved)
+    assert same(bits([], optimizer), before)
+
+
 def test_hooks() -> None:
     params = parameters()
     optimizer = trained(quantize_state(AdamW(params)), params)
