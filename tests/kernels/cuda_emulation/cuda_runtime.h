@@ -90,7 +90,6 @@ inline void do_copy(const Copy& copy) {
 
 struct Thread {
   ucontext_t context;
-  std::unique_ptr<char[]> stack;
   bool done = false;
   int32_t value = 0;                      // what it hands to the lanes of its warp
   int64_t waits = 0;                      // how often it has waited
@@ -104,6 +103,7 @@ struct Block {
   std::function<void()> kernel;
 };
 inline Block* running = nullptr;
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of threads, kept for the next block
 inline int64_t agreements = 0;  // of all lanes of a warp: what they asked of each other was so
 
 inline Thread& current() { return running->threads[threadIdx.x]; }
@@ -127,11 +127,12 @@ inline void run_block(unsigned threads, const std::function<void()>& kernel) {
   block.kernel = kernel;
   running = &block;
   blockDim.x = threads;
-  constexpr size_t kStack = 256 * 1024;
-  for (Thread& thread : block.threads) {
-    thread.stack.reset(new char[kStack]);
+  constexpr size_t kStack = 64 * 1024;
+  while (stacks.size() < threads) stacks.emplace_back(new char[kStack]);
+  for (unsigned i = 0; i < threads; ++i) {
+    Thread& thread = block.threads[i];
     getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_sp = stacks[i].get();
     thread.context.uc_stack.ss_size = kStack;
     thread.context.uc_link = &block.scheduler;
     makecontext(&thread.context, enter, 0);
