@@ -19,7 +19,8 @@
 #endif
 
 #define __device__
-#define __global__ static  // not inline: the address sanitizer puts no redzones around the variables of inline functions
+// Not inline: the address sanitizer puts no red zones around the static variables of inline functions.
+#define __global__ static
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
@@ -104,6 +105,7 @@ struct Block {
 };
 inline Block* running = nullptr;
 inline std::vector<std::unique_ptr<char[]>> stacks;  // of threads, kept for the next block
+
 inline int64_t agreements = 0;  // of all lanes of a warp: what they asked of each other was so
 
 inline Thread& current() { return running->threads[threadIdx.x]; }
