@@ -249,7 +249,6 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
         }
         digest.add(param);
         digest.add(low_bits);
-        digest.add(sums);
         for (int k = 0; k < kMoments; ++k) {
           digest.add(codes[k]);
           digest.add(scales[k]);
