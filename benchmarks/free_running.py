@@ -1,32 +1,42 @@
-"""How far 8-bit AdamW drifts from float32 AdamW when both run freely on the same gradients.
+"""How far 8-bit optimizers drift from float32 ones when both run freely on the same gradients.
 
-    python benchmarks/free_running.py [--elements N] [--scenario NAME ...]
+    python benchmarks/free_running.py [--rule NAME ... | all] [--codec NAME ...] [--elements N] [--scenario NAME ...]
 
-For each scenario and codec two figures after 200 steps, both against torch.optim.AdamW in float32:
+For each rule, codec and scenario two figures after 200 steps:
 
     mean    mean |difference| / mean |movement|
     worst   largest |difference| / largest single update that float32 made
 
-Gradients are drawn per step, the same for all codecs; nothing is fed back. ``eps`` is 1e-8 times the gradients' scale,
+Float32 is torch.optim's optimizer where torch has the rule, else shardopt's with ``codec="fp32"``. Gradients are drawn
+per step, the same for all codecs; nothing is fed back. ``eps`` is the default (AdamW: 1e-8) times the gradients' scale,
 so that it weighs the same at every scale; there is no weight decay, which would only add movement.
+
+With bitsandbytes installed (``pip install bitsandbytes``), rules that it has get two rows more: its 8-bit optimizer,
+and its float32 one, which shows that the rule is the same. Its LAMB and LARS are other rules, so its 8-bit classes are
+compared with its float32 classes, without the limit ``max_unorm`` that only the latter apply. It quantizes tensors of
+4,096 elements or more, in blocks of 256 of the flattened tensor.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NamedTuple
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 import shardopt
+from optimizers import CASES, torch_class
 
 COLS = 512
 STEPS = 200
 #: Name in the table: options.
-CODECS: dict[str, dict[str, object]] = {
+CODECS: dict[str, dict[str, Any]] = {
     "log8": {"codec": "log8"},
     "companded8": {"codec": "companded8"},
     "companded8, 32": {"codec": "companded8", "block_size": 32},
@@ -34,6 +44,34 @@ CODECS: dict[str, dict[str, object]] = {
     "bf16": {"codec": "bf16"},
     "fp32": {"codec": "fp32"},
 }
+#: Without weight decay, a cautious one is none.
+RULES = {case: rule for case, rule in CASES.items() if case != "AdamW cautious decay"}
+#: Standard deviation of the first weights where updates are in proportion to a parameter's norm; 0 for other rules.
+FIRST_WEIGHTS = {"LAMB": 0.02, "LARS": 0.02}
+
+
+class Peer(NamedTuple):
+    """Classes of bitsandbytes for a rule, and what they take beside the parameters."""
+
+    eight_bit: str
+    exact: str
+    options: dict[str, Any]
+    is_other_rule: bool = False
+
+
+_MOMENTUM = {"lr": 1e-3, "momentum": 0.9}
+#: By rule. AdEMAMix32bit keeps no slow average (bitsandbytes issue 2075), AdEMAMix with its default of 32 bits does.
+PEERS = {
+    "AdamW": Peer("AdamW8bit", "AdamW32bit", {}),
+    "AdEMAMix": Peer("AdEMAMix8bit", "AdEMAMix", {}),
+    "Adagrad": Peer("Adagrad8bit", "Adagrad32bit", {}),
+    "RMSprop": Peer("RMSprop8bit", "RMSprop32bit", {}),
+    "SGD momentum": Peer("SGD8bit", "SGD32bit", _MOMENTUM),
+    "Lion": Peer("Lion8bit", "Lion32bit", {}),
+    "LAMB": Peer("LAMB8bit", "LAMB32bit", {}, is_other_rule=True),
+    "LARS": Peer("LARS8bit", "LARS32bit", _MOMENTUM, is_other_rule=True),
+}
+HAS_PEER = importlib.util.find_spec("bitsandbytes") is not None
 
 Gradients = Callable[[int], Tensor]
 
@@ -101,51 +139,97 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def measure(scenario: Scenario, elements: int = 65536, seed: int = 0) -> dict[str, Drift]:
-    """Runs AdamW with every codec beside torch's; the drift by the codec's name in :data:`CODECS`."""
+class Run:
+    """An optimizer and its parameter."""
+
+    def __init__(self, make: Callable[..., Optimizer], start: Tensor, scale: float, **options: Any) -> None:
+        self.param = Parameter(start.clone())
+        self.largest_update = 0.0
+        self._start = start
+        self._optimizer = make([self.param], **options)
+        (group,) = self._optimizer.param_groups
+        group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
+        group.update({"eps": group["eps"] * scale} if "eps" in group else {})
+
+    def step(self, gradient: Tensor) -> None:
+        before = self.param.detach().clone()
+        self.param.grad = gradient
+        self._optimizer.step()
+        self.largest_update = max(self.largest_update, float((self.param.detach() - before).abs().max()))
+
+    def drift_from(self, exact: Run) -> Drift:
+        difference = (self.param.detach() - exact.param.detach()).abs()
+        movement = float((exact.param.detach() - exact._start).abs().mean())
+        return Drift(float(difference.mean()) / movement, float(difference.max()) / exact.largest_update)
+
+
+def measure(
+    scenario: Scenario, elements: int = 65536, seed: int = 0, rule: str = "AdamW", codecs: Iterable[str] = CODECS
+) -> dict[str, Drift]:
+    """Runs a rule with codecs, and bitsandbytes' if it is installed, beside float32; the drift by row of the table."""
     rows = -(-elements // COLS)
     gradients = scenario.make(rows, Generator().manual_seed(seed))
-    eps = 1e-8 * scenario.scale
-    exact = Parameter(torch.zeros(rows, COLS))
-    reference = torch.optim.AdamW([exact], eps=eps, weight_decay=0.0)
-    coded = {name: Parameter(torch.zeros(rows, COLS)) for name in CODECS}
-    optimizers = [
-        shardopt.AdamW([coded[name]], eps=eps, weight_decay=0.0, min_quantized_numel=0, **options)
-        for name, options in CODECS.items()
-    ]
-    largest_update = 0.0
+    start = FIRST_WEIGHTS.get(rule, 0.0) * torch.randn(rows, COLS, generator=Generator().manual_seed(seed + 1))
+    name, options = RULES[rule]
+    ours, theirs = getattr(shardopt, name), torch_class(name, options)
+    if theirs is None:
+        exact = Run(ours, start, scenario.scale, codec="fp32", **options)
+    else:
+        exact = Run(theirs, start, scenario.scale, **options)
+    runs = {
+        codec: Run(ours, start, scenario.scale, min_quantized_numel=0, **options, **CODECS[codec]) for codec in codecs
+    }
+    yardsticks = dict.fromkeys(runs, exact)
+    if HAS_PEER and rule in PEERS:
+        import bitsandbytes
+
+        peer = PEERS[rule]
+        eight_bit, float32 = (getattr(bitsandbytes.optim, kind) for kind in (peer.eight_bit, peer.exact))
+        runs[peer.eight_bit] = Run(eight_bit, start, scenario.scale, **peer.options)
+        unlimited = {"max_unorm": 0.0} if peer.is_other_rule else {}
+        runs[peer.exact] = Run(float32, start, scenario.scale, **peer.options, **unlimited)
+        yardsticks[peer.eight_bit] = runs[peer.exact] if peer.is_other_rule else exact
+        yardsticks[peer.exact] = exact
     for t in range(1, STEPS + 1):
         gradient = gradients(t) * scenario.scale
-        before = exact.detach().clone()
-        for param in (exact, *coded.values()):
-            param.grad = gradient
-        for optimizer in (reference, *optimizers):
-            optimizer.step()
-        largest_update = max(largest_update, float((exact.detach() - before).abs().max()))
-    movement = float(exact.detach().abs().mean())
-    differences = {name: (param.detach() - exact.detach()).abs() for name, param in coded.items()}
-    return {
-        name: Drift(float(difference.mean()) / movement, float(difference.max()) / largest_update)
-        for name, difference in differences.items()
-    }
+        for run in (exact, *runs.values()):
+            run.step(gradient)
+    return {row: run.drift_from(yardsticks[row]) for row, run in runs.items()}
 
 
-def table(results: dict[str, dict[str, Drift]]) -> str:
-    """A row per scenario, a column per codec."""
-    lines = ["".join([f"{'mean, worst':16}", *(f"{name:>16}" for name in CODECS), f"{'limit of log8':>16}"])]
-    for name, drifts in results.items():
-        cells = [drifts[codec] for codec in CODECS] + [SCENARIOS[name].limit]
-        lines.append("".join([f"{name:16}", *(f"{f'{d.mean:.4f}, {d.worst:.2f}':>16}" for d in cells)]))
+def figure(x: float, digits: int) -> str:
+    return f"{x:.{digits}f}" if x < 100 else f"{x:.1e}"
+
+
+def table(rule: str, results: dict[str, dict[str, Drift]]) -> str:
+    """A line per codec, a column per scenario; in Markdown, without a head."""
+    lines = []
+    for row in next(iter(results.values())):
+        drifts = [results[scenario][row] for scenario in results]
+        cells = [f"{figure(drift.mean, 4)}, {figure(drift.worst, 2)}" for drift in drifts]
+        lines.append(f"| {' | '.join([rule, row, *cells])} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Drift of 8-bit AdamW from float32 AdamW.")
+    parser = argparse.ArgumentParser(description="Drift of 8-bit optimizers from float32 ones.")
+    parser.add_argument("--rule", nargs="+", choices=[*RULES, "all"], default=["AdamW"])
+    parser.add_argument("--codec", nargs="+", choices=CODECS, default=list(CODECS))
     parser.add_argument("--elements", type=int, default=262144, help="parameters (default: %(default)s)")
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     arguments = parser.parse_args()
-    print(f"AdamW, {STEPS} steps, {arguments.elements:,} parameters, blocks of 128; torch {torch.__version__}")
-    print(table({name: measure(SCENARIOS[name], arguments.elements) for name in arguments.scenario}))
+    if HAS_PEER:
+        peer = f"bitsandbytes {importlib.metadata.version('bitsandbytes')}"
+    else:
+        peer = "bitsandbytes is not installed, so its rows are left out"
+    print(f"{STEPS} steps, {arguments.elements:,} parameters, blocks of 128; torch {torch.__version__}; {peer}\n")
+    print(f"| rule | codec | {' | '.join(arguments.scenario)} |\n{'| --- ' * (2 + len(arguments.scenario))}|")
+    for rule in RULES if "all" in arguments.rule else arguments.rule:
+        results = {
+            name: measure(SCENARIOS[name], arguments.elements, rule=rule, codecs=arguments.codec)
+            for name in arguments.scenario
+        }
+        print(table(rule, results), flush=True)
 
 
 if __name__ == "__main__":

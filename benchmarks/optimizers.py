@@ -57,9 +57,15 @@ def params_of(numel: int) -> list[Parameter]:
     return [param]
 
 
+def torch_class(name: str, options: dict[str, Any]) -> type[Optimizer] | None:
+    """torch.optim's class of this name, if it has one that takes the options."""
+    kind: type[Optimizer] | None = getattr(torch.optim, name, None)
+    return kind if kind is not None and options.keys() <= inspect.signature(kind).parameters.keys() else None
+
+
 def torchs(name: str, options: dict[str, Any], numel: int) -> Optimizer | None:
-    kind = getattr(torch.optim, name, None)
-    if kind is None or not options.keys() <= inspect.signature(kind).parameters.keys():
+    kind: Any = torch_class(name, options)
+    if kind is None:
         return None
     try:
         return kind(params_of(numel), **options, fused=True)

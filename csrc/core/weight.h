@@ -42,8 +42,11 @@ SHARDOPT_HD IntOf<F> master_word(F x) {
     const I normal = rounded_word<kLowBits>(moved_up(min_int(b, spread<I>(kLargest)) - (112 << 23), 3));
     // Below 2^-14 a float16 is a multiple of 2^-24; what is missing has kLowBits more.
     const F y = magnitude(x), shifted = y + 0.5f;
-    const I low = round_to_int((y - (shifted - 0.5f)) * (16777216.0f * (1 << kLowBits)));
-    const I subnormal = moved_up(bits(shifted) - 0x3f000000, 16) + moved_up(low, kDropped);
+    // Unsigned, as larger numbers, whose result is not taken, overflow.
+    const F rounded = (y - (shifted - 0.5f)) * (16777216.0f * (1 << kLowBits)) + kWhole;
+    const auto low = as_unsigned(bits(rounded)) + -static_cast<uint32_t>(kWholeBits);
+    const auto units = as_unsigned(bits(shifted) - 0x3f000000) << 16;
+    const I subnormal = as_signed(units + (low << kDropped));
     const I finite = select(b < 0x38800000, subnormal, normal);
     const I special = select(b > kInfinityBits, spread<I>(0x7e000000), spread<I>(0x7c000000));
     return select(b >= kInfinityBits, special, finite) | sign;

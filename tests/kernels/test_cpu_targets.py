@@ -64,6 +64,13 @@ def expected(tables: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     return run([program, tables]).splitlines()
 
 
+def test_sanitized(tables: Path, expected: list[str], tmp_path: Path) -> None:
+    """The address and undefined-behaviour sanitizers find nothing in the portable kernels."""
+    sanitizers = ("-fno-wrapv", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = build(tmp_path, tool("g++"), "portable", "-O1", "-g1", *sanitizers)
+    assert run([program, tables]).splitlines() == expected
+
+
 @pytest.mark.skipif("avx2" not in _C.cpu_targets(), reason="this processor has no AVX2")
 def test_avx2(tables: Path, expected: list[str], tmp_path: Path) -> None:
     program = build(tmp_path, tool("g++"), "avx2", "-O2", "-mavx2", "-mfma")

@@ -48,10 +48,55 @@ const Format kFormats[] = {
 };
 
 const std::map<std::string, double> kHyper = {
-    {"lr", 1e-3},      {"beta1", 0.9},          {"beta2", 0.99},
-    {"eps", 1e-8},     {"coupled_decay", 0.01}, {"decoupled_decay", 0.02},
-    {"momentum", 0.9}, {"dampening", 0.1},      {"nesterov", 1.0},
+    {"lr", 1e-3},
+    {"beta1", 0.9},
+    {"beta2", 0.99},
+    {"beta3", 0.999},
+    {"eps", 1e-8},
+    {"coupled_decay", 0.01},
+    {"decoupled_decay", 0.02},
+    {"weight_decay", 0.02},
+    {"momentum", 0.9},
+    {"dampening", 0.1},
+    {"nesterov", 1.0},
+    {"alpha", 0.98},
+    {"alpha_steps", 3.0},
+    {"beta3_steps", 3.0},
+    {"log_beta1", -0.105},
+    {"log_beta3", -0.001},
+    {"lr_decay", 0.1},
+    {"decay_base", 0.96},
+    {"least_variance", 0.001},
+    {"no_prox", 0.0},
+    {"scale", 0.5},
+    {"d", 1e-2},
+    {"d0", 1e-6},
+    {"bias_correction", 1.0},
+    {"safeguard_warmup", 0.0},
+    {"trust_coefficient", 0.1},
+    {"cautious", 1.0},
+    {"cautious_weight_decay", 1.0},
 };
+
+// How a moment of a kind is coded in a state of a codec: bytes of a code, scales per block, and the code of zero.
+struct Coding {
+  size_t code_bytes;
+  int scales, zero;
+};
+
+template <class Codec>
+constexpr Coding coding_in(generic::MomentKind kind) {
+  const bool is_unsigned = generic::is_unsigned(kind);
+  return {sizeof(typename Codec::Code), is_unsigned ? Codec::Unsigned::kScales : Codec::Signed::kScales,
+          is_unsigned ? 0 : Codec::Signed::kZero};
+}
+
+template <class Codec>
+constexpr Coding coding_of(generic::MomentKind kind) {
+  if (kind == generic::MomentKind::kWide) return coding_in<generic::WideCodec<Codec>>(kind);
+  if (kind == generic::MomentKind::kExact) return coding_in<generic::Float32>(kind);
+  return coding_in<Codec>(kind);
+}
 
 class Random {
  public:
@@ -161,15 +206,19 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
       entry.step = reinterpret_cast<uint64_t>(&step);
       entry.low_bits = low_bits.address();
       for (int k = 0; k < kMoments; ++k) {
-        const bool is_unsigned = k == Rule::Kept::kUnsigned;
-        codes[k].make(n * sizeof(typename Codec::Code));
-        std::memset(codes[k].data(), is_unsigned ? 0 : Codec::Signed::kZero, codes[k].size());
-        scales[k].make(blocks * 4 * (is_unsigned ? Codec::Unsigned::kScales : Codec::Signed::kScales));
+        const Coding coding = coding_of<Codec>(Rule::Kept::kKinds[k]);
+        codes[k].make(n * coding.code_bytes);
+        std::memset(codes[k].data(), coding.zero, codes[k].size());  // zero bytes, where a code has several
+        scales[k].make(blocks * sizeof(float) * static_cast<size_t>(coding.scales));
         extremes[k].make(blocks * sizeof(Extremes));
         entry.codes[k] = codes[k].address();
         entry.scales[k] = scales[k].address();
         entry.extremes[k] = extremes[k].address();
       }
+      constexpr int kSums = generic::kSumsOf<Rule>;
+      Buffer sums(kSums * sizeof(ExactSum));
+      entry.sums = kSums > 0 ? sums.address() : 0;
+      entry.numel = static_cast<double>(n);
       entry.rows = shape.rows;
       entry.cols = entry.row_stride = entry.global_row_numel = shape.cols;
       entry.scales_row_stride = static_cast<int64_t>(blocks) / shape.rows;
@@ -188,10 +237,12 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
       int64_t skipped = 0;
       Digest digest;
       for (int steps = 0; steps < 4; ++steps) {
-        step += 1.0f;
         for (size_t i = 0; i < n; ++i)
           put(gradient.data() + i * format.gradient_bytes, random.gradient(), format.gradient);
-        for (const Phase phase : {Phase::kStep, Phase::kRelative, Phase::kFinish}) {
+        std::memset(sums.data(), 0, sums.size());
+        for (const Phase phase : {Phase::kSums, Phase::kStep, Phase::kRelative, Phase::kFinish}) {
+          if (phase == Phase::kSums && kSums == 0) continue;
+          if (phase == Phase::kStep) step += 1.0f;
           CpuCall now = call;
           now.phase = phase;
           skipped += SHARDOPT_KERNELS::cpu_kernel(codec, rule)(now, entry, 0, static_cast<int64_t>(blocks));
