@@ -23,7 +23,7 @@ from helpers import (
     step,
 )
 from kernel_problem import DTYPES, HUGE, STEPS, gradients, make, start, using
-from pairs import of_usual_rules, pairwise
+from pairs import by_passes, of_usual_rules
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch
@@ -56,7 +56,7 @@ def expected(rule: str, codec: str, dtypes: str) -> tuple[list[Snapshot], int]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "codec", "dtypes", "variant"), pairwise(product(RULES, CODEC_NAMES, DTYPES, VARIANTS))
+    ("rule", "codec", "dtypes", "variant"), by_passes(product(RULES, CODEC_NAMES, DTYPES, VARIANTS))
 )
 def test_equal_the_reference(rule: str, codec: str, dtypes: str, variant: tuple[str, int]) -> None:
     (param_dtype, gradient_dtype), (target, threads) = DTYPES[dtypes], variant

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from helpers import CODEC_NAMES, RULES, Named, ReferenceOptimizer, everything, single, step
 from kernel_problem import STEPS, gradients, make, start, using
-from pairs import pairwise
+from pairs import by_passes
 from ranks.layouts import values
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
@@ -57,7 +57,7 @@ def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options
         assert optimizer.nonfinite_count == oracle.nonfinite > 0
 
 
-@pytest.mark.parametrize(("rule", "codec", "weights"), pairwise(product(RULES, CODEC_NAMES, FORMATS)))
+@pytest.mark.parametrize(("rule", "codec", "weights"), by_passes(product(RULES, CODEC_NAMES, FORMATS)))
 def test_equal_the_reference(rule: str, codec: str, weights: str) -> None:
     dtype, options = FORMATS[weights]
     for gradient_dtype in (dtype, FP32):
@@ -152,7 +152,7 @@ def test_a_step_of_nothing_keeps_every_weight(dtype: torch.dtype, bits: int, tar
     assert_same(everything(optimizer), before)
 
 
-@pytest.mark.parametrize(("rule", "codec", "dtype"), pairwise(product(RULES, CODEC_NAMES, [BF16, FP16])), ids=str)
+@pytest.mark.parametrize(("rule", "codec", "dtype"), by_passes(product(RULES, CODEC_NAMES, [BF16, FP16])), ids=str)
 def test_32_bits_are_float32(rule: str, codec: str, dtype: torch.dtype) -> None:
     """After every step the weights and the moments are those of float32 parameters, and the parameter is the nearest.
 

@@ -38,6 +38,23 @@ def pairwise(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [case if place in kept else pytest.param(*case, marks=pytest.mark.slow) for place, case in enumerate(listed)]
 
 
+def by_passes(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """As :func:`pairwise`, but unusual rules meet log8 and one more codec, in turn, unless all cases are run.
+
+    The CPU steps these by passes that are compiled for a rule or for a codec (csrc/step/cpu_passes.h), and usual rules
+    by kernels of both.
+
+    Args:
+        cases: rule, codec, and further values.
+    """
+    listed = list(cases)
+    rules, codecs = (list(dict.fromkeys(case[place] for case in listed)) for place in (0, 1))
+    others = [codec for codec in codecs if codec != "log8"]
+    second = {rule: others[index % len(others)] for index, rule in enumerate(rules)}
+    few = [case for case in listed if case[0] in USUAL_RULES or case[1] in ("log8", second[case[0]])]
+    return [*pairwise(few), *slow(case for case in listed if case not in few)]
+
+
 def slow(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Marks all cases slow."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
@@ -48,7 +65,7 @@ def _pairs(case: tuple[Any, ...]) -> set[Pair]:
 
 
 def of_usual_rules(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Marks slow the cases of other rules, given first, that :func:`pairwise` would."""
+    """Marks slow the cases of other rules, given first, that :func:`by_passes` would; codecs are given second."""
     listed = list(cases)
     others = [case for case in listed if case[0] not in USUAL_RULES]
-    return [case for case in listed if case[0] in USUAL_RULES] + (pairwise(others) if others else [])
+    return [case for case in listed if case[0] in USUAL_RULES] + (by_passes(others) if others else [])
