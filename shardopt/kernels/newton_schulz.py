@@ -31,7 +31,7 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.875, -1.25, 0.375),
 )
 
-#: Steps on one Gram matrix: further ones would see errors of rounding grow (https://tridao.me/blog/2026, DeepSpeed).
+#: Steps that share one Gram matrix: with more, errors of rounding grow (https://tridao.me/blog/2026/gram-newton-schulz).
 _FIRST_GRAM, _FURTHER_GRAMS = 2, 3
 
 
