@@ -23,11 +23,12 @@ MATRICES = tuple((shape[0], torch.Size(shape[1:]).numel()) for shape in SHAPES)
 
 @pytest.mark.parametrize("coefficients", [(QUINTIC,) * 5, POLAR_EXPRESS[:5]], ids=["quintic", "polar express"])
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
+@pytest.mark.parametrize("gram", [False, True])
 def test_bits_do_not_depend_on_memory(
-    shape: tuple[int, int], coefficients: tuple[tuple[float, float, float], ...]
+    gram: bool, shape: tuple[int, int], coefficients: tuple[tuple[float, float, float], ...]
 ) -> None:
     """Nor on the stream, nor on what was computed before."""
-    newton_schulz = NewtonSchulz(coefficients, 1e-7)
+    newton_schulz = NewtonSchulz(coefficients, 1e-7, gram)
     matrix = values(shape, 0, BF16).to(CUDA)
     expected = newton_schulz(matrix.clone()).clone()
     kept: list[Tensor] = []
