@@ -14,6 +14,7 @@ from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, pieces_of, state_chunks
+from shardopt.checkpoint.quantized.owner import QuantizedOwner
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.layout import FlatBuffer, assigned, read_model
 from shardopt.optim import ShardedOptimizer
@@ -21,7 +22,6 @@ from shardopt.report.memory import owner_of
 from shardopt.state.flat_encoding import encode_flat, shared_blocks
 from shardopt.state.slice_state import SliceState
 from shardopt.wrapper.optimizer import QuantizedState
-from shardopt.wrapper.portable import QuantizedOwner
 
 
 def owner_for(optimizer: Optimizer) -> Owner:

@@ -161,7 +161,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_files_of_the_library(tmp_path: Path) -> None:
-    """It orders and pads as it likes."""
+    """A file that the library wrote, with tensors in another order and at other offsets, loads."""
     from safetensors.torch import save_file
 
     model, optimizer = trained("single", STEPS)

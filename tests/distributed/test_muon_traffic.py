@@ -1,4 +1,4 @@
-"""What ranks send each other in a step of Muon, counted, and the memory that it takes."""
+"""The bytes and collectives of a step of Muon, counted, and its peak memory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_rank_alone_sends_nothing(ranks: Pool) -> None:
 
 
 def _most_bytes(way: str, pairs: int, memory: int) -> int:
-    """What a second step allocates at a time."""
+    """The most bytes of new tensors that live at a time during the second step."""
     shapes = [(260, 100), (100, 130)] * pairs
     model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for outputs, inputs in shapes))
     if way == "fsdp":

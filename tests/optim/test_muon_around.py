@@ -266,7 +266,7 @@ def test_portable_checkpoint(tmp_path: Path, to: str | None) -> None:
 
 
 def _most_bytes(optimizer: ShardedOptimizer) -> int:
-    """What the second step allocates at a time."""
+    """The most bytes of new tensors that live at a time during the second step."""
     advance(optimizer, range(1))
     with LiveBytes() as live:
         optimizer.step()

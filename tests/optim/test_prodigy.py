@@ -27,7 +27,7 @@ def params_of(dtype: torch.dtype = torch.float32) -> list[Parameter]:
 
 
 def set_gradients(params: list[Parameter], step: int) -> None:
-    """Those of a square around 0.3, with noise."""
+    """Noisy gradients of (p - 0.3)^2 / 2."""
     generator = torch.Generator().manual_seed(100 + step)
     for param in params:
         noise = 0.1 * torch.randn(param.shape, generator=generator)
@@ -61,7 +61,7 @@ def test_the_estimate_grows_and_the_loss_falls() -> None:
 
 
 def test_the_estimate_grows_in_other_tests() -> None:
-    """Those of shards and checkpoints compare bits, which would not depend on an estimate that stays."""
+    """The tests on shards and of checkpoints compare bits: they would show nothing if the estimate never changed."""
     _, optimizer = trained("single", 2, "prodigy")
     assert optimizer.param_groups[0]["d"] > RULES["prodigy"].hyper["d0"]
 

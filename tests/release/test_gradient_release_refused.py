@@ -1,4 +1,4 @@
-"""What is refused while gradients are released, with errors that name the parameter."""
+"""Calls and options that raise while gradients are released; errors name the parameter."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def lost(g: Tensor, new: Updated) -> Tensor:
 
 
 def products_of(terms: Terms, g: Tensor, nonfinite: str) -> list[list[float]]:
-    """What each element adds to each sum: not lost updates where they are skipped; NaN for all if one is not finite."""
+    """The terms of each sum, one per element: 0 for skipped updates, and NaN alone if another one is not finite."""
     found = []
     for x, y in zip(terms.x, terms.y or [None] * len(terms.x), strict=True):
         is_lost = lost(g, Updated(x, terms.moments, []))

@@ -17,16 +17,16 @@ from shardopt.checkpoint.groups import OF_THE_RUN, SavedGroup
 from shardopt.checkpoint.index import StoredTensor
 from shardopt.checkpoint.owner import OF_QUANTIZE_STATE, Forms, Owner
 from shardopt.checkpoint.pieces import Piece
+from shardopt.checkpoint.quantized.group_options import from_json, to_json
+from shardopt.checkpoint.quantized.packing import is_text, packed, unpacked
 from shardopt.checkpoint.wording import line, named, shown
 from shardopt.layout import FlatShard, Shard
 from shardopt.state.slice_state import EntryFormat, SliceState
 from shardopt.wrapper.chunks import Unit, units_of
 from shardopt.wrapper.coding import CODING_ENDS, DTYPE, State, coded_names, coding_keys, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
-from shardopt.wrapper.group_options import from_json, to_json
 from shardopt.wrapper.loading import UNSIGNED, checked_dtype, codec_name, format_of, on_device
 from shardopt.wrapper.optimizer import QuantizedState
-from shardopt.wrapper.packing import is_text, packed, unpacked
 from shardopt.wrapper.tested import Kind, is_tested, kind_of
 
 

@@ -1,0 +1,1 @@
+"""State of quantize_state in portable checkpoints."""
