@@ -141,7 +141,7 @@ def step(
 
     p = torch.where(skip, p, new.param)
     if rule in REPAID and codec.relative:
-        (m, v), (coded_m, coded_v) = kept[0], stored
+        m, (coded_m, coded_v) = kept[0][0], stored
         unit = codec.decode(coded_v.codes, coded_v.scales, signed=False)
         in_units = torch.where(unit > 0, m * reciprocal(unit), 0.0)
         error = (in_units - codec.decode(coded_m.codes, coded_m.scales, signed=True)) * unit
