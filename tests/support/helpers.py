@@ -48,9 +48,9 @@ class RepaidCase(RuleCase):
     """AdamW that repays what codes lose where weights can hold that: with log8, and log4 for other codecs of blocks."""
 
     def make(self, params: Any, **options: Any) -> ShardedOptimizer:
-        listed = [given if isinstance(given, dict) else {"params": [given]} for given in params]
+        listed = list(params)
         groups = []
-        for given in listed:
+        for given in listed if isinstance(listed[0], dict) else [{"params": listed}]:
             group = {**options, **given}
             codec, bits = group.get("codec", "log8"), group.get("master_weight_bits")
             codec = "log4" if CODECS[codec].blockwise and codec != "log8" else codec
