@@ -108,7 +108,7 @@ CASES_OF_THIRDS = [(*case, 3 + place % 2, place // 2 % 3) for place, case in enu
     ],
 )
 def test_sharded_as_whole(ranks: Pool, world_size: int, rule: str, codec: str, third: int | None) -> None:
-    """By default AdamW with log8 meets all layouts on 3 and 4 ranks, each other case a third of them on one of these."""
+    """By default AdamW with log8 meets all layouts on 3 and 4 ranks, other cases a third of them on 3 or 4."""
     ranks.run(world_size, _sharded_as_whole, rule, [codec], 128, third)
 
 
