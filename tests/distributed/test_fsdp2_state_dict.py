@@ -18,7 +18,7 @@ from helpers import EIGHT_BIT
 from pairs import slow
 from ranks.models import WAYS, make_net, named_parameters
 from ranks.pool import Pool
-from ranks.runs import snapshot_of, step_with, trained
+from ranks.runs import single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, entries, in_full
 
 STEPS = 2
@@ -39,11 +39,9 @@ def _round_trip(way: str, rule: str, codec: str, options: dict[str, bool]) -> No
     loaded, loaded_optimizer = trained(way, 0, rule, codec=codec)
     set_model_state_dict(loaded, tensors[0], options=StateDictOptions(**options))
     set_optimizer_state_dict(loaded, loaded_optimizer, tensors[1], options=StateDictOptions(**options))
-    expected = trained("single", STEPS, rule, codec=codec)
-    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS, rule, codec=codec))
     step_with(loaded, loaded_optimizer, STEPS)
-    step_with(*expected, STEPS)
-    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS + 1, rule, codec=codec))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -73,10 +71,9 @@ def _plain_methods(way: str) -> None:
     loaded, loaded_optimizer = trained(way, 0)
     set_model_state_dict(loaded, get_model_state_dict(model))
     loaded_optimizer.load_state_dict(state_dict)
-    for pair in ((loaded, loaded_optimizer), trained("single", STEPS)):
-        step_with(*pair, STEPS)
+    step_with(loaded, loaded_optimizer, STEPS)
     assert_same(snapshot_of(model, optimizer), before)
-    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*trained("single", STEPS + 1)))
+    assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS + 1))
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp", "hsdp columns"])
