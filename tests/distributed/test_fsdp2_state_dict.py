@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from helpers import EIGHT_BIT
-from pairs import slow
+from pairs import in_turn, slow
 from ranks.models import WAYS, make_net, named_parameters
 from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
@@ -44,14 +44,11 @@ def _round_trip(way: str, rule: str, codec: str, options: dict[str, bool]) -> No
     assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS + 1, rule, codec=codec))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("world_size", "way"),
+    ("options", "world_size", "way"),
     [
-        (2, "fsdp columns"),
-        (4, "fsdp tp"),
-        (4, "hsdp"),
-        *(pytest.param(*world, marks=pytest.mark.slow) for world in [(1, "single"), (3, "tp"), (4, "fsdp")]),
+        *in_turn([(options,) for options in OPTIONS], [(2, "fsdp columns"), (4, "fsdp tp"), (4, "hsdp")]),
+        *slow((options, *world) for options in OPTIONS for world in [(1, "single"), (3, "tp"), (4, "fsdp")]),
     ],
 )
 def test_round_trip(ranks: Pool, world_size: int, way: str, options: str) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardopt
 from helpers import CODEC_NAMES, RULES
-from pairs import pairwise, slow
+from pairs import in_turn, slow
 from ranks.layouts import WHOLE, Layout, layouts
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
@@ -129,9 +129,7 @@ WAYS_OF_WORLD = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "way", "weights"), pairwise((*on, weights) for on in WAYS_OF_WORLD for weights in FORMATS)
-)
+@pytest.mark.parametrize(("world_size", "way", "weights"), in_turn(WAYS_OF_WORLD, [(weights,) for weights in FORMATS]))
 def test_models(ranks: Pool, world_size: int, way: str, weights: str) -> None:
     ranks.run(world_size, _as_single, way, weights)
 
@@ -156,8 +154,10 @@ def _round_trip(way: str, weights: str, options: dict[str, bool]) -> None:
     assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(model, optimizer))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("weights", FEW_FORMATS)
+ROUND_TRIPS = in_turn([(weights,) for weights in FEW_FORMATS], [(options,) for options in OPTIONS])
+
+
+@pytest.mark.parametrize(("weights", "options"), ROUND_TRIPS)
 @pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp columns"), pytest.param(3, "fsdp", marks=pytest.mark.slow)])
 def test_round_trip(ranks: Pool, world_size: int, way: str, weights: str, options: str) -> None:
     ranks.run(world_size, _round_trip, way, weights, OPTIONS[options])
