@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,8 +52,9 @@ class Choice:
         """Why this optimizer cannot take part in a task here, or None."""
         if task.name not in self.tasks:
             return f"takes part in {', '.join(self.tasks)} only"
-        if importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
+        for package in (self.package, task.package):
+            if package is not None and importlib.util.find_spec(package) is None:
+                return f"{package} is not installed"
         kind = self.options.get("kind")
         if self.package == "shardopt" and kind is not None and not hasattr(shardopt, kind):
             return f"shardopt has no {kind}"
@@ -101,7 +101,8 @@ def _torchao(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -
 def _emulated(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
     from quality import low_bits
 
-    made: Optimizer = low_bits.LowBitAdamW(_trainable(model), variant=options["variant"], lr=lr, seed=0, **_ADAM)
+    variant = low_bits.VARIANTS[options["variant"]]
+    made: Optimizer = low_bits.LowBitAdamW(_trainable(model), variant=variant, lr=lr, seed=0, **_ADAM)
     return made
 
 
@@ -165,6 +166,7 @@ def choice_of(name: str) -> Choice:
 
         variant = name.removeprefix(EMULATED)
         if variant in VARIANTS:
-            return Choice(_emulated, {"variant": variant, **VARIANTS[variant]}, "fp32", f"emulated: {variant}")
+            settings = repr(VARIANTS[variant])
+            return Choice(_emulated, {"variant": variant, "settings": settings}, "fp32", f"emulated: {variant}")
         raise ValueError(f"optimizer {name}: expected after {EMULATED!r} one of {', '.join(VARIANTS)}")
     raise ValueError(f"optimizer {name}: expected one of {', '.join(CHOICES)}, or {EMULATED}NAME")

@@ -27,7 +27,7 @@ def read(path: Path) -> list[Record]:
     if not path.exists():
         return []
     found: list[Record] = []
-    *lines, rest = path.read_text().split("\n")
+    *lines, _ = path.read_text().split("\n")
     for number, line in enumerate(lines, 1):
         try:
             found.append(json.loads(line))

@@ -182,11 +182,8 @@ def main(argv: list[str]) -> None:
     for number, (job, record) in enumerate(finished(left, given.workers), 1):
         records.append(job.path, record)
         loss = "diverged" if record["loss"] is None else f"{record['loss']:.5f}"
-        print(
-            f"{number}/{len(left)} {job.task.name} {job.optimizer} seed {job.seed} lr {record['lr']:.3g}: {loss}, "
-            f"{record['state_bytes']:.2f} bytes of state, {record['seconds']} s",
-            flush=True,
-        )
+        run = f"{job.task.name} {job.optimizer} seed {job.seed} lr {record['lr']:.3g}"
+        print(f"{number}/{len(left)} {run}: {loss}, {record['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -61,6 +60,7 @@ class Task:
         lr: AdamW's peak learning rate, tuned with float32 state.
         load: (settings, folder for cached files) -> problem.
         quantize_from: parameters with fewer elements keep float32 state.
+        package: what has the data and has to be installed, or None.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Task:
     lr: float
     load: Callable[[Mapping[str, Any], Path], Problem]
     quantize_from: int = 4096
+    package: str | None = None
 
     def digest(self, problem: Problem) -> str:
         """Results with one digest can be compared, others cannot: settings, data and the version of torch."""
@@ -84,12 +85,9 @@ class Task:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
-    def with_steps(self, steps: int) -> Task:
-        return dataclasses.replace(self, steps=steps)
-
 
 def task_of(name: str, size: str) -> Task:
-    """The task of this name, from the module of the same name or the one before the "_"."""
+    """The task of this name, from the module of the same name."""
     found: Task = importlib.import_module(f"quality.tasks.{name}").task(size)
     return found
 

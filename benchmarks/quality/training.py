@@ -53,6 +53,7 @@ def train(task: Task, problem: Problem, choice: Choice, seed: int, device: str) 
     finite = math.isfinite(figures.get("loss", math.nan))
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numel = sum(parameter.numel() for parameter in stepped)
+    state = state_bytes(optimizer)
     return {
         "lr": lr,
         "steps": task.steps,
@@ -63,20 +64,19 @@ def train(task: Task, problem: Problem, choice: Choice, seed: int, device: str) 
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained": numel,
         "quantizable": sum(p.numel() for p in stepped if p.numel() >= task.quantize_from) / numel,
-        "state_bytes": state_bytes(optimizer) / numel,
+        "state_bytes": None if state is None else state / numel,
         "weight_bytes": sum(parameter.nbytes for parameter in stepped) / numel,
         "seconds": round(time.perf_counter() - begin, 2),
     }
 
 
-def state_bytes(optimizer: Optimizer) -> float:
+def state_bytes(optimizer: Optimizer) -> int | None:
     """Bytes of an optimizer's state without step counts and lookup tables, which do not grow with the model.
 
-    An optimizer that only emulates its codes says so by an attribute ``emulated_state_bytes``.
+    None if the optimizer keeps none in ``state``, as those that only emulate their codes.
     """
-    emulated: float | None = getattr(optimizer, "emulated_state_bytes", None)
-    if emulated is not None:
-        return emulated
+    if not optimizer.state:
+        return None
     return sum(_nbytes(value) for state in optimizer.state.values() for value in _tensors(state))
 
 
@@ -114,10 +114,10 @@ def _disturb(model: nn.Module, noise: float, seed: int) -> None:
 
 def _curve(losses: list[float], steps: int) -> list[float | None]:
     """Means of the training loss over equal shares of the steps; None from the first NaN on."""
-    edges = [round(point * steps / CURVE_POINTS) for point in range(CURVE_POINTS + 1)]
-    parts = [losses[low:high] for low, high in zip(edges, edges[1:], strict=False)]
-    means = [
-        sum(part) / (high - low) if (high - low) == len(part) else math.nan
-        for part, low, high in zip(parts, edges, edges[1:], strict=False)
-    ]
-    return [round(mean, 6) if math.isfinite(mean) else None for mean in means]
+    points: list[float | None] = []
+    for point in range(CURVE_POINTS):
+        low, high = (round(edge * steps / CURVE_POINTS) for edge in (point, point + 1))
+        part = losses[low:high]
+        whole = len(part) == high - low > 0 and all(math.isfinite(loss) for loss in part)
+        points.append(round(sum(part) / len(part), 6) if whole else None)
+    return points

@@ -13,7 +13,7 @@ from lm.model import ModelConfig, build
 from quality.task import Task
 from quality.text import TextProblem
 
-SMALL = {"dim": 64, "layers": 2, "heads": 4, "context": 64, "batch": 8, "heldout_windows": 256}
+SMALL = {"dim": 128, "layers": 2, "heads": 4, "context": 64, "batch": 8, "heldout_windows": 256}
 LARGE = {"dim": 512, "layers": 8, "heads": 8, "context": 512, "batch": 32, "heldout_windows": 512}
 
 
