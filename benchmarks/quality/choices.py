@@ -50,7 +50,7 @@ class Choice:
 
     def obstacle(self, task: Task) -> str | None:
         """Why this optimizer cannot take part in a task here, or None."""
-        if task.name not in self.tasks:
+        if task.name in TASKS and task.name not in self.tasks:
             return f"takes part in {', '.join(self.tasks)} only"
         for package in (self.package, task.package):
             if package is not None and importlib.util.find_spec(package) is None:

@@ -29,7 +29,8 @@ if not __package__:
 
 import torch
 
-from quality import records
+from free_running import SCENARIOS
+from quality import drift, records
 from quality.choices import CHOICES, choice_of
 from quality.task import SIZES, TASKS, Problem, Task, task_of
 from quality.training import train
@@ -38,6 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 TUNING_SEEDS = 2
 QUICK_SEEDS = 2
 QUICK_SHARE = 10
+QUICK_ROWS = 8
 
 
 class Job(NamedTuple):
@@ -132,6 +134,18 @@ def study(tasks: list[Task], optimizers: list[str], seeds: int, device: str, fol
     ]
 
 
+def drifts(path: Path, rows: int) -> None:
+    """Appends the drift of each optimizer on each stream of gradients of so many rows, where the file lacks it."""
+    records.repair(path)
+    made = {(line["scenario"], line["optimizer"]) for line in records.read(path)}
+    able = [name for name in drift.NAMES if CHOICES[name].obstacle(drift.STREAM) is None]
+    for scenario in SCENARIOS:
+        names = [name for name in able if (scenario, name) not in made]
+        for line in drift.measure(scenario, names, rows) if names else ():
+            records.append(path, line)
+            print(f"stream {scenario}, {line['optimizer']}: {line['mean'][-1]}", flush=True)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("quick", "full"), default="full")
@@ -141,6 +155,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--streams",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="at the end also the drift of free-running optimizers",
+    )
     parser.add_argument("--tune", nargs="+", type=float, metavar="LR")
     parser.add_argument("--redo", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--results", type=Path, help="folder (default: results/ beside this file, results/large)")
@@ -184,6 +204,8 @@ def main(argv: list[str]) -> None:
         loss = "diverged" if record["loss"] is None else f"{record['loss']:.5f}"
         run = f"{job.task.name} {job.optimizer} seed {job.seed} lr {record['lr']:.3g}"
         print(f"{number}/{len(left)} {run}: {loss}, {record['seconds']} s", flush=True)
+    if given.streams and not given.tune:
+        drifts(jobs[0].path.parent / "streams.jsonl", QUICK_ROWS if given.mode == "quick" else drift.ROWS)
 
 
 if __name__ == "__main__":

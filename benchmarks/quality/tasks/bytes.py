@@ -34,4 +34,4 @@ def load(settings: Mapping[str, Any], cache: Path) -> TextProblem:
 def task(size: str) -> Task:
     if size == "large":
         return Task("bytes", LARGE, steps=5000, lr=1e-3, load=load)
-    return Task("bytes", SMALL, steps=250, lr=4e-3, load=load)
+    return Task("bytes", SMALL, steps=250, lr=2e-3, load=load)

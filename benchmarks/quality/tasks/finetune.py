@@ -77,4 +77,4 @@ def _pretrained(settings: Mapping[str, Any], cache: Path) -> dict[str, torch.Ten
 def task(size: str) -> Task:
     if size == "large":
         return Task("finetune", LARGE, steps=1000, lr=3e-4, load=load)
-    return Task("finetune", SMALL, steps=200, lr=1e-3, load=load)
+    return Task("finetune", SMALL, steps=200, lr=4e-3, load=load)

@@ -50,4 +50,4 @@ def task(size: str) -> Task:
     # Rank 32, so that every adapter has 4,096 elements or more: torchao quantizes no smaller ones.
     if size == "large":
         return Task("finetune_lora", LARGE, steps=1000, lr=1e-3, load=load)
-    return Task("finetune_lora", SMALL, steps=200, lr=4e-3, load=load)
+    return Task("finetune_lora", SMALL, steps=200, lr=8e-3, load=load)

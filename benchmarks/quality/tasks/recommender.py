@@ -91,4 +91,4 @@ def load(settings: Mapping[str, Any], cache: Path) -> Clicks:
 def task(size: str) -> Task:
     if size == "large":
         return Task("recommender", LARGE, steps=5000, lr=2e-3, load=load)
-    return Task("recommender", SMALL, steps=400, lr=8e-3, load=load)
+    return Task("recommender", SMALL, steps=400, lr=1e-2, load=load)
