@@ -162,6 +162,8 @@ def choice_of(name: str) -> Choice:
     if name in CHOICES:
         return CHOICES[name]
     if name.startswith(EMULATED):
+        if importlib.util.find_spec("quality.low_bits") is None:
+            raise ValueError(f"optimizer {name}: got an emulated one, expected benchmarks/quality/low_bits.py with it")
         from quality.low_bits import VARIANTS
 
         variant = name.removeprefix(EMULATED)
