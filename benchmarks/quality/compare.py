@@ -29,7 +29,7 @@ class Comparison:
         runs: finite and diverged runs.
         state_bytes: per parameter that is trained; None if emulated.
         weight_bytes: per parameter that is trained.
-        curves: training curves of the finite runs.
+        curves: training curves of the finite runs, by seed.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Comparison:
     runs: int
     state_bytes: float | None
     weight_bytes: float
-    curves: list[list[float]]
+    curves: dict[int, list[float]]
 
     @property
     def verdict(self) -> str:
@@ -98,5 +98,5 @@ def _comparison(name: str, by_optimizer: dict[str, dict[int, Record]]) -> Compar
         len(runs),
         some["state_bytes"],
         some["weight_bytes"],
-        [run["curve"] for run in finite],
+        {seed: run["curve"] for seed, run in sorted(runs.items()) if run["finite"]},
     )

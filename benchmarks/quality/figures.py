@@ -15,6 +15,7 @@ from quality.records import Record
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FixedLocator, NullLocator
 
 _GREY = "#808080"
 _COLOURS = {
@@ -47,7 +48,7 @@ _STYLE = {
     "svg.hashsalt": "quality",
 }
 #: Lines in the figure of curves; the others are in the tables.
-_CURVES = ("fp32", "log8", "companded8", "dynamic8", "bf16", "log4", "torchao4")
+_CURVES = ("fp32", "fp32_init", "log8", "companded8", "dynamic8", "bf16", "log4", "torchao4")
 
 
 def draw(compared: dict[str, list[Comparison]], streams: list[Record], folder: Path) -> None:
@@ -96,26 +97,31 @@ def _colour(name: str) -> str:
 
 
 def _curves(compared: dict[str, list[Comparison]]) -> Any:
-    """Training loss over the run: means over seeds, float32 with the range of its runs."""
-    figure, panels = _panels(list(compared), 3.4, 2.5)
-    for comparisons, panel in zip(compared.values(), panels, strict=False):
+    """Per task the training loss, and its difference to float32 of the same seed; means, and ranges of the runs."""
+    titles = [title for task in compared for title in (task, f"{task}: difference to float32, %")]
+    figure, panels = _panels(titles, 2.9, 2.2, columns=4)
+    for comparisons in compared.values():
+        losses, differences = next(panels), next(panels)
+        exact = next((it.curves for it in comparisons if it.name == "fp32"), {})
         for it in comparisons:
             if it.name not in _CURVES or not it.curves:
                 continue
-            curves = np.array(it.curves)
-            share = 100 * (np.arange(curves.shape[1]) + 0.5) / curves.shape[1]
-            is_exact = it.name == "fp32"
-            colour = _GREY if is_exact else _colour(it.name)
-            panel.plot(share, curves.mean(0), color=colour, lw=2 if is_exact else 1, label=it.choice.label)
-            panel.fill_between(
-                share, curves.min(0), curves.max(0), color=colour, alpha=0.25 if is_exact else 0.08, lw=0
-            )
-        panel.set(yscale="log", xlabel="share of the steps, %", ylabel="training loss")
-        panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter("{x:.2g}")
-        panel.tick_params(axis="y", which="minor", labelsize=6)
+            style = {"color": _colour(it.name), "lw": 2 if it.name == "fp32" else 1}
+            _band(losses, np.array(list(it.curves.values())), it.choice.label, style)
+            pairs = [(curve, exact[seed]) for seed, curve in it.curves.items() if seed in exact]
+            if pairs and it.name != "fp32":
+                _band(differences, np.array([100 * (np.divide(*pair) - 1) for pair in pairs]), it.choice.label, style)
+        losses.set(xlabel="share of the steps, %", ylabel="training loss")
+        differences.axhline(0, color=_GREY, lw=0.8)
+        differences.set(xlabel="share of the steps, %")
     _legend(figure)
     return figure
+
+
+def _band(panel: Any, curves: np.ndarray[Any, Any], label: str, style: dict[str, Any]) -> None:
+    share = 100 * (np.arange(curves.shape[1]) + 0.5) / curves.shape[1]
+    panel.plot(share, curves.mean(0), label=label, **style)
+    panel.fill_between(share, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, lw=0)
 
 
 def _intervals(compared: dict[str, list[Comparison]]) -> Any:
@@ -132,10 +138,17 @@ def _intervals(compared: dict[str, list[Comparison]]) -> Any:
             panel.plot([low, high], [row, row], color=_colour(it.name), lw=2, solid_capstyle="butt")
             panel.plot(it.difference.mean, row, "o", color=_colour(it.name), ms=4)
         panel.set_xscale("symlog", linthresh=1, linscale=1.5)
-        panel.xaxis.set_major_formatter("{x:g}")
+        _ticks(panel.xaxis)
         panel.set(xlabel="difference to float32, %", ylim=(len(labels) - 0.5, -0.5))
         panel.set_yticks(range(len(labels)), labels)
     return figure
+
+
+def _ticks(axis: Any) -> None:
+    """Ticks of an axis of differences, linear up to 1%, logarithmic beyond."""
+    axis.set_major_locator(FixedLocator([sign * x for x in (0.3, 1, 3, 10, 30, 100) for sign in (-1, 1)] + [0]))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def _bytes(compared: dict[str, list[Comparison]]) -> Any:
@@ -157,7 +170,7 @@ def _bytes(compared: dict[str, list[Comparison]]) -> Any:
         panel.plot(*zip(*front, strict=True), color=_GREY, lw=0.8, ls="--") if front else None
         panel.axhline(0, color=_GREY, lw=0.8)
         panel.set_yscale("symlog", linthresh=1, linscale=1.5)
-        panel.yaxis.set_major_formatter("{x:g}")
+        _ticks(panel.yaxis)
         panel.set(xlabel="weights and state, bytes per parameter", ylabel="difference, %")
     _legend(figure)
     return figure

@@ -8,7 +8,6 @@ Replaces what stands between the lines ``<!-- table NAME -->`` and ``<!-- end --
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,11 +59,10 @@ def replaced(page: str, tables: dict[str, str]) -> str:
     """
     for name, table in tables.items():
         begin, end = f"<!-- table {name} -->\n", "<!-- end -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        new = f"{begin}{table}\n{end}"
-        page, count = pattern.subn(lambda _, new=new: new, page)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"{PAGE}: got {count} places for the table {name}, expected 1: {begin.strip()} ... {end}")
+        before, *after = page.split(begin)
+        if len(after) != 1:
+            raise ValueError(f"{PAGE}: got {len(after)} places for the table {name}, expected 1: {begin}{end}")
+        page = f"{before}{begin}{table}\n{end}{after[0].partition(end)[2]}"
     return page
 
 
