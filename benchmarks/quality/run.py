@@ -108,13 +108,15 @@ def finished(jobs: list[Job], workers: int) -> Iterator[tuple[Job, records.Recor
         yield from zip(jobs, pool.imap(run_job, jobs), strict=True)
 
 
-def study(tasks: list[Task], optimizers: list[str], seeds: int, device: str, folders: tuple[Path, Path]) -> list[Job]:
+def study(
+    tasks: list[Task], optimizers: list[str], seeds: int | None, device: str, folders: tuple[Path, Path]
+) -> list[Job]:
     """The runs of the study, seed by seed; says of each optimizer that cannot take part why.
 
     Args:
         tasks: what to train.
         optimizers: with what.
-        seeds: how many, from 0.
+        seeds: how many, from 0; None for as many as each task says.
         device: "cpu" or "cuda".
         folders: of cached files, of results.
     """
@@ -129,8 +131,9 @@ def study(tasks: list[Task], optimizers: list[str], seeds: int, device: str, fol
                 print(f"left out: {name} on {task.name}: {obstacle}", flush=True)
     return [
         Job(task, name, seed, device, cached, results / f"{task.name}.jsonl")
-        for seed in range(seeds)
+        for seed in range(seeds or max(task.seeds for task in tasks))
         for task, name in able
+        if seeds or seed < task.seeds
     ]
 
 
@@ -151,7 +154,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--mode", choices=("quick", "full"), default="full")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME")
     parser.add_argument("--optimizers", nargs="+", default=list(CHOICES), metavar="NAME")
-    parser.add_argument("--seeds", type=int, help=f"default: 20, {QUICK_SEEDS} in quick mode")
+    parser.add_argument("--seeds", type=int, help=f"default: 20, of images 60; {QUICK_SEEDS} in quick mode")
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -166,7 +169,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="folder (default: results/ beside this file, results/large)")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "shardopt-quality"))
     given = parser.parse_args(argv)
-    for name in (*given.optimizers, *given.redo):
+    for name in given.optimizers:
         try:
             choice_of(name)
         except ValueError as error:
@@ -178,7 +181,7 @@ def jobs_of(given: argparse.Namespace) -> list[Job]:
     """The runs that the options name."""
     tasks = [task_of(name, given.size) for name in given.tasks]
     results = given.results or (RESULTS if given.size == "small" else RESULTS / given.size)
-    optimizers, seeds = given.optimizers, given.seeds or 20
+    optimizers, seeds = given.optimizers, given.seeds
     if given.mode == "quick":
         results = given.results or Path(tempfile.mkdtemp(prefix="shardopt-quality-"))
         tasks = [dataclasses.replace(task, steps=task.steps // QUICK_SHARE) for task in tasks]

@@ -61,6 +61,7 @@ class Task:
         load: (settings, folder for cached files) -> problem.
         quantize_from: parameters with fewer elements keep float32 state.
         package: what has the data and has to be installed, or None.
+        seeds: how many runs of each optimizer the study makes unless told.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Task:
     load: Callable[[Mapping[str, Any], Path], Problem]
     quantize_from: int = 4096
     package: str | None = None
+    seeds: int = 20
 
     def digest(self, problem: Problem) -> str:
         """Results with one digest can be compared, others cannot: settings, data and the version of torch."""
