@@ -12,6 +12,8 @@ from quality.records import Record
 
 #: The goal: the upper limit of the difference, in %.
 GOAL = 0.3
+#: Pairs that a verdict needs: of fewer, t intervals hold only if differences are exactly normal.
+LEAST_PAIRS = 5
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,12 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Whether the goal is reached, as far as the t interval shows."""
-        if self.difference is None or self.difference.count < 2:
+        if self.diverged:
+            return "no"
+        if self.difference is None or self.difference.count < LEAST_PAIRS:
             return "open"
         low, high = self.difference.t
-        return "no" if self.diverged or low > GOAL else "yes" if high <= GOAL else "open"
+        return "no" if low > GOAL else "yes" if high <= GOAL else "open"
 
 
 def current(lines: Iterable[Record]) -> dict[str, dict[int, Record]]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from quality.choices import Choice
 from quality.task import Problem, Task, lr_factor
 
-#: Points of a training curve, each the mean of its share of the steps.
+#: Points of a training curve, each the mean of its share of the steps; fewer if there are fewer steps.
 CURVE_POINTS = 20
 
 
@@ -114,10 +114,11 @@ def _disturb(model: nn.Module, noise: float, seed: int) -> None:
 
 def _curve(losses: list[float], steps: int) -> list[float | None]:
     """Means of the training loss over equal shares of the steps; None from the first NaN on."""
+    count = min(CURVE_POINTS, steps)
     points: list[float | None] = []
-    for point in range(CURVE_POINTS):
-        low, high = (round(edge * steps / CURVE_POINTS) for edge in (point, point + 1))
+    for point in range(count):
+        low, high = (edge * steps // count for edge in (point, point + 1))
         part = losses[low:high]
-        whole = len(part) == high - low > 0 and all(math.isfinite(loss) for loss in part)
+        whole = len(part) == high - low and all(math.isfinite(loss) for loss in part)
         points.append(round(sum(part) / len(part), 6) if whole else None)
     return points

@@ -126,6 +126,19 @@ def test_differences_are_of_the_same_seed() -> None:
     assert found.t == pytest.approx((2 - half, 2 + half), abs=1e-3)
 
 
+def test_verdicts_need_the_whole_interval_and_five_pairs() -> None:
+    """Differences of mean 0.2% and a half width of 0.062%: yes; shifted by 0.2%: no; between the two: open."""
+
+    def verdict(shift: float, pairs: int = 5) -> str:
+        steps = [-0.05, -0.05, 0.0, 0.05, 0.05][:pairs]
+        lines = [_line("fp32", seed, 2.0) for seed in range(pairs)]
+        lines += [_line("log8", seed, 2.0 * (1 + (0.2 + shift + step) / 100)) for seed, step in enumerate(steps)]
+        return compare(lines)[1].verdict
+
+    assert [verdict(shift) for shift in (0.0, 0.1, 0.2)] == ["yes", "open", "no"]
+    assert verdict(-5.0, pairs=4) == "open"
+
+
 def test_quantiles_of_t() -> None:
     """The usual table, to its last digit."""
     table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 5: 2.5706, 10: 2.2281, 19: 2.0930, 20: 2.0860, 29: 2.0452, 120: 1.9799}
