@@ -117,7 +117,7 @@ def _curve(losses: list[float], steps: int) -> list[float | None]:
     count = min(CURVE_POINTS, steps)
     points: list[float | None] = []
     for point in range(count):
-        low, high = (edge * steps // count for edge in (point, point + 1))
+        low, high = (round(edge * steps / count) for edge in (point, point + 1))
         part = losses[low:high]
         whole = len(part) == high - low and all(math.isfinite(loss) for loss in part)
         points.append(round(sum(part) / len(part), 6) if whole else None)
