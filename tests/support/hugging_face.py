@@ -1,0 +1,207 @@
+"""Runs of Hugging Face's Trainer, Accelerate, PEFT and TRL on ranks of a pool: a tiny Llama on the CPU.
+
+Accelerate shards on accelerators only, FSDP and DeepSpeed alike: :func:`as_accelerators` tells it that the ranks have
+one. All else is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+import shardopt
+from lm.digests import of_tensors
+from ranks.deepspeed import import_deepspeed
+from shardopt.checkpoint.contents import held_tensors
+from shardopt.sharding.deepspeed.engine import is_engine, opened
+
+VOCABULARY, LENGTH = 64, 16
+LAYER = "LlamaDecoderLayer"
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
+
+#: Arguments of TrainingArguments, by the way of sharding.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ddp": {"ddp_find_unused_parameters": False},
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [LAYER]}},
+    "fsdp2 sharded": {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": [LAYER],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
+    "fsdp1": {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 1,
+            "transformer_layer_cls_to_wrap": [LAYER],
+            "sync_module_states": False,  # which looks for an accelerator
+            "cpu_ram_efficient_loading": False,
+        },
+    },
+    "zero2": {
+        "deepspeed": {
+            "zero_optimization": {"stage": 2},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": 0.0,
+        }
+    },
+}
+MODES["zero2 offload"] = {
+    "deepspeed": {
+        **MODES["zero2"]["deepspeed"],
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+}
+
+
+def tiny_llama() -> nn.Module:
+    """A Llama of 90 thousand parameters, the same on every call; most of its matrices are quantized."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def tiny_lora() -> nn.Module:
+    """The Llama with adapters of rank 32, whose matrices are quantized, behind dropout."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_llama()
+    return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+
+
+class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Other tokens in each step, but the same on every rank: then a mean over 2 or 4 ranks is exact.
+
+    Args:
+        per_step: examples that all ranks take together in a step.
+    """
+
+    def __init__(self, per_step: int) -> None:
+        self._per_step = per_step
+
+    def __len__(self) -> int:
+        return 8 * self._per_step
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index // self._per_step)
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def fresh(mode: str) -> None:
+    """Forgets what Accelerate knows from an earlier run in this process, and describes this rank to it."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update(here, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    if mode == "plain":
+        for name in here:
+            del os.environ[name]
+    if mode.startswith("zero"):
+        import_deepspeed()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+
+
+def as_accelerators(mode: str) -> None:
+    """Makes Accelerate take the CPU for an accelerator where the way of sharding needs one."""
+    from accelerate.state import DistributedType, PartialState
+
+    if mode.startswith("fsdp"):
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+    if mode == "fsdp1":  # parameters that are on the CPU would be freed there once they have come from there
+        FlatParamHandle.to_cpu = nullcontext
+    if mode.startswith("zero"):
+        PartialState._shared_state.update(distributed_type=DistributedType.DEEPSPEED, device=torch.device("cpu"))
+
+
+def make_trainer(
+    mode: str,
+    output: Path,
+    *,
+    kind: Callable[..., Any] | None = None,
+    model: Callable[[], nn.Module] = tiny_llama,
+    callbacks: Sequence[Any] = (),
+    optimizer: Any = shardopt.AdamW8bit,
+    options: dict[str, Any] = OPTIONS,
+    **more: Any,
+) -> Any:
+    """A Trainer of 6 steps that saves after the third, with AdamW8bit by ``optimizer_cls_and_kwargs``."""
+    fresh(mode)
+    from transformers import Trainer, TrainingArguments
+
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, **MODES[mode], **more}
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        train_sampling_strategy="sequential",
+        lr_scheduler_type="cosine",
+        learning_rate=OPTIONS["lr"],
+        max_grad_norm=0.0,  # a norm is summed in another order elsewhere
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **settings,
+    )
+    as_accelerators(mode)
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    return (kind or Trainer)(
+        model=model(),
+        args=arguments,
+        train_dataset=Batches(2 * dist.get_world_size()),
+        optimizer_cls_and_kwargs=(optimizer, dict(options)),
+        callbacks=list(callbacks),
+    )
+
+
+def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
+    """SHA-256 of every parameter and entry of the state by name, however they are sharded. All ranks must call this."""
+    with engine_or(model, optimizer) as (bare, own):
+        return of_tensors(held_tensors(bare, own))
+
+
+@contextmanager
+def engine_or(model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
+    if not is_engine(model):
+        yield model, optimizer
+        return
+    with opened(model) as pair:
+        yield pair
+
+
+def trained(mode: str, output: Path, resume: str | None = None, **more: Any) -> dict[str, str]:
+    """Trains, from a checkpoint on where one is named, and returns digests of the end."""
+    trainer = make_trainer(mode, output, **more)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == 6
+    return digests(trainer.model_wrapped, trainer.optimizer)
