@@ -205,3 +205,54 @@ def trained(mode: str, output: Path, resume: str | None = None, **more: Any) -> 
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.global_step == 6
     return digests(trainer.model_wrapped, trainer.optimizer)
+
+
+def accelerated(mode: str, folder: Path, way: str = "state", resume: bool = False) -> dict[str, str]:
+    """Trains by a loop of one's own with Accelerate: 6 steps, of which the first 3 are saved, or resumed from.
+
+    Args:
+        mode: of ``MODES``.
+        folder: of the checkpoint.
+        way: ``"state"`` saves and loads by Accelerate, ``"portable"`` by shardopt.checkpoint.
+        resume: load the first 3 steps.
+    """
+    fresh(mode)
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugins: dict[str, Any] = {}
+    if "fsdp_config" in MODES[mode]:
+        options = dict(MODES[mode]["fsdp_config"])
+        names = {"version": "fsdp_version", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
+        options = {names.get(name, name): value for name, value in options.items()}
+        policy = {"auto_wrap_policy": "transformer_based_wrap"}
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(**policy, **options)
+    if "deepspeed" in MODES[mode]:
+        config = {**MODES[mode]["deepspeed"], "train_micro_batch_size_per_gpu": 2}
+        plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+    PartialState(cpu=True)
+    as_accelerators(mode)
+    accelerator = Accelerator(**plugins)
+    model = tiny_llama()
+    optimizer = shardopt.AdamW8bit(model.parameters(), **OPTIONS)
+    if mode == "fsdp1":  # which makes other parameters
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(shardopt.AdamW8bit(model.parameters(), **OPTIONS))
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if resume and way == "state":
+        accelerator.load_state(str(folder))
+    elif resume:
+        shardopt.checkpoint.load(folder, model, optimizer)
+    data = Batches(2)
+    for step in range(3 if resume else 0, 6):
+        batch = {key: torch.stack([data[2 * step + i][key] for i in range(2)]) for key in ("input_ids", "labels")}
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 and way == "state":
+            accelerator.save_state(str(folder))
+        elif step == 2:
+            shardopt.checkpoint.save(folder, model, optimizer)
+    return digests(model, optimizer)
