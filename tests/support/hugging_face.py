@@ -256,3 +256,43 @@ def accelerated(mode: str, folder: Path, way: str = "state", resume: bool = Fals
         elif step == 2:
             shardopt.checkpoint.save(folder, model, optimizer)
     return digests(model, optimizer)
+
+
+def fine_tuned(mode: str, output: Path) -> tuple[list[float], dict[str, str]]:
+    """Trains by TRL's SFTTrainer; returns the losses and digests of the end."""
+    fresh(mode)
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(number): number + 3 for number in range(10)}
+    bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    arguments = SFTConfig(
+        output_dir=str(output),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=OPTIONS["lr"],
+        max_grad_norm=0.0,
+        max_length=LENGTH,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        **MODES[mode],
+    )
+    as_accelerators(mode)
+    trainer = SFTTrainer(
+        model=tiny_llama(),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": ["1 2 3 4 5 6 7 8 9 0"] * 8}),
+        processing_class=tokenizer,
+        optimizer_cls_and_kwargs=(shardopt.AdamW8bit, dict(OPTIONS)),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, digests(trainer.model_wrapped, trainer.optimizer)
