@@ -67,18 +67,18 @@ MODES["zero2 offload"] = {
 }
 
 
-def tiny_llama() -> nn.Module:
+def tiny_llama(vocabulary: int = VOCABULARY) -> nn.Module:
     """A Llama of 90 thousand parameters, the same on every call; most of its matrices are quantized."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=32,
+        max_position_embeddings=64,
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
