@@ -50,6 +50,37 @@ def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: s
     assert client_ranks.run(2, trained, mode, tmp_path, str(tmp_path / "checkpoint-3")) == [plain[0]] * 2
 
 
+@needs("deepspeed")
+def test_deepspeed_config_names_the_optimizer(
+    client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path
+) -> None:
+    assert client_ranks.run(2, trained, "zero2 by name", tmp_path) == [plain[0]] * 2
+    found = client_ranks.run(2, trained, "zero2 by name", tmp_path, str(tmp_path / "checkpoint-3"))
+    assert found == [plain[0]] * 2
+
+
+@needs("deepspeed")
+def test_zero3_resumes(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    """ZeRO 3 multiplies matrices in an order of its own: its bits are compared with its own."""
+    found = client_ranks.run(2, trained, "zero3", tmp_path)
+    assert found[0].keys() == plain[0].keys()
+    assert client_ranks.run(2, trained, "zero3", tmp_path, str(tmp_path / "checkpoint-3")) == found
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, "plain"), (2, "ddp")), ((2, "ddp"), (1, "plain"))])
+def test_ddp_resumes_on_another_number_of_ranks(
+    client_ranks: Pool,
+    plain: tuple[dict[str, str], Path],
+    before: tuple[int, str],
+    after: tuple[int, str],
+    tmp_path: Path,
+) -> None:
+    """From Trainer's own checkpoint."""
+    client_ranks.run(before[0], trained, before[1], tmp_path)
+    found = client_ranks.run(after[0], trained, after[1], tmp_path, str(tmp_path / "checkpoint-3"))
+    assert found == [plain[0]] * after[0]
+
+
 @pytest.mark.parametrize("mode", ["fsdp2", "fsdp2 sharded"])
 def test_fsdp2_resumes_on_another_number_of_ranks(
     client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path

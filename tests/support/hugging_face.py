@@ -59,12 +59,16 @@ MODES: dict[str, dict[str, Any]] = {
         }
     },
 }
-MODES["zero2 offload"] = {
-    "deepspeed": {
-        **MODES["zero2"]["deepspeed"],
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    }
-}
+
+
+def zero(**settings: Any) -> dict[str, Any]:
+    return {"deepspeed": {**MODES["zero2"]["deepspeed"], **settings}}
+
+
+NAMED = {"type": "AdamW8bit", "params": {**OPTIONS, "weight_decay": 0.0}}
+MODES["zero2 offload"] = zero(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+MODES["zero2 by name"] = zero(optimizer=NAMED)
+MODES["zero3"] = zero(zero_optimization={"stage": 3})
 
 
 def tiny_llama(vocabulary: int = VOCABULARY) -> nn.Module:
@@ -179,7 +183,7 @@ def make_trainer(
         model=model(),
         args=arguments,
         train_dataset=Batches(2 * dist.get_world_size()),
-        optimizer_cls_and_kwargs=(optimizer, dict(options)),
+        optimizer_cls_and_kwargs=None if mode == "zero2 by name" else (optimizer, dict(options)),
         callbacks=list(callbacks),
     )
 
