@@ -55,10 +55,11 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
                 "got save_only_model=False with PortableCheckpoint, which saves the optimizer, expected "
                 "TrainingArguments(save_only_model=True)"
             )
-        if args.deepspeed is not None:
+        if getattr(AcceleratorState(), "deepspeed_plugin", None) is not None:
             raise ValueError(
-                "got a DeepSpeed config with PortableCheckpoint, expected none: Trainer resumes from DeepSpeed's own "
-                "checkpoint only; leave the callback out, or convert that checkpoint to DeepSpeed's universal one"
+                "got DeepSpeed with PortableCheckpoint, expected another way of sharding: Trainer resumes from "
+                "DeepSpeed's own checkpoint only; leave the callback out, and for another number of ranks convert that "
+                "checkpoint to DeepSpeed's universal one"
             )
 
     def on_save(
@@ -100,8 +101,14 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         """Loads where the training is resumed. All ranks call this.
 
         Raises:
+            ValueError: this is a run of a hyper-parameter search.
             CheckpointError: see :func:`shardopt.checkpoint.load`.
         """
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "got a hyper-parameter search with PortableCheckpoint, expected a single run, as Trainer does not tell "
+                "callbacks the folders of a search; leave the callback out"
+            )
         if not state.global_step:
             return
         folder = _folder(args, state) if self._resume_from is None else Path(self._resume_from)

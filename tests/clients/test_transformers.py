@@ -10,7 +10,7 @@ import pytest
 import hugging_face
 from hugging_face import trained
 from needed import needs
-from ranks.pool import Pool, RankFailure
+from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError
 
 pytestmark = needs("transformers", "accelerate")
@@ -90,9 +90,13 @@ def test_fsdp2_resumes_on_another_number_of_ranks(
     assert client_ranks.run(1, trained, mode, tmp_path, str(tmp_path / "checkpoint-3")) == [plain[0]]
 
 
+def refused_by_fsdp1(output: Path) -> None:
+    with pytest.raises(RuntimeError, match="save_only_model=True and a callback"):
+        trained("fsdp1", output)
+
+
 def test_fsdp1_refuses_trainers_optimizer_file(client_ranks: Pool, tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="save_only_model=True and a callback"):
-        client_ranks.run(2, trained, "fsdp1", tmp_path)
+    client_ranks.run(2, refused_by_fsdp1, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,24 @@ def test_resume_from_the_portable_checkpoint(
     start = str(tmp_path / "a" / "checkpoint-3")
     found = client_ranks.run(after[0], trained_portably, after[1], tmp_path / "b", start, start)
     assert found == [plain[0]] * after[0]
+
+
+MUON = {"optimizer": hugging_face.muon, "options": {"lr": 2e-2, "adamw_lr": 3e-3}}
+
+
+def trained_by_muon(mode: str, output: Path, resume: str | None = None) -> Any:
+    if mode == "fsdp1":
+        return trained_portably(mode, output, resume, **MUON)
+    return trained(mode, output, resume, **MUON)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp1", pytest.param("zero2", marks=needs("deepspeed"))])
+def test_muon(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
+    """Of groups that Trainer has made from the model."""
+    expected = client_ranks.run(1, trained_by_muon, "plain", tmp_path / "plain")
+    assert "optimizer.model.layers.0.mlp.up_proj.weight.momentum_buffer_codes" in expected[0]
+    assert client_ranks.run(2, trained_by_muon, mode, tmp_path) == expected * 2
+    assert client_ranks.run(2, trained_by_muon, mode, tmp_path, str(tmp_path / "checkpoint-3")) == expected * 2
 
 
 @needs("peft")
@@ -150,7 +172,7 @@ def trained_adapters_portably(output: Path, resume: str | None = None) -> Any:
     ("mode", "more", "message"),
     [
         ("plain", {"save_only_model": False}, "got save_only_model=False with PortableCheckpoint"),
-        pytest.param("zero2", {}, "got a DeepSpeed config with PortableCheckpoint", marks=needs("deepspeed")),
+        pytest.param("zero2", {}, "got DeepSpeed with PortableCheckpoint", marks=needs("deepspeed")),
     ],
 )
 def test_what_the_callback_refuses(
@@ -163,6 +185,22 @@ def refused(mode: str, output: Path, more: dict[str, Any]) -> str:
     with pytest.raises(ValueError, match="PortableCheckpoint") as caught:
         trained_portably(mode, output, **more)
     return str(caught.value)
+
+
+def searched() -> str:
+    from transformers import TrainerState, TrainingArguments
+
+    from shardopt.clients.transformers import PortableCheckpoint
+
+    state, given = TrainerState(is_hyper_param_search=True), dict.fromkeys(("model", "optimizer", "lr_scheduler"))
+    with pytest.raises(ValueError, match="hyper-parameter search") as caught:
+        PortableCheckpoint().on_train_begin(TrainingArguments(use_cpu=True), state, None, **given)
+    return str(caught.value)
+
+
+def test_hyper_parameter_search_is_refused(client_ranks: Pool) -> None:
+    """Its runs have folders that callbacks are not told."""
+    assert "leave the callback out" in client_ranks.run(1, searched)[0]
 
 
 def test_a_checkpoint_without_ours_is_refused(client_ranks: Pool, plain: tuple[dict[str, str], Path]) -> None:

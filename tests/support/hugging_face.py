@@ -96,6 +96,11 @@ def tiny_lora() -> nn.Module:
     return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
 
 
+def muon() -> Callable[..., Any]:
+    """What Trainer takes in place of an optimizer's class where groups need the whole model."""
+    return lambda model, **options: shardopt.Muon8bit(shardopt.muon_groups(model, **options), min_quantized_numel=64)
+
+
 class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Other tokens in each step, but the same on every rank: then a mean over 2 or 4 ranks is exact.
 
