@@ -105,6 +105,7 @@ def test_given_gradients_on_other_worlds(
         ("Adam8bit", "adam", {}),
         ("Lion8bit", "lion", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
         ("SGD8bit", "momentum", {"momentum": 0.9, "codec": "dynamic8"}),
+        ("AdamW4bit", "adamw", {"codec": "log4"}),
         ("AdEMAMix8bit", "ademamix", {"alpha_steps": 3, "beta3_steps": 4}),
         ("AdamW8bit", "amsgrad", {"amsgrad": True, "block_size": 32}),
         ("LAMB8bit", "lamb", {"weight_decay": 0.1}),

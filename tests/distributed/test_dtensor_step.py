@@ -64,7 +64,7 @@ def _groups(params: Mapping[str, Tensor], codecs: Sequence[str]) -> list[dict[st
 
 def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int) -> None:
     ways = layouts(dist.get_world_size())
-    if "muon" in rule:  # each rank has to hold a rectangle
+    if "muon" in rule or "repaid" in rule:  # each rank has to hold a rectangle
         ways = [way for way in ways if way.placements != SCATTERED]
     pair = Pair(rule, codecs, ways, block_size=block_size)
     for step in range(STEPS):
@@ -74,6 +74,8 @@ def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int) -> None
 
 RULES_AND_CODECS = [
     *(("adamw", codec) for codec in CODEC_NAMES),
+    ("repaid_adamw", "log8"),
+    ("repaid_adamw", "companded8"),
     ("lion", "log8"),
     ("lion", "dynamic8"),
     ("nesterov", "companded8"),

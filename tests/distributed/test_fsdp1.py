@@ -103,6 +103,7 @@ def _odds(orig: bool, rule: str, codec: str, block_sizes: list[int], dtype: torc
             for on in FEW_WORLDS[1:2]
         ),
         *(("prodigy", codec, *on) for codec, on in (("log8", FEW_WORLDS[0]), ("bf16", FEW_WORLDS[1]))),
+        *(("repaid_adamw", codec, *on) for codec, on in zip(("log8", "companded8"), FEW_WORLDS, strict=False)),
         ("ademamix", "bf16", *FEW_WORLDS[0]),
         ("muon", "log8", 3, True),
         ("muon_in_waves", "dynamic8", 4, True),

@@ -71,6 +71,12 @@ def test_codecs_and_flattened_names(ranks: Pool, tmp_path: Path, rule: str, code
     ranks.run(3, _load, "fsdp columns", rule, codec, True, tmp_path)
 
 
+def test_shared_codes(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, _save, "fsdp columns", "repaid_adamw", "companded8", False, tmp_path)
+    for world_size, way in [(1, "single"), (3, "fsdp columns"), (4, "fsdp columns tp")]:
+        ranks.run(world_size, _load, way, "repaid_adamw", "companded8", False, tmp_path)
+
+
 def test_what_stands_in_the_param_groups(ranks: Pool, tmp_path: Path) -> None:
     """Prodigy's estimate."""
     ranks.run(2, _save, "fsdp columns", "prodigy", "log8", False, tmp_path)
