@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference_rules import REPAID, RULES, TERMS, Scalars, Sums, Terms, Updated
+from reference_rules import ELEMENT_RULES, REPAID, Scalars, Updated
+from reference_sums import SUM_RULES, TERMS, Sums, Terms
 from shardopt.kernels.numeric import float32, from_blocks, reciprocal, to_blocks
 from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
+
+RULES = {**ELEMENT_RULES, **SUM_RULES}
 
 
 class Stepped(NamedTuple):

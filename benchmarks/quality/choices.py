@@ -1,0 +1,174 @@
+"""The optimizers of the study, each with the float32 run that it is compared with."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import shardopt
+from quality.task import BETAS, EPS, TASKS, WEIGHT_DECAY, Task
+
+#: (model, task, learning rate, options of the choice) -> optimizer.
+Make = Callable[[nn.Module, Task, float, dict[str, Any]], Optimizer]
+
+_ADAM: dict[str, Any] = {"betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An optimizer of the study.
+
+    Attributes:
+        make: makes it.
+        options: what `make` is given, written beside every result.
+        baseline: name of the choice whose loss of the same seed is 100%.
+        label: the name in tables.
+        lr_factor: of the task's learning rate.
+        weights: dtype of the model.
+        weight_noise: standard deviation of the relative change of the first weights.
+        tasks: where it takes part.
+        package: what has to be installed.
+        least_numel: parameters below this stay float32 whatever the task says: left out where that would be most.
+    """
+
+    make: Make
+    options: dict[str, Any] = field(default_factory=dict)
+    baseline: str = "fp32"
+    label: str = ""
+    lr_factor: float = 1.0
+    weights: torch.dtype = torch.float32
+    weight_noise: float = 0.0
+    tasks: tuple[str, ...] = TASKS
+    package: str = "shardopt"
+    least_numel: int = 0
+
+    def obstacle(self, task: Task) -> str | None:
+        """Why this optimizer cannot take part in a task here, or None."""
+        if task.name in TASKS and task.name not in self.tasks:
+            return f"takes part in {', '.join(self.tasks)} only"
+        for package in (self.package, task.package):
+            if package is not None and importlib.util.find_spec(package) is None:
+                return f"{package} is not installed"
+        kind = self.options.get("kind")
+        if self.package == "shardopt" and kind is not None and not hasattr(shardopt, kind):
+            return f"shardopt has no {kind}"
+        if task.quantize_from < self.least_numel:
+            return f"{self.package} keeps parameters of fewer than {self.least_numel} elements in float32"
+        return None
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _torch(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
+    return torch.optim.AdamW(_trainable(model), lr=lr, fused=True, **_ADAM)
+
+
+def _shardopt(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
+    """A class of shardopt by the name "kind", with the hyper-parameters that it shares with AdamW."""
+    given = dict(options)
+    kind = getattr(shardopt, given.pop("kind"))
+    if given.pop("by_steps", False):
+        given |= {"alpha_steps": task.steps, "beta3_steps": task.steps}
+    shared = {"weight_decay": WEIGHT_DECAY, "min_quantized_numel": task.quantize_from}
+    if issubclass(kind, shardopt.Muon):
+        return kind(shardopt.muon_groups(model, lr=lr, adamw_lr=lr), **shared, **given)
+    return kind(_trainable(model), lr=lr, **shared, **given)
+
+
+def _bitsandbytes(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(_trainable(model), lr=lr, min_8bit_size=task.quantize_from, **_ADAM)
+
+
+def _torchao(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
+    """A class of torchao by the name "kind". Its compiled step runs eagerly: the same formulas, nothing to compile."""
+    import torchao.optim
+
+    torch.compiler.set_stance("force_eager")
+    made: Optimizer = getattr(torchao.optim, options["kind"])(_trainable(model), lr=lr, **_ADAM)
+    return made
+
+
+def _emulated(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
+    from quality import low_bits
+
+    variant = low_bits.VARIANTS[options["variant"]]
+    made: Optimizer = low_bits.LowBitAdamW(_trainable(model), variant=variant, lr=lr, seed=0, **_ADAM)
+    return made
+
+
+def _coded(label: str, codec: str, kind: str = "AdamW", baseline: str = "fp32", **options: Any) -> Choice:
+    adam: dict[str, Any] = {"betas": BETAS, "eps": EPS} if kind == "AdamW" else {}
+    return Choice(_shardopt, {"kind": kind, "codec": codec, **adam, **options}, baseline, label)
+
+
+def _rule(label: str, kind: str, lr_factor: float = 1.0, **options: Any) -> dict[str, Choice]:
+    """A rule with float32 state and with log8; the former is the yardstick."""
+    name = kind.lower()
+    return {
+        f"{name}_fp32": Choice(
+            _shardopt, {"kind": kind, "codec": "fp32", **options}, f"{name}_fp32", f"{label}, float32", lr_factor
+        ),
+        f"{name}8": Choice(_shardopt, {"kind": f"{kind}8bit", **options}, f"{name}_fp32", f"{label}8bit", lr_factor),
+    }
+
+
+def _weights(label: str, **options: Any) -> Choice:
+    given = {"kind": "AdamW", "codec": "log8", "betas": BETAS, "eps": EPS, **options}
+    return Choice(_shardopt, given, "fp32", label, weights=torch.bfloat16, tasks=("bytes",))
+
+
+CHOICES: dict[str, Choice] = {
+    "fp32": Choice(_torch, label="AdamW, float32 (torch)"),
+    "fp32_lr": Choice(_torch, label="control: float32, lr * 1.0001", lr_factor=1.0001),
+    "fp32_init": Choice(_torch, label="control: float32, first weights changed by 1%", weight_noise=0.01),
+    "log8": _coded("AdamW, log8", "log8"),
+    "companded8": _coded("AdamW, companded8", "companded8"),
+    "dynamic8": _coded("AdamW, dynamic8, blocks of 256", "dynamic8", block_size=256),
+    "bf16": _coded("AdamW, bf16", "bf16"),
+    "log4": Choice(_shardopt, {"kind": "AdamW4bit", "betas": BETAS, "eps": EPS}, "fp32", "AdamW4bit, log4"),
+    **_rule("Lion", "Lion", 0.2),
+    **_rule("Muon", "Muon", adjust_lr_fn="match_rms_adamw"),
+    **_rule("AdEMAMix", "AdEMAMix", by_steps=True),
+    "bnb8": Choice(_bitsandbytes, {"kind": "AdamW8bit"}, "fp32", "bitsandbytes AdamW8bit", package="bitsandbytes"),
+    **{
+        name: Choice(_torchao, {"kind": kind}, "fp32", f"torchao {kind}", package="torchao", least_numel=4096)
+        for name, kind in (("torchao8", "AdamW8bit"), ("torchao4", "AdamW4bit"), ("torchao_fp8", "AdamWFp8"))
+    },
+    "bf16_master32": _weights("bf16 weights, 32-bit masters", master_weight_bits=32),
+    "bf16_master24": _weights("bf16 weights, 24-bit masters", master_weight_bits=24),
+    "bf16_stochastic": _weights("bf16 weights, stochastic rounding", stochastic_rounding=True),
+    "bf16_nearest": _weights("bf16 weights, nearest"),
+}
+
+EMULATED = "emulated:"
+
+
+def choice_of(name: str) -> Choice:
+    """The optimizer of this name; after "emulated:" a variant of low_bits.py.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in CHOICES:
+        return CHOICES[name]
+    if name.startswith(EMULATED):
+        if importlib.util.find_spec("quality.low_bits") is None:
+            raise ValueError(f"optimizer {name}: got an emulated one, expected benchmarks/quality/low_bits.py with it")
+        from quality.low_bits import VARIANTS
+
+        variant = name.removeprefix(EMULATED)
+        if variant in VARIANTS:
+            settings = repr(VARIANTS[variant])
+            return Choice(_emulated, {"variant": variant, "settings": settings}, "fp32", f"emulated: {variant}")
+        raise ValueError(f"optimizer {name}: expected after {EMULATED!r} one of {', '.join(VARIANTS)}")
+    raise ValueError(f"optimizer {name}: expected one of {', '.join(CHOICES)}, or {EMULATED}NAME")

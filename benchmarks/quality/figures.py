@@ -1,0 +1,192 @@
+"""Figures of the study as SVG, legible on light and dark pages: no background, everything of medium lightness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from quality.choices import CHOICES
+from quality.compare import GOAL, Comparison
+from quality.records import Record
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FixedLocator, NullLocator
+
+_GREY = "#808080"
+_COLOURS = {
+    "log8": "#3b82d6",
+    "companded8": "#e0822a",
+    "dynamic8": "#2fa05a",
+    "bf16": "#8f6ad0",
+    "log4": "#d0487a",
+    "bnb8": "#a87b3c",
+    "torchao8": "#1fa3a8",
+    "torchao4": "#c24f3d",
+    "torchao_fp8": "#7f9a2c",
+    "bf16_master32": "#5b9bd5",
+    "bf16_master24": "#4aa3df",
+    "bf16_stochastic": "#c07bc0",
+    "bf16_nearest": "#b58900",
+}
+_STYLE = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.transparent": True,
+    "text.color": _GREY,
+    "axes.labelcolor": _GREY,
+    "axes.edgecolor": _GREY,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "axes.titlecolor": _GREY,
+    "legend.frameon": False,
+    "font.size": 9,
+    "svg.hashsalt": "quality",
+}
+#: Lines in the figure of curves; the others are in the tables.
+_CURVES = ("fp32", "fp32_init", "log8", "companded8", "dynamic8", "bf16", "log4", "torchao4")
+
+
+def draw(compared: dict[str, list[Comparison]], streams: list[Record], folder: Path) -> None:
+    """Writes quality-curves.svg, -intervals.svg, -bytes.svg and -streams.svg; leaves those without data as they are."""
+    with plt.rc_context(_STYLE):
+        if compared:
+            _save(_curves(compared), folder / "quality-curves.svg")
+            _save(_intervals(compared), folder / "quality-intervals.svg")
+            _save(_bytes(compared), folder / "quality-bytes.svg")
+        if streams:
+            _save(_streams(streams), folder / "quality-streams.svg")
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+
+
+def _panels(
+    names: list[str], width: float, height: float, columns: int = 3, **shared: Any
+) -> tuple[Any, Iterator[Any]]:
+    """A figure, and a panel for each name."""
+    rows = -(-len(names) // columns)
+    size = (width * columns, height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **shared)
+    flat = list(axes.flat)
+    for panel in flat[len(names) :]:
+        panel.axis("off")
+    for panel, name in zip(flat, names, strict=False):
+        panel.set_title(name)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, iter(flat)
+
+
+def _legend(figure: Any) -> None:
+    """One legend for all panels, an entry per name."""
+    entries: dict[str, Any] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4)
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(name, _GREY)
+
+
+def _curves(compared: dict[str, list[Comparison]]) -> Any:
+    """Per task the training loss, and its difference to float32 of the same seed; means, and ranges of the runs."""
+    titles = [title for task in compared for title in (task, f"{task}: difference to float32, %")]
+    figure, panels = _panels(titles, 2.9, 2.2, columns=4)
+    for comparisons in compared.values():
+        losses, differences = next(panels), next(panels)
+        exact = next((it.curves for it in comparisons if it.name == "fp32"), {})
+        for it in comparisons:
+            if it.name not in _CURVES or not it.curves:
+                continue
+            style = {"color": _colour(it.name), "lw": 2 if it.name == "fp32" else 1}
+            _band(losses, np.array(list(it.curves.values())), it.choice.label, style)
+            pairs = [(curve, exact[seed]) for seed, curve in it.curves.items() if seed in exact]
+            if pairs and it.name != "fp32":
+                _band(differences, np.array([100 * (np.divide(*pair) - 1) for pair in pairs]), it.choice.label, style)
+        losses.set(xlabel="share of the steps, %", ylabel="training loss")
+        differences.axhline(0, color=_GREY, lw=0.8)
+        differences.set(xlabel="share of the steps, %")
+    _legend(figure)
+    return figure
+
+
+def _band(panel: Any, curves: np.ndarray[Any, Any], label: str, style: dict[str, Any]) -> None:
+    share = 100 * (np.arange(curves.shape[1]) + 0.5) / curves.shape[1]
+    panel.plot(share, curves.mean(0), label=label, **style)
+    panel.fill_between(share, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, lw=0)
+
+
+def _intervals(compared: dict[str, list[Comparison]]) -> Any:
+    """Mean differences with their 95% t intervals; the band is the goal."""
+    shown = {task: [it for it in found if it.difference is not None] for task, found in compared.items()}
+    labels = list(dict.fromkeys(it.choice.label for found in shown.values() for it in found))
+    figure, panels = _panels(list(shown), 3.1, 0.6 + 0.19 * len(labels), sharey=True)
+    for found, panel in zip(shown.values(), panels, strict=False):
+        panel.axvspan(-GOAL, GOAL, color=_GREY, alpha=0.2, lw=0)
+        panel.axvline(0, color=_GREY, lw=0.8)
+        for it in found:
+            assert it.difference is not None
+            row, (low, high) = labels.index(it.choice.label), it.difference.t
+            panel.plot([low, high], [row, row], color=_colour(it.name), lw=2, solid_capstyle="butt")
+            panel.plot(it.difference.mean, row, "o", color=_colour(it.name), ms=4)
+        panel.set_xscale("symlog", linthresh=1, linscale=1.5)
+        _ticks(panel.xaxis)
+        panel.set(xlabel="difference to float32, %", ylim=(len(labels) - 0.5, -0.5))
+        panel.set_yticks(range(len(labels)), labels)
+    return figure
+
+
+def _ticks(axis: Any) -> None:
+    """Ticks of an axis of differences, linear up to 1%, logarithmic beyond."""
+    axis.set_major_locator(FixedLocator([sign * x for x in (0.3, 1, 3, 10, 30, 100) for sign in (-1, 1)] + [0]))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _bytes(compared: dict[str, list[Comparison]]) -> Any:
+    """Bytes of weights and state against the difference; points on the dashed line are beaten by none."""
+    figure, panels = _panels(list(compared), 3.4, 2.6)
+    for comparisons, panel in zip(compared.values(), panels, strict=False):
+        points = []
+        for it in comparisons:
+            if it.name.endswith(("_lr", "_init")) or it.choice.baseline != "fp32" or it.state_bytes is None:
+                continue
+            if it.name != "fp32" and (it.difference is None or it.diverged):
+                continue
+            mean = it.difference.mean if it.difference else 0.0
+            half = it.difference.t[1] - mean if it.difference and it.difference.count > 1 else 0.0
+            points.append((it.weight_bytes + it.state_bytes, mean))
+            style = {"color": _colour(it.name), "ms": 4, "lw": 1, "label": it.choice.label}
+            panel.errorbar(*points[-1], yerr=half, fmt="o", **style)
+        front = [(x, y) for x, y in sorted(points) if all(y < b for a, b in points if (a, b) < (x, y) and a <= x)]
+        panel.plot(*zip(*front, strict=True), color=_GREY, lw=0.8, ls="--") if front else None
+        panel.axhline(0, color=_GREY, lw=0.8)
+        panel.set_yscale("symlog", linthresh=1, linscale=1.5)
+        _ticks(panel.yaxis)
+        panel.set(xlabel="weights and state, bytes per parameter", ylabel="difference, %")
+    _legend(figure)
+    return figure
+
+
+def _streams(lines: list[Record]) -> Any:
+    """Drift over the steps, a panel per stream of gradients."""
+    scenarios = list(dict.fromkeys(line["scenario"] for line in lines))
+    figure, panels = _panels(scenarios, 2.9, 2.4, columns=4, sharey=True)
+    for scenario, panel in zip(scenarios, panels, strict=False):
+        for line in lines:
+            if line["scenario"] == scenario:
+                mean = [value or np.nan for value in line["mean"]]
+                steps = 10 * (np.arange(len(mean)) + 1)
+                label = CHOICES[line["optimizer"]].label
+                panel.plot(steps, mean, color=_colour(line["optimizer"]), lw=1.2, label=label)
+        panel.set(yscale="log", xlabel="steps", ylabel="mean drift")
+    _legend(figure)
+    return figure

@@ -1,0 +1,165 @@
+"""Makes the tables of docs/quality.md and the figures in docs/figures from the lines that run.py wrote.
+
+    python benchmarks/quality/report.py [--results FOLDER] [--docs FOLDER]
+
+Replaces what stands between the lines ``<!-- table NAME -->`` and ``<!-- end -->`` of the page, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+if not __package__:
+    _BENCHMARKS = Path(__file__).resolve().parents[1]
+    sys.path[0:1] = [str(_BENCHMARKS), str(_BENCHMARKS.parent / "launch")]
+
+from quality import records
+from quality.compare import GOAL, Comparison, compare
+from quality.task import TASKS
+
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "quality.md"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    given = parser.parse_args(argv)
+    lines = {task: records.read(given.results / f"{task}.jsonl") for task in TASKS}
+    compared = {task: compare(found) for task, found in lines.items() if found}
+    tuning = {task: records.read(given.results / "tuning" / f"{task}.jsonl") for task in TASKS}
+    streams = records.read(given.results / "streams.jsonl")
+    tables = {
+        "overview": overview(compared),
+        "tuning": tuning_table(tuning),
+        "time": time_table(lines),
+        **{task: task_table(found) for task, found in compared.items()},
+    }
+    page = given.docs / PAGE
+    page.write_text(replaced(page.read_text(), tables))
+
+    from quality import figures  # matplotlib takes seconds
+
+    folder = given.docs / "figures"
+    folder.mkdir(exist_ok=True)
+    figures.draw(compared, streams, folder)
+    print(f"{page}: {', '.join(tables)}; figures in {folder}")
+
+
+def replaced(page: str, tables: dict[str, str]) -> str:
+    """The page with new tables.
+
+    Raises:
+        ValueError: the page has no place for a table.
+    """
+    for name, table in tables.items():
+        begin, end = f"<!-- table {name} -->\n", "<!-- end -->"
+        before, *after = page.split(begin)
+        if len(after) != 1:
+            raise ValueError(f"{PAGE}: got {len(after)} places for the table {name}, expected 1: {begin}{end}")
+        page = f"{before}{begin}{table}\n{end}{after[0].partition(end)[2]}"
+    return page
+
+
+def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    names = list(head)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))
+
+
+def task_table(comparisons: list[Comparison]) -> str:
+    """A row per optimizer of one task."""
+    has_accuracy = any(comparison.accuracy is not None for comparison in comparisons)
+    head = ["optimizer", "state, bytes per parameter", "runs", "held-out loss"]
+    head += ["accuracy, %"] if has_accuracy else []
+    head += ["difference, %", "t interval", "bootstrap interval", "one run's deviation", f"<= {GOAL}%"]
+    return table_of(head, (_row(comparison, has_accuracy) for comparison in comparisons))
+
+
+def _row(it: Comparison, has_accuracy: bool) -> list[str]:
+    cells = [
+        it.choice.label,
+        "emulated" if it.state_bytes is None else f"{it.state_bytes:.2f}",
+        f"{it.runs}, {it.diverged} diverged" if it.diverged else f"{it.runs}",
+        "" if it.loss is None else f"{it.loss:.4f}",
+    ]
+    if has_accuracy:
+        cells.append("" if it.accuracy is None else f"{100 * it.accuracy:.2f}")
+    if it.choice.baseline == it.name:
+        return [*cells, "yardstick", "", "", "", ""]
+    if it.difference is None:
+        return [*cells, "", "", "", "", it.verdict]
+    found = it.difference
+    return [
+        *cells,
+        f"{found.mean:+.2f}",
+        _interval(found.t),
+        _interval(found.bootstrap),
+        f"{found.spread:.2f}",
+        it.verdict,
+    ]
+
+
+def _interval(limits: tuple[float, float]) -> str:
+    return f"{limits[0]:+.2f} to {limits[1]:+.2f}"
+
+
+def overview(compared: dict[str, list[Comparison]]) -> str:
+    """Rows: optimizers; columns: tasks; difference in % and half of its t interval."""
+    rows: dict[str, dict[str, str]] = {}
+    for task, comparisons in compared.items():
+        for it in comparisons:
+            if it.choice.baseline == it.name:
+                continue
+            cell = "" if it.difference is None else f"{it.difference.mean:+.2f}"
+            if it.difference is not None and it.difference.count > 1:
+                cell += f" ± {it.difference.t[1] - it.difference.mean:.2f}"
+            cell += f" ({it.diverged} of {it.runs} diverged)" if it.diverged else ""
+            rows.setdefault(it.choice.label, {})[task] = cell.strip()
+    return table_of(
+        ["difference to float32, %", *compared],
+        ([label, *(cells.get(task, "") for task in compared)] for label, cells in rows.items()),
+    )
+
+
+def tuning_table(tuning: dict[str, list[records.Record]]) -> str:
+    """Held-out loss of AdamW with float32 state by learning rate, means over seeds, of each task's last definition."""
+    rows = []
+    for task, lines in tuning.items():
+        losses: dict[float, list[float]] = {}
+        for line in lines:
+            losses.setdefault(line["lr"], []).append(line["loss"] if line["finite"] else float("inf"))
+        means = {lr: sum(values) / len(values) for lr, values in sorted(losses.items())}
+        if means:
+            rows.append([task, ", ".join(f"{lr:g}: {loss:.4f}" for lr, loss in means.items())])
+    return table_of(["task", "learning rate: held-out loss"], rows)
+
+
+def time_table(lines: dict[str, list[records.Record]]) -> str:
+    rows = []
+    for task, found in lines.items():
+        seconds = sorted(line["seconds"] for line in found)
+        if seconds:
+            some = found[-1]
+            rows.append(
+                [
+                    task,
+                    f"{some['steps']}",
+                    f"{some['parameters']:,}",
+                    f"{some['trained']:,}",
+                    f"{100 * some['quantizable']:.1f}",
+                    f"{len(found)}",
+                    f"{seconds[len(seconds) // 2]:.1f}",
+                    f"{sum(seconds) / 3600:.2f}",
+                ]
+            )
+    head = ["task", "steps", "parameters", "trained", "in tensors large enough to quantize, %", "runs"]
+    return table_of([*head, "seconds of a run, median", "hours of all"], rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

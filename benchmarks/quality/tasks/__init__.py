@@ -1,0 +1,1 @@
+"""The tasks of the study, a module each, with a function ``task(size)``."""

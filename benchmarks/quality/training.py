@@ -1,0 +1,124 @@
+"""One run of the study: an optimizer, a task, a seed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quality.choices import Choice
+from quality.task import Problem, Task, lr_factor
+
+#: Points of a training curve, each the mean of its share of the steps; fewer if there are fewer steps.
+CURVE_POINTS = 20
+
+
+def train(task: Task, problem: Problem, choice: Choice, seed: int, device: str) -> dict[str, Any]:
+    """Trains a model; a function of its arguments alone, whatever ran before in the process.
+
+    A run ends early where its training loss is NaN or infinite, and has no held-out loss then.
+
+    Returns:
+        The figures of the run, by name, for JSON.
+    """
+    begin = time.perf_counter()
+    torch.manual_seed(seed)
+    model = problem.model(seed).to(device)
+    _disturb(model, choice.weight_noise, seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(choice.weights)
+    lr = task.lr * choice.lr_factor
+    optimizer = choice.make(model, task, lr, choice.options)
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    losses: list[float] = []
+    for step in range(1, task.steps + 1):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            _set_lr(group, peak * lr_factor(step, task.steps))
+        loss = problem.loss(model, seed, step)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    figures: dict[str, float] = {}
+    if math.isfinite(losses[-1]):
+        model.eval()
+        figures = problem.evaluate(model)
+    finite = math.isfinite(figures.get("loss", math.nan))
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numel = sum(parameter.numel() for parameter in stepped)
+    state = state_bytes(optimizer)
+    return {
+        "lr": lr,
+        "steps": task.steps,
+        "finite": finite,
+        "loss": figures["loss"] if finite else None,
+        "accuracy": figures.get("accuracy") if finite else None,
+        "curve": _curve(losses, task.steps),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trained": numel,
+        "quantizable": sum(p.numel() for p in stepped if p.numel() >= task.quantize_from) / numel,
+        "state_bytes": None if state is None else state / numel,
+        "weight_bytes": sum(parameter.nbytes for parameter in stepped) / numel,
+        "seconds": round(time.perf_counter() - begin, 2),
+    }
+
+
+def state_bytes(optimizer: Optimizer) -> int | None:
+    """Bytes of an optimizer's state without step counts and lookup tables, which do not grow with the model.
+
+    None if the optimizer keeps none in ``state``, as those that only emulate their codes.
+    """
+    if not optimizer.state:
+        return None
+    return sum(_nbytes(value) for state in optimizer.state.values() for value in _tensors(state))
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name != "step" and not name.startswith("qmap"):
+            yield value
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of torchao's tensors, which consist of several, codes and scales."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.nbytes
+    return sum(getattr(tensor, name).nbytes for name in flatten()[0] if name != "qmap")
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def _disturb(model: nn.Module, noise: float, seed: int) -> None:
+    if not noise:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            change = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.mul_(1 + noise * change)
+
+
+def _curve(losses: list[float], steps: int) -> list[float | None]:
+    """Means of the training loss over equal shares of the steps; None from the first NaN on."""
+    count = min(CURVE_POINTS, steps)
+    points: list[float | None] = []
+    for point in range(count):
+        low, high = (round(edge * steps / count) for edge in (point, point + 1))
+        part = losses[low:high]
+        whole = len(part) == high - low and all(math.isfinite(loss) for loss in part)
+        points.append(round(sum(part) / len(part), 6) if whole else None)
+    return points
