@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -19,6 +20,16 @@ from ranks.pool import Pool
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """Ranks to run distributed functions on: up to 4 processes on the CPU."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def deepspeed_ranks() -> Iterator[Pool]:
+    """Ranks for DeepSpeed, which replaces functions of torch for good in each process where it is."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install 'shardopt[deepspeed]'")
     pool = Pool()
     yield pool
     pool.close()
