@@ -1,7 +1,7 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper -> optim -> step -> state -> layout ->
-codec -> kernels -> _C
+launch -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit -> optim -> step -> state ->
+layout -> codec -> kernels -> _C
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shardopt.checkpoint",
         "shardopt.estimate",
         "shardopt.wrapper",
+        "shardopt.unit",
     ),
     ("shardopt",),
     ("shardopt.__main__", "launch"),
