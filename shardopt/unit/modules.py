@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardopt.unit import functional as U
+from shardopt.unit import multipliers
+from shardopt.unit.scale import scale_bwd
 
 
 class Linear(nn.Linear):
@@ -125,10 +127,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """x: (batch, positions, dim); rotate turns queries and keys, (batch, heads, positions, dim / heads)."""
         batch, positions, dim = x.shape
-        query, key, value = (
-            projection(x).view(batch, positions, self.heads, -1).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        )
+        factor = multipliers.query(dim // self.heads, self.mult)
+        matched = scale_bwd(x, 1 / factor)
+        projected = (scale_bwd(self.query(matched), factor), scale_bwd(self.key(matched), factor), self.value(x))
+        query, key, value = (y.view(batch, positions, self.heads, -1).transpose(1, 2) for y in projected)
         if rotate is not None:
             query, key = rotate(query), rotate(key)
         mixed = U.attention(query, key, value, causal=self.causal, mult=self.mult)

@@ -65,6 +65,16 @@ def attention(positions: int, head_dim: int, causal: bool, mult: float = 1.0, dr
     return sqrt(1 - dropout) / _between(1 / (1 + 4 * head_dim / mult**2), sqrt(averaged), 1.0)
 
 
+def query(head_dim: int, mult: float = 1.0) -> float:
+    """Gradients of queries and keys, and its inverse those of the projections' inputs.
+
+    Attention gives queries and keys of std 1 gradients of std ``mult / sqrt(head_dim)``, because its logits are divided
+    by ``head_dim``. They are scaled up where they enter the projections and down where they leave, so that their sum
+    with the gradients through the values keeps its direction.
+    """
+    return max(sqrt(head_dim) / mult, 1.0)
+
+
 def norm(width: int, numel: int) -> float:
     """Gains and biases; of norms over ``width`` elements, of ``numel`` in all."""
     return sqrt(width / max(numel, 1))
