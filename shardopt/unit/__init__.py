@@ -26,7 +26,7 @@ from shardopt.unit.functional import (
 )
 from shardopt.unit.modules import Attention, Embedding, Linear, Readout, RMSNorm, Stack, SwiGLU
 from shardopt.unit.multipliers import residual_weights
-from shardopt.unit.product import product, to_fp8
+from shardopt.unit.products import product, to_fp8
 from shardopt.unit.scale import scale_bwd, scale_fwd
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardopt.unit import multipliers
-from shardopt.unit.product import product
+from shardopt.unit.products import product
 from shardopt.unit.scale import scale_bwd, scale_fwd
 
 

@@ -125,7 +125,7 @@ def test_transformer(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 def test_a_gradient_in_another_direction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients through one of two matrices are scaled otherwise than through the other and past both."""
-    draw_powers(monkeypatch, 0)
+    draw_powers(monkeypatch, 1)  # in which the two factors have different powers
     model, batch = transformer()
     model.blocks[1].mlp.gate.constrained = True
     _, found = gradients(model, model, batch)
