@@ -16,7 +16,15 @@ PARAMETRIZATIONS: dict[str, type[model.Transformer] | type[unit_model.UnitTransf
 }
 
 
-def build(config: ModelConfig, context: int, seed: int, dtype: torch.dtype, fp8: bool = False) -> Network:
+def build(
+    config: ModelConfig,
+    context: int,
+    seed: int,
+    dtype: torch.dtype,
+    fp8: bool = False,
+    ranks: int = 1,
+    accumulation: int = 1,
+) -> Network:
     """The model on the CPU with the same weights on every rank; the rotary tables stay float32.
 
     Args:
@@ -25,6 +33,8 @@ def build(config: ModelConfig, context: int, seed: int, dtype: torch.dtype, fp8:
         seed: of the weights.
         dtype: of the parameters.
         fp8: whether the linear layers of the blocks multiply in FP8.
+        ranks: ranks that average gradients.
+        accumulation: backward passes of a step, by which losses are divided.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -34,4 +44,7 @@ def build(config: ModelConfig, context: int, seed: int, dtype: torch.dtype, fp8:
     for module in network.blocks.modules():
         if isinstance(module, model.Linear | unit.Linear):
             module.fp8 = fp8
+    if isinstance(network, unit_model.UnitTransformer):
+        unit.set_split(network, ranks, accumulation)
+        network.accumulation = accumulation
     return network

@@ -43,7 +43,15 @@ class Trainer:
         self.config = config = plan.config
         self.ranks = plan.ranks
         precision = PRECISIONS[config.precision]
-        network = networks.build(plan.model_config, config.context, config.seed, precision.stored, precision.fp8)
+        network = networks.build(
+            plan.model_config,
+            config.context,
+            config.seed,
+            precision.stored,
+            precision.fp8,
+            self.ranks.world_size,
+            config.accumulate,
+        )
         self.numel = sum(parameter.numel() for parameter in network.parameters())
         self.learner = BACKENDS[config.backend].build(network, self.ranks, config)
         self.peak_lrs = [group["lr"] for group in self.learner.param_groups]

@@ -34,10 +34,15 @@ class Block(nn.Module):
 
 
 class UnitTransformer(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Bytes in, logits of the next byte out.
+
+    Attributes:
+        accumulation: backward passes of a step, by which losses are divided.
+    """
 
     cosines: Tensor
     sines: Tensor
+    accumulation = 1
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         super().__init__()
@@ -51,7 +56,7 @@ class UnitTransformer(nn.Module):
         self.register_buffer("sines", sines, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits for the mean cross entropy over the tokens, whose gradient becomes that of the scaled sum here.
+        """Logits for the mean cross entropy over the tokens, whose gradient is turned into that of the sum, scaled.
 
         Args:
             tokens: int64, (batch, positions), positions at most the context.
@@ -66,4 +71,4 @@ class UnitTransformer(nn.Module):
             x = block(x, turn)
         logits: Tensor = self.head(self.norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return unit.scale_bwd(logits, tokens.numel() * multipliers.cross_entropy(VOCABULARY))
+        return unit.scale_bwd(logits, tokens.numel() * self.accumulation * multipliers.cross_entropy(VOCABULARY))

@@ -24,7 +24,7 @@ from shardopt.unit.functional import (
     softmax,
     swiglu,
 )
-from shardopt.unit.modules import Attention, Embedding, Linear, Readout, RMSNorm, Stack, SwiGLU
+from shardopt.unit.modules import Attention, Embedding, Linear, Readout, RMSNorm, Stack, SwiGLU, set_split
 from shardopt.unit.multipliers import residual_weights
 from shardopt.unit.products import product, to_fp8
 from shardopt.unit.scale import scale_bwd, scale_fwd
@@ -55,6 +55,7 @@ __all__ = [
     "rms_norm",
     "scale_bwd",
     "scale_fwd",
+    "set_split",
     "silu",
     "softmax",
     "swiglu",

@@ -3,6 +3,10 @@
 Each takes its factors from :mod:`shardopt.unit.multipliers`. ``constrained=False`` scales the gradient of the input by
 itself: right only where it reaches the input over one path, or where factors on the way back multiply to those on the
 way forward, as in :class:`shardopt.unit.SwiGLU`.
+
+``share`` is 1 where a step has one backward pass of one rank. Else the gradient is a sum over accumulation steps and a
+mean over ranks, and ``share`` is accumulation steps / ranks: parameters' gradients then have std 1 in the end, however
+a batch is split. :func:`shardopt.unit.set_split` sets it in modules.
 """
 
 from __future__ import annotations
@@ -19,7 +23,13 @@ from shardopt.unit.scale import scale_bwd, scale_fwd
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, constrained: bool = True, fp8: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    constrained: bool = True,
+    fp8: bool = False,
+    share: float = 1.0,
 ) -> Tensor:
     """``(x weight^T + bias) / sqrt(inputs)``.
 
@@ -29,19 +39,20 @@ def linear(
         bias: (outputs,).
         constrained: whether the gradient of x has the output's factor instead of ``1 / sqrt(outputs)``.
         fp8: whether to multiply in FP8; see :func:`shardopt.unit.product`.
+        share: accumulation steps / ranks.
 
     Returns:
         (..., outputs), dtype of x, or autocast's.
     """
     outputs, inputs = weight.shape
-    factors = multipliers.linear(inputs, outputs, _tokens(x), constrained)
+    factors = multipliers.linear(inputs, outputs, _tokens(x, share), constrained)
     return _affine(x, weight, bias, factors, fp8)
 
 
-def readout(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def readout(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: float = 1.0) -> Tensor:
     """``(x weight^T + bias) / inputs``: the logits. The arguments are those of :func:`linear`."""
     outputs, inputs = weight.shape
-    return _affine(x, weight, bias, multipliers.readout(inputs, outputs, _tokens(x)), False)
+    return _affine(x, weight, bias, multipliers.readout(inputs, outputs, _tokens(x, share)), False)
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: tuple[float, float, float], fp8: bool) -> Tensor:
@@ -51,8 +62,8 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: tuple[float
     return result + scale_fwd(scale_bwd(bias, factors[2]), factors[0]).to(result.dtype)
 
 
-def _tokens(x: Tensor) -> int:
-    return math.prod(x.shape[:-1])
+def _tokens(x: Tensor, share: float) -> float:
+    return math.prod(x.shape[:-1]) * share
 
 
 def matmul(left: Tensor, right: Tensor, *, constrained: bool = True) -> Tensor:
@@ -114,29 +125,33 @@ def attention(
     return scale_fwd(mixed, factor)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, share: float = 1.0
+) -> Tensor:
     """Layer norm over the last dimension, in float32 at least; x: (..., width)."""
-    wide, weight, bias = _for_norm(x, weight, bias)
+    wide, weight, bias = _for_norm(x, weight, bias, share)
     return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, *, share: float = 1.0) -> Tensor:
     """``weight x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32 at least; x: (..., width)."""
-    wide, weight, _ = _for_norm(x, weight, None)
+    wide, weight, _ = _for_norm(x, weight, None, share)
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normal if weight is None else normal * weight).to(x.dtype)
 
 
-def _for_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _for_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, share: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     dtype = torch.promote_types(x.dtype, torch.float32)
-    factor = multipliers.norm(x.shape[-1], x.numel())
+    factor = multipliers.norm(_tokens(x, share))
     weight, bias = (param if param is None else scale_bwd(param, factor).to(dtype) for param in (weight, bias))
     return x.to(dtype), weight, bias
 
 
-def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+def embedding(tokens: Tensor, weight: Tensor, *, share: float = 1.0) -> Tensor:
     """Rows of ``weight``, (entries, width), by ``tokens``, int64 of any shape: (..., width)."""
-    return F.embedding(tokens, scale_bwd(weight, multipliers.embedding(weight.shape[0], tokens.numel())))
+    return F.embedding(tokens, scale_bwd(weight, multipliers.embedding(weight.shape[0], tokens.numel() * share)))
 
 
 def add(left: Tensor, right: Tensor, *, constrained: bool = True) -> Tensor:
@@ -169,6 +184,8 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_index: int = -100) -> Tensor:
     """The mean cross entropy in nats, with the gradient of the sum: it depends on neither batch nor sequence.
+
+    Do not divide it by the number of accumulation steps.
 
     Args:
         logits: (..., classes), floating; computed in float32 at least.

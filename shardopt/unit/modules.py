@@ -17,7 +17,13 @@ from shardopt.unit import multipliers
 from shardopt.unit.scale import scale_bwd
 
 
-class Linear(nn.Linear):
+class _Split(nn.Module):
+    """A module with parameters, whose gradients are sums or means over parts of a batch; see :func:`set_split`."""
+
+    share = 1.0
+
+
+class Linear(_Split, nn.Linear):
     """:func:`shardopt.unit.linear` with a weight of std 1.
 
     Args:
@@ -51,7 +57,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input: (..., in_features)."""
-        return U.linear(input, self.weight, self.bias, constrained=self.constrained, fp8=self.fp8)
+        return U.linear(input, self.weight, self.bias, constrained=self.constrained, fp8=self.fp8, share=self.share)
 
 
 class Readout(Linear):
@@ -64,10 +70,10 @@ class Readout(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input: (..., in_features)."""
-        return U.readout(input, self.weight, self.bias)
+        return U.readout(input, self.weight, self.bias, share=self.share)
 
 
-class Embedding(nn.Module):
+class Embedding(_Split):
     """:func:`shardopt.unit.embedding` with entries of std 1."""
 
     mup_types: ClassVar[Mapping[str, str]] = {"weight": "weight"}
@@ -83,10 +89,10 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: int64, any shape."""
-        return U.embedding(tokens, self.weight)
+        return U.embedding(tokens, self.weight, share=self.share)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(_Split):
     """:func:`shardopt.unit.rms_norm` over the last dimension; with ``affine`` it has a gain, of ones."""
 
     mup_types: ClassVar[Mapping[str, str]] = {"weight": "norm"}
@@ -98,7 +104,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., dim)."""
-        return U.rms_norm(x, self.weight, self.eps)
+        return U.rms_norm(x, self.weight, self.eps, share=self.share)
 
 
 class Attention(nn.Module):
@@ -167,3 +173,19 @@ class Stack(nn.ModuleList):
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__(blocks)
         self.mup_depth = len(self)
+
+
+def set_split(model: nn.Module, ranks: int, accumulation: int = 1) -> None:
+    """Says how many parts each batch has, so that parameters' gradients have std 1 and do not depend on it.
+
+    Without it they have std ``sqrt(accumulation / ranks)``, and Adam's moments are of another scale after a run resumes
+    on another number of ranks.
+
+    Args:
+        model: with modules of this package, before or after sharding.
+        ranks: ranks that average gradients.
+        accumulation: backward passes of a step, whose gradients add up; their losses are not divided.
+    """
+    for module in model.modules():
+        if isinstance(module, _Split):
+            module.share = accumulation / ranks

@@ -17,15 +17,19 @@ def _between(share: float, low: float, high: float) -> float:
     return exp(share * log(high) + (1 - share) * log(low))
 
 
-def linear(inputs: int, outputs: int, tokens: int, constrained: bool = True) -> tuple[float, float, float]:
+def _many(tokens: float) -> float:
+    return tokens if tokens > 0 else 1.0
+
+
+def linear(inputs: int, outputs: int, tokens: float, constrained: bool = True) -> tuple[float, float, float]:
     """Output, input, parameters; of a weight ``(outputs, inputs)`` and ``tokens`` rows of input."""
     output = inputs**-0.5
-    return output, output if constrained else outputs**-0.5, max(tokens, 1) ** -0.5
+    return output, output if constrained else outputs**-0.5, _many(tokens) ** -0.5
 
 
-def readout(inputs: int, outputs: int, tokens: int) -> tuple[float, float, float]:
+def readout(inputs: int, outputs: int, tokens: float) -> tuple[float, float, float]:
     """Output, input, parameters; of the last layer, whose outputs have std ``inputs ** -0.5`` at first (muP)."""
-    return 1 / inputs, outputs**-0.5, max(tokens, 1) ** -0.5
+    return 1 / inputs, outputs**-0.5, _many(tokens) ** -0.5
 
 
 def matmul(rows: int, inner: int, columns: int, constrained: bool = True) -> tuple[float, float, float]:
@@ -75,14 +79,14 @@ def query(head_dim: int, mult: float = 1.0) -> float:
     return max(sqrt(head_dim) / mult, 1.0)
 
 
-def norm(width: int, numel: int) -> float:
-    """Gains and biases; of norms over ``width`` elements, of ``numel`` in all."""
-    return sqrt(width / max(numel, 1))
+def norm(tokens: float) -> float:
+    """Gains and biases; of norms of ``tokens`` rows."""
+    return _many(tokens) ** -0.5
 
 
-def embedding(entries: int, tokens: int) -> float:
+def embedding(entries: int, tokens: float) -> float:
     """Entries; of an embedding."""
-    return sqrt(entries / max(tokens, 1))
+    return sqrt(entries / _many(tokens))
 
 
 def add(left: int, right: int, constrained: bool = True) -> tuple[float, float, float]:
