@@ -24,12 +24,12 @@ def _many(tokens: float) -> float:
 def linear(inputs: int, outputs: int, tokens: float, constrained: bool = True) -> tuple[float, float, float]:
     """Output, input, parameters; of a weight ``(outputs, inputs)`` and ``tokens`` rows of input."""
     output = inputs**-0.5
-    return output, output if constrained else outputs**-0.5, _many(tokens) ** -0.5
+    return output, output if constrained else outputs**-0.5, 1 / sqrt(_many(tokens))
 
 
 def readout(inputs: int, outputs: int, tokens: float) -> tuple[float, float, float]:
     """Output, input, parameters; of the last layer, whose outputs have std ``inputs ** -0.5`` at first (muP)."""
-    return 1 / inputs, outputs**-0.5, _many(tokens) ** -0.5
+    return 1 / inputs, outputs**-0.5, 1 / sqrt(_many(tokens))
 
 
 def matmul(rows: int, inner: int, columns: int, constrained: bool = True) -> tuple[float, float, float]:
@@ -81,7 +81,7 @@ def query(head_dim: int, mult: float = 1.0) -> float:
 
 def norm(tokens: float) -> float:
     """Gains and biases; of norms of ``tokens`` rows."""
-    return _many(tokens) ** -0.5
+    return 1 / sqrt(_many(tokens))
 
 
 def embedding(entries: int, tokens: float) -> float:
