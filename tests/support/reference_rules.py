@@ -78,6 +78,20 @@ def adam(
     return Updated(p, [m, v], [root])
 
 
+def repaid_adam(p: Tensor, error: Tensor, root: Tensor, hyper: Scalars, step: int) -> Tensor:
+    """Moves parameters for the error of the coded first moment. root: of the second, as coded."""
+    beta1, beta2 = hyper["beta1"], hyper["beta2"]
+    total, weight, decay = 0.0, 1.0, beta1
+    while weight * decay > 1e-9 * total:
+        total += weight * (decay / (1 - decay))
+        weight *= power(beta1, step)
+        decay *= beta1
+    inverse_root_correction2 = float32(1 / math.sqrt(1 - power(beta2, step)))
+    denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
+    moved = fma(-float32(hyper["lr"] * total), error * reciprocal(denominator), p)
+    return torch.where(error != 0, moved, p)
+
+
 def lion(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """Lion (arXiv 2302.06675, algorithm 2)."""
     (m,) = moments
@@ -423,6 +437,7 @@ TERMS: dict[str, Callable[..., Terms]] = {
 
 RULES: dict[str, Callable[..., Updated]] = {
     "adam": adam,
+    "repaid_adam": adam,
     "lion": lion,
     "momentum": momentum,
     "sgd": sgd,
@@ -447,3 +462,6 @@ RULES: dict[str, Callable[..., Updated]] = {
     "centered_rmsprop": partial(rmsprop, centered=True, momentum=False),
     "centered_rmsprop_momentum": partial(rmsprop, centered=True, momentum=True),
 }
+
+#: Of rules whose parameters make up for what codes lose of the first moment.
+REPAID: dict[str, Callable[..., Tensor]] = {"repaid_adam": repaid_adam}
