@@ -1,6 +1,6 @@
 """Trains the job's model in the standard parametrization and in u-muP, with 8-bit state, in float32, FP16 and FP8.
 
-    OMP_NUM_THREADS=1 python benchmarks/unit_scaling.py [--steps N] [--widths 64 128 256] [--plot FILE]
+    OMP_NUM_THREADS=1 python benchmarks/unit_scaling_training.py [--steps N] [--widths 64 128 256] [--plot FILE]
 
 Three tables: held-out losses by learning rate and width; those by number format at the best learning rate of the first
 width; and shares of weight gradients that are zero in FP16 at initialisation. FP16 has no loss scale and 24-bit master
