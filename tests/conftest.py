@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Before torch is imported, here and in the processes that tests start. Tests run side by side, and most tensors in them
+# are small: with a thread per core in each process they take twice as long. Tests of several threads ask for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shardopt  # noqa: F401  a source tree that is not built ends the session here, with one message
 from programs import Programs

@@ -1,5 +1,5 @@
 // log4: both moments in one byte, a logarithmic code of 17 levels for the root of the second moment and one of 15 for
-// the first in units of that root. The second moment is rounded at random, so that its mean is exact.
+// the first in units of that root. Both are rounded at random, so that their means are exact.
 #pragma once
 
 #include "core/codec.h"
@@ -25,10 +25,10 @@ struct Log4 {
 
   // Level q stands for the float whose bits lie (kLevels - q) steps below those of the block's maximum.
   struct Unsigned {
-    static constexpr int kScales = 2;  // the maximum; the step, a whole number up to 2^24
+    static constexpr int kScales = 2;  // the maximum; the step, a whole number up to 2^22
     static constexpr bool kMeasuresSmallest = true;
     static constexpr bool kIsRandom = true;
-    static constexpr int32_t kMaxRange = 32 << 23;
+    static constexpr int32_t kMaxRange = 8 << 23;
 
     int32_t step, base, halfway;  // the bits that a level of 0 would stand for; half a step above the maximum's
     float inverse_step;
@@ -76,19 +76,26 @@ struct Log4 {
   // c stands for T[|c|] with the sign of c, in units of the block's maximum; T inverts z = 2 y / (1 + |y|). The table
   // has c mod 15 in order, and one more entry.
   struct Signed : ScaledByMaximum<> {
+    static constexpr bool kIsRandom = true;
+
     const float* table;
-    float inverse, inverse14;
+    float inverse;
 
     SHARDOPT_HD Signed(const float* scales, const float* t) : Signed(scales, t, reciprocal(inverted(scales))) {}
     SHARDOPT_HD Signed(const float* scales, const float* t, float inverse_scale)
-        : ScaledByMaximum(scales), table(t), inverse(inverse_scale), inverse14(2 * kMagnitudes * inverse_scale) {}
+        : ScaledByMaximum(scales), table(t), inverse(inverse_scale) {}
 
+    // One of the two codes around r, with the probabilities for which the mean is r. random: its lower 16 bits count.
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F r) const {
+    SHARDOPT_HD IntOf<F> encode(F r, IntOf<F> random) const {
       using I = IntOf<F>;
-      const F z = reciprocal(fma(magnitude(r), inverse, 1.0f));
-      const I c = bits(fma(r * inverse14, z, spread<F>(kWhole))) - kWholeBits;
-      return select(c < 0, c + (2 * kMagnitudes + 1), c) * kLevels;
+      const F y = magnitude(r) * inverse;
+      const I nearest = round_to_int(fma(y * (2.0f * kMagnitudes), reciprocal(y + 1.0f), spread<F>(-0.5f)));
+      const I lower = min_int(max_int(nearest, I{}), spread<I>(kMagnitudes - 1));
+      const F low = lookup<16>(table, lower), high = lookup<16>(table, lower + 1);
+      const F share = to_float(random & 0xffff) * (1.0f / 65536.0f);
+      const I c = select(y - low > share * (high - low), lower + 1, lower);
+      return select(bits(r) < 0, select(c == 0, I{}, 2 * kMagnitudes + 1 - c), c) * kLevels;
     }
 
     template <class I>

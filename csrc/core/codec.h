@@ -8,7 +8,7 @@
 //   kIsShared          true, in a relative codec: a signed and an unsigned moment have one code together, the sum of
 //                      what their coders encode, which both decode. A codec without it has a code for each
 //   Signed, Unsigned   a coder for each kind of moment:
-//     kIsRandom          true: an unsigned coder that rounds at random. A coder without it rounds to nearest
+//     kIsRandom          true: rounds at random. A coder without it rounds to nearest
 //     kZero              the code of zero, in a signed moment (in an unsigned one it is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
@@ -18,7 +18,7 @@
 //     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
 //     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
 //     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
-//     encode(x, y, r)    the same of a coder with kIsRandom, given random bits
+//     encode(x, r), encode(x, y, r)   the same of coders with kIsRandom, given random bits
 //     decode_above_zero, encode_above_zero   cheaper ones, for codes and numbers that are not zero
 //     is_even(e)         whether those suffice for a block with these extremes, the smallest > 0
 // The last two lines are for unsigned coders of UsualCodecs only. A codec knows nothing of rules. `table` is what

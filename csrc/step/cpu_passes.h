@@ -66,20 +66,22 @@ void encode_run(const float* from, void* codes, float* unit, const float* scales
     const int end = begin + block_size < n ? begin + block_size : n;
     for (int i = begin; i < end; i += kEach) {
       const auto x = load_lanes<kEachPack>(from + i);
+      const auto encode = [&](auto&... decoded) {
+        if constexpr (kRoundsAtRandom<Coder>) {
+          return coder.encode(x, decoded..., noise.bits_at(lane_index<kEachPack>() + i));
+        } else {
+          return coder.encode(x, decoded...);
+        }
+      };
       if constexpr (kCoding == Coding::kWithUnit) {
         Floats<kEachPack> decoded;
-        Ints<kEachPack> code;
-        if constexpr (kRoundsAtRandom<Coder>) {
-          code = coder.encode(x, decoded, noise.bits_at(lane_index<kEachPack>() + i));
-        } else {
-          code = coder.encode(x, decoded);
-        }
+        const auto code = encode(decoded);
         if (unit) store_lanes(unit + i, decoded);
         if (to) store_each(to + i, code, end - i);
       } else if constexpr (kCoding == Coding::kAdded) {
-        store_each(to + i, load_each(to + i, end - i) + coder.encode(x), end - i);
+        store_each(to + i, load_each(to + i, end - i) + encode(), end - i);
       } else {
-        store_each(to + i, coder.encode(x), end - i);
+        store_each(to + i, encode(), end - i);
       }
     }
   }

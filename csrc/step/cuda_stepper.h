@@ -293,11 +293,16 @@ class WarpStepper {
   SHARDOPT_DEVICE void store_codes(const float* scales) {
     const typename Moment<k>::Coder coder(scales, table_);
     Vector<typename Moment<k>::Code> codes;
+    int32_t random[kLane];
+    if constexpr (kRoundsAtRandom<typename Moment<k>::Coder>) load_noise(random);
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      auto code = coder.encode(kept_[k][i]);
-      if constexpr (kSharesCodes<Codec>) code += as_number(shared_.x[i]);
-      codes.x[i] = static_cast<typename Moment<k>::Code>(code);
+      if constexpr (kRoundsAtRandom<typename Moment<k>::Coder>) {
+        codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i], random[i]));
+      } else {
+        codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i]));
+      }
+      if constexpr (kSharesCodes<Codec>) codes.x[i] += shared_.x[i];
       if constexpr (kRepays && Moment<k>::kIsRelative) {
         const float error = (kept_[k][i] - coder.decode(as_number(codes.x[i]))) * units_.x[i];
         param_[i] = rule_.repaid(param_[i], error, units_.x[i]);

@@ -65,7 +65,7 @@ class Codec(ABC):
 
     @property
     def random(self) -> bool:
-        """Whether unsigned moments are rounded at random."""
+        """Whether moments are rounded at random."""
         return bool(_C.codecs[self.name]["random"])
 
     @property
@@ -96,12 +96,12 @@ class Codec(ABC):
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``."""
 
-    def encode_at_random(self, x: Tensor, scales: Tensor, random: Tensor) -> Tensor:
-        """The codes of unsigned blocks, given random bits (:func:`shardopt.kernels.weights.noise`).
+    def encode_at_random(self, x: Tensor, scales: Tensor, random: Tensor, *, signed: bool) -> Tensor:
+        """The codes of blocks, given random bits (:func:`shardopt.kernels.weights.noise`, int64 of the blocks' shape).
 
         Those of :meth:`encode` where the codec rounds to nearest.
         """
-        return self.encode(x, scales, signed=False)
+        return self.encode(x, scales, signed=signed)
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -102,10 +102,10 @@ def encode_moments(
         elif unit is not None and moment.is_relative(codec):
             x = torch.where(unit > 0, x * reciprocal(unit), 0.0)
         scales = own.measure(x, signed=moment.signed) if own.blockwise else x
-        if random is None or moment.signed:
+        if random is None:
             codes = own.encode(x, scales, signed=moment.signed)
         else:
-            codes = own.encode_at_random(x, scales, random)
+            codes = own.encode_at_random(x, scales, random, signed=moment.signed)
         if codec.relative and not moment.signed and unit is None:
             unit = codec.decode(codes, scales, signed=False)
         coded[moment.name] = Coded(codes, scales if own.blockwise else None)

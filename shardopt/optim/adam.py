@@ -183,14 +183,12 @@ class Adam8bit(Adam):
 
 
 class AdamW4bit(AdamW):
-    """:class:`AdamW` with the codec log4: both moments in one byte."""
+    """:class:`AdamW` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
 
-    def __init__(self, params: ParamsT, *args: Any, codec: str = "log4", **options: Any) -> None:
-        super().__init__(params, *args, codec=codec, **options)
+    default_codec = "log4"
 
 
 class Adam4bit(Adam):
-    """:class:`Adam` with the codec log4: both moments in one byte."""
+    """:class:`Adam` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
 
-    def __init__(self, params: ParamsT, *args: Any, codec: str = "log4", **options: Any) -> None:
-        super().__init__(params, *args, codec=codec, **options)
+    default_codec = "log4"

@@ -21,6 +21,7 @@ from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.options import (
+    DEFAULTS,
     STATE_FORMAT,
     check_hyper,
     check_options,
@@ -46,7 +47,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
-        super().__init__(params, {**defaults, **with_defaults(options)})
+        super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -54,6 +55,9 @@ class ShardedOptimizer(Optimizer, ABC):
 
     #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
     updates_by_lr = False
+
+    #: The codec where the options name none.
+    default_codec = DEFAULTS["codec"]
 
     #: How many decay rates ``betas`` has.
     beta_count = 2

@@ -49,11 +49,14 @@ class RepaidCase(RuleCase):
 
     def make(self, params: Any, **options: Any) -> ShardedOptimizer:
         listed = list(params)
-        codec, bits = options.get("codec", "log8"), options.get("master_weight_bits")
-        codec = "log4" if CODECS[codec].blockwise and codec != "log8" else codec
-        tensors = [param for given in listed for param in (given["params"] if isinstance(given, dict) else [given])]
-        wide = bits is not None or all(param.dtype == torch.float32 for param in tensors)
-        return super().make(listed, **{**options, "codec": codec, "repay": wide and CODECS[codec].relative})
+        groups = []
+        for given in listed if isinstance(listed[0], dict) else [{"params": listed}]:
+            group = {**options, **given}
+            codec, bits = group.get("codec", "log8"), group.get("master_weight_bits")
+            codec = "log4" if CODECS[codec].blockwise and codec != "log8" else codec
+            wide = bits is not None or all(param.dtype == torch.float32 for param in group["params"])
+            groups.append({**given, "codec": codec, "repay": wide and CODECS[codec].relative})
+        return super().make(groups, **{**options, "codec": "log8", "repay": False})
 
 
 RULES: dict[str, RuleCase] = {

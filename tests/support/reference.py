@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference_rules import REPAID, RULES, TERMS, Scalars, Sums, Terms, Updated
+from reference_rules import ELEMENT_RULES, REPAID, Scalars, Updated
+from reference_sums import SUM_RULES, TERMS, Sums, Terms
 from shardopt.kernels.numeric import float32, from_blocks, reciprocal, to_blocks
 from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
+
+RULES = {**ELEMENT_RULES, **SUM_RULES}
 
 
 class Stepped(NamedTuple):
@@ -141,7 +144,7 @@ def step(
 
     p = torch.where(skip, p, new.param)
     if rule in REPAID and codec.relative:
-        (m, v), (coded_m, coded_v) = kept[0], stored
+        m, (coded_m, coded_v) = kept[0][0], stored
         unit = codec.decode(coded_v.codes, coded_v.scales, signed=False)
         in_units = torch.where(unit > 0, m * reciprocal(unit), 0.0)
         error = (in_units - codec.decode(coded_m.codes, coded_m.scales, signed=True)) * unit
