@@ -44,7 +44,7 @@ __all__ += _optim.__all__
 
 
 def __getattr__(name: str) -> object:
-    """Imports ``shardopt.checkpoint`` when it is first used: torch.distributed.checkpoint takes half a second."""
-    if name == "checkpoint":
-        return _importlib.import_module("shardopt.checkpoint")
+    """Imports ``checkpoint`` and ``unit`` when first used: torch.distributed.checkpoint takes half a second."""
+    if name in ("checkpoint", "unit"):
+        return _importlib.import_module(f"shardopt.{name}")
     raise AttributeError(f"module 'shardopt' has no attribute {name!r}")

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 import shardopt
 from lm import engine, optimizers
 from lm.learner import Context, Learner, Parallel, TorchLearner
-from lm.model import Transformer
+from lm.networks import Network
 from lm.options import Config
+from lm.precision import PRECISIONS
 from lm.runtime import Ranks
 
 
@@ -36,14 +37,14 @@ class Backend:
         releases_gradients: whether the backend can step parameters during the backward pass.
     """
 
-    build: Callable[[Transformer, Ranks, Config], Learner]
+    build: Callable[[Network, Ranks, Config], Learner]
     needs_group: bool = True
     releases_gradients: bool = True
 
 
 def _torch(
-    wrap: Callable[[Transformer, Ranks, bool], Parallel], make: optimizers.Make = optimizers.plain
-) -> Callable[[Transformer, Ranks, Config], Learner]:
+    wrap: Callable[[Network, Ranks, bool], Parallel], make: optimizers.Make = optimizers.plain
+) -> Callable[[Network, Ranks, Config], Learner]:
     """A backend that PyTorch itself provides.
 
     Args:
@@ -51,9 +52,9 @@ def _torch(
         make: (class, param groups, options, wrapped model) -> optimizer.
     """
 
-    def build(model: Transformer, ranks: Ranks, config: Config) -> Learner:
+    def build(model: Network, ranks: Ranks, config: Config) -> Learner:
         matrices = optimizers.matrices(model)
-        parallel = wrap(model.to(ranks.device), ranks, config.precision == "bf16-mixed")
+        parallel = wrap(model.to(ranks.device), ranks, PRECISIONS[config.precision].mixed)
         optimizer = optimizers.build(config, parallel.module, matrices, make)
         if config.release_gradients:
             shardopt.release_gradients(
@@ -67,7 +68,7 @@ def _torch(
     return build
 
 
-def _fsdp2(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
+def _fsdp2(model: Network, ranks: Ranks, mixed: bool) -> Parallel:
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if mixed else None,
@@ -88,7 +89,7 @@ def _fsdp2(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
     return Parallel(model, no_sync, nullcontext, _clip(model))
 
 
-def _fsdp1(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
+def _fsdp1(model: Network, ranks: Ranks, mixed: bool) -> Parallel:
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     wrap = partial(FullyShardedDataParallel, device_id=ranks.device, use_orig_params=True, mixed_precision=policy)
     with warnings.catch_warnings():
@@ -99,13 +100,13 @@ def _fsdp1(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
     return Parallel(sharded, sharded.no_sync, nullcontext, sharded.clip_grad_norm_)
 
 
-def _ddp(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
+def _ddp(model: Network, ranks: Ranks, mixed: bool) -> Parallel:
     devices = [ranks.device] if ranks.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
     return Parallel(wrapped, wrapped.no_sync, _autocast(ranks, mixed), _clip(wrapped))
 
 
-def _single(model: Transformer, ranks: Ranks, mixed: bool) -> Parallel:
+def _single(model: Network, ranks: Ranks, mixed: bool) -> Parallel:
     return Parallel(model, nullcontext, _autocast(ranks, mixed), _clip(model))
 
 

@@ -17,14 +17,17 @@ from lm import engine_config, runtime
 from lm.backends import BACKENDS
 from lm.errors import UserError
 from lm.model import SIZES
-from lm.optimizers import OPTIMIZERS
+from lm.networks import PARAMETRIZATIONS
+from lm.optimizers import OF_UNIT_SCALING, OPTIMIZERS
 from lm.options import Config
+from lm.precision import PRECISIONS
 
 # The allowed values of options that have a closed list of them.
 _CHOICES: dict[str, Collection[str]] = {
     "backend": BACKENDS,
     "device": ("auto", "cpu", "cuda"),
-    "precision": ("fp32", "bf16-mixed", "bf16"),
+    "precision": PRECISIONS,
+    "parametrization": PARAMETRIZATIONS,
     "size": SIZES,
     "optimizer": OPTIMIZERS,
 }
@@ -61,6 +64,10 @@ def load(argv: Sequence[str]) -> Config:
         raise UserError(f"warmup: got {config.warmup} steps, expected at most the {config.steps} steps of the run")
     if config.release_gradients:
         _check_release(config)
+    if config.parametrization == "u-mup":
+        _check_unit_scaling(config)
+    if config.backend == "deepspeed" and config.precision in ("fp16", "fp8"):
+        raise UserError(f"precision: got {config.precision} with backend deepspeed, expected fp32, bf16-mixed or bf16")
     if config.overlap_forward and not (config.release_gradients and config.offload == "step"):
         raise UserError(
             "overlap-forward: got this option alone, expected --release-gradients and --offload step beside it"
@@ -89,15 +96,35 @@ def _take_over_deepspeed(values: dict[str, Any]) -> None:
 def _check_release(config: Config) -> None:
     """Raises UserError if another option needs all gradients at once."""
     able = ", ".join(name for name, backend in BACKENDS.items() if backend.releases_gradients)
-    for name, fits, expected in (
+    _demand(
+        config,
+        "release-gradients",
         ("backend", BACKENDS[config.backend].releases_gradients, f"one of {able}: others step all parameters together"),
         ("accumulate", config.accumulate == 1, "1: each backward pass is a step"),
         ("clip", config.clip == 0, "0: the norm of all gradients is known only after the first ones were used"),
         ("nonfinite", config.nonfinite != "raise", "skip: parameters are stepped before other gradients are known"),
-    ):
+    )
+
+
+def _check_unit_scaling(config: Config) -> None:
+    """Raises UserError if another option does not go with u-muP."""
+    able = ", ".join(OF_UNIT_SCALING)
+    _demand(
+        config,
+        "parametrization u-mup",
+        ("optimizer", config.optimizer in OF_UNIT_SCALING, f"one of {able}: the learning rates are for their updates"),
+        ("backend", config.backend != "deepspeed", "another one: this job runs u-mup on PyTorch's backends"),
+        ("tied", not config.tied, "no tied embedding: embedding and output layer have other factors and rates"),
+        ("clip", config.clip == 0, "0: gradients have std 1, so that their norm is the root of the model's size"),
+    )
+
+
+def _demand(config: Config, option: str, *demands: tuple[str, bool, str]) -> None:
+    """Raises UserError at the first (other option, whether its value fits, expectation) that does not fit."""
+    for name, fits, expected in demands:
         if not fits:
             got = getattr(config, name)
-            raise UserError(f"release-gradients: got {name} {got}, expected {expected}; or leave release-gradients out")
+            raise UserError(f"{option}: got {name} {got}, expected {expected}; or leave {option} out")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lm import engine_config, optimizers, runtime
 from lm.errors import UserError
 from lm.learner import Learner
-from lm.model import Transformer
+from lm.networks import Network
 from lm.options import Config
 from lm.runtime import Ranks
 from shardopt.sharding.deepspeed.engine import opened
@@ -30,7 +30,7 @@ def check(config: Config, world_size: int) -> None:
     engine_config.complete(config, world_size)
 
 
-def build(model: Transformer, ranks: Ranks, config: Config) -> Learner:
+def build(model: Network, ranks: Ranks, config: Config) -> Learner:
     """Makes the engine.
 
     Args:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.errors import UserError
+from shardopt import unit
 
 VOCABULARY = 256
 
@@ -34,6 +35,7 @@ class ModelConfig:
     layers: int
     heads: int
     tied: bool = False
+    parametrization: str = "sp"
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads):
@@ -42,10 +44,18 @@ class ModelConfig:
             )
 
     @classmethod
-    def of(cls, size: str, dim: int | None, layers: int | None, heads: int | None, tied: bool) -> ModelConfig:
+    def of(
+        cls,
+        size: str,
+        dim: int | None,
+        layers: int | None,
+        heads: int | None,
+        tied: bool,
+        parametrization: str = "sp",
+    ) -> ModelConfig:
         """The named size, with every argument that is not None in place of the size's own value."""
         named = SIZES[size]
-        return cls(dim or named[0], layers or named[1], heads or named[2], tied)
+        return cls(dim or named[0], layers or named[1], heads or named[2], tied, parametrization)
 
     @property
     def hidden(self) -> int:
@@ -88,16 +98,29 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """A linear layer without bias, which multiplies in FP8 where ``fp8`` is set."""
+
+    fp8 = False
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: (..., inputs)."""
+        return unit.product(input, self.weight, fp8=True) if self.fp8 else super().forward(input)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.query = nn.Linear(config.dim, config.dim, bias=False)
-        self.key = nn.Linear(config.dim, config.dim, bias=False)
-        self.value = nn.Linear(config.dim, config.dim, bias=False)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.query = Linear(config.dim, config.dim)
+        self.key = Linear(config.dim, config.dim)
+        self.value = Linear(config.dim, config.dim)
+        self.out = Linear(config.dim, config.dim)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """x: (batch, positions, dim)."""
@@ -117,9 +140,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+        self.gate = Linear(config.dim, config.hidden)
+        self.up = Linear(config.dim, config.hidden)
+        self.down = Linear(config.hidden, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., dim)."""
@@ -190,13 +213,3 @@ class Transformer(nn.Module):
         x = self.norm(x)
         matrix = self.embedding if self.head is None else self.head
         return F.linear(x, matrix.weight)
-
-
-def build(config: ModelConfig, context: int, seed: int, dtype: torch.dtype) -> Transformer:
-    """The model on the CPU with the same weights on every rank; the rotary tables stay float32."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Transformer(config, context)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model

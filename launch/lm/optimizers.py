@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import shardopt
 from lm.errors import UserError
 from lm.options import Config
+from lm.precision import PRECISIONS
 from shardopt.layout.names import parameter_names
 from shardopt.report.memory import owner_of
 from shardopt.state.options import DEFAULTS, STATE_FORMAT
@@ -24,6 +25,9 @@ Make = Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
 
 # The update rules, by the values of the option optimizer.
 OPTIMIZERS: Mapping[str, type[Optimizer]] = shardopt.optim.OPTIMIZERS
+
+# Update rules that u-muP's learning rates are for: updates have elements of about lr, weight decay stands apart.
+OF_UNIT_SCALING = ("adamw", "stableadamw", "lion")
 
 # Options that lay out the state; a checkpoint loads only into a run that agrees on them.
 STATE_OPTIONS = ("optimizer", *STATE_FORMAT)
@@ -67,7 +71,12 @@ def matrices(model: nn.Module) -> set[str]:
 
 
 def groups(config: Config, module: nn.Module, matrices: Collection[str]) -> Groups:
-    """The param groups of a model: parameters with weight decay and without, and for muon by who steps them."""
+    """The param groups of a model: parameters with weight decay and without, and for muon by who steps them.
+
+    In u-muP the learning rates follow from kinds and shapes, and weight decay does not depend on them.
+    """
+    if config.parametrization == "u-mup":
+        return shardopt.param_groups(module, rule="u-mup", lr=config.lr, weight_decay=config.weight_decay)
     if config.optimizer == "muon":
         vectors = [name for name in parameter_names(module) if name not in matrices]
         return shardopt.muon_groups(module, lr=config.lr, adamw_lr=config.adamw_lr, no_decay=vectors)
@@ -79,8 +88,7 @@ def groups(config: Config, module: nn.Module, matrices: Collection[str]) -> Grou
 
 def check(config: Config) -> dict[str, Any]:
     """Raises UserError if `build` would, without a model; returns the result of `describe`."""
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    parameter = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
+    parameter = torch.zeros(2, 2, dtype=PRECISIONS[config.precision].stored, requires_grad=True)
     kind, options = chosen(config)
     optimizer = _explained(config, lambda: plain(kind, [{"params": [parameter]}], options, nn.Module()))
     return describe(config, optimizer.param_groups)

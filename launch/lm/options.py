@@ -27,13 +27,18 @@ class Config:
     deepspeed: str | None = opt(None, "DeepSpeed's config (JSON), for the backend deepspeed")
     device: str = opt("auto", "auto takes one GPU per rank if the machine has GPUs")
     precision: str = opt(
-        "fp32", "bf16-mixed computes in bfloat16 on float32 parameters, bf16 also stores parameters in bfloat16"
+        "fp32",
+        "bf16-mixed computes in bfloat16 on float32 parameters, bf16 also stores parameters in bfloat16, fp16 stores "
+        "and computes in float16 without a loss scale, fp8 is bf16-mixed whose hidden layers multiply in FP8, unscaled",
     )
     deterministic: bool = opt(False, "give the same bits in every run on a GPU, at some cost; a CPU always does")
     timeout: float = opt(600.0, "seconds that a rank waits for another rank before the run ends", low=1)
     seed: int = opt(0, "seeds the initial weights and the order of the data", low=0)
 
     # The model.
+    parametrization: str = opt(
+        "sp", "sp is the standard one; u-mup scales all tensors to std 1, and --lr is that of its rule, about 1"
+    )
     size: str = opt("small", "named model size")
     dim: int | None = opt(None, "width of the model (default: from --size)", low=2)
     layers: int | None = opt(None, "number of layers (default: from --size)", low=1)

@@ -64,14 +64,17 @@ def prepare(config: Config) -> Plan:
         )
     if config.backend == "deepspeed":
         engine.check(config, ranks.world_size)
-    model_config = ModelConfig.of(config.size, config.dim, config.layers, config.heads, config.tied)
+    model_config = ModelConfig.of(
+        config.size, config.dim, config.layers, config.heads, config.tied, config.parametrization
+    )
     state_layout = optimizers.check(config)
     corpus = data.load(config.data, config.heldout)
     data.check(corpus, config.context)
     resume = checkpoint.find(config.resume, config.checkpoint_folder)
     header = checkpoint.read_header(resume) if resume else {}
     if resume:
-        checkpoint.demand_same(resume, "model", header["model"], dataclasses.asdict(model_config))
+        saved = {"parametrization": "sp", **header["model"]}  # older checkpoints do not say it
+        checkpoint.demand_same(resume, "model", saved, dataclasses.asdict(model_config))
         checkpoint.demand_same(resume, "optimizer", header["optimizer"], state_layout)
     plan = Plan(config, ranks, model_config, corpus, resume, header)
     _check_steps(plan)

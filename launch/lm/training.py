@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
+from lm import checkpoint, data, digests, metrics, networks, optimizers, runtime
 from lm.backends import BACKENDS
 from lm.errors import UserError
 from lm.options import Config
 from lm.plan import Plan
+from lm.precision import PRECISIONS
 
 # Optimizer steps at the start of a run that are not timed.
 _UNTIMED_STEPS = 3
@@ -41,8 +42,16 @@ class Trainer:
         self.plan = plan
         self.config = config = plan.config
         self.ranks = plan.ranks
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        network = model.build(plan.model_config, config.context, config.seed, dtype)
+        precision = PRECISIONS[config.precision]
+        network = networks.build(
+            plan.model_config,
+            config.context,
+            config.seed,
+            precision.stored,
+            precision.fp8,
+            self.ranks.world_size,
+            config.accumulate,
+        )
         self.numel = sum(parameter.numel() for parameter in network.parameters())
         self.learner = BACKENDS[config.backend].build(network, self.ranks, config)
         self.peak_lrs = [group["lr"] for group in self.learner.param_groups]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, number_parameters, read_model
 from shardopt.layout.names import all_parameter_names
+from shardopt.optim.u_mup import KindPatterns, UMup
 from shardopt.state.options import DEFAULTS
 
 _Options = dict[str, Any]
@@ -77,10 +79,30 @@ class _Part(NamedTuple):
     float32_state: bool
 
 
+class _Rule(NamedTuple):
+    """Learning rates by parameter, and a weight decay that does not depend on them."""
+
+    multipliers: UMup
+    lr: float
+    weight_decay: float
+
+
+class _Choice(NamedTuple):
+    """What decides the options of parameters: options by pattern, in ascending order of priority, and the rule."""
+
+    patterns: Sequence[tuple[str, Mapping[str, Any]]]
+    rule: _Rule | None
+
+
 def param_groups(
     model: Module,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     no_decay: Iterable[str] = (),
+    *,
+    rule: Literal["u-mup"] | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    kinds: KindPatterns | None = None,
 ) -> ParamGroups:
     """The parameters of a model as param groups, with options by patterns over their names.
 
@@ -95,35 +117,51 @@ def param_groups(
     parameters, alike on all ranks. A shared parameter appears once, and is matched by all of its names. Frozen
     parameters are included, as by ``model.parameters()``: they take no state until they get a gradient.
 
+    ``rule="u-mup"`` sets ``lr`` and ``weight_decay`` of every parameter, for Adam's kin and other rules whose updates
+    have elements of about ``lr`` (arXiv 2407.17465, table 2). The rate is ``lr`` times ``fan_in ** -0.5`` for matrices
+    and embeddings (a global shape's product but for its first dimension), 1 for readouts, biases and gains of norms,
+    and all of them times ``depth ** -0.5`` in a stack of ``depth`` residual blocks. Weight decay is independent:
+    ``weight_decay`` divided by the group's rate, so that a decoupled decay subtracts ``weight_decay`` times the
+    weight at the peak of the schedule, whatever the rate. Overrides win over both. Kinds and depths are those of the
+    modules of :mod:`shardopt.unit` and of the package unit-scaling, before sharding and after it.
+
     Args:
         model: the model.
         overrides: by pattern, options of the optimizers and hyper-parameters.
         no_decay: patterns of parameters with ``weight_decay=0``.
+        rule: None, or how learning rates follow from kinds and shapes.
+        lr: with a rule, the global learning rate at its peak.
+        weight_decay: with a rule, the share that a step at the peak subtracts (default: 0).
+        kinds: with a rule, by pattern, the kind of parameters where modules do not say it, or another one: "weight",
+            "bias", "norm" or "output"; or a kind and the depth of the stack around them, ``("weight", 12)``.
 
     Returns:
         A list of dicts with ``params``, ``param_names`` and the options. ``table()`` says what became of each
         parameter.
 
     Raises:
-        ValueError: a pattern matches no parameter; an option is unknown; or the parts of one flat parameter would have
-            different options (FSDP1 with ``use_orig_params=False``).
+        ValueError: a pattern matches no parameter; an option is unknown; the parts of one flat parameter would have
+            different options (FSDP1 with ``use_orig_params=False``); or there is a rule and no positive ``lr``, a
+            negative ``weight_decay``, or a parameter of unknown kind.
     """
     overrides = {} if overrides is None else overrides
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
-    rules: list[tuple[str, Mapping[str, Any]]] = [(pattern, {"weight_decay": 0.0}) for pattern in no_decay]
-    rules += overrides.items()
+    patterns: list[tuple[str, Mapping[str, Any]]] = [(pattern, {"weight_decay": 0.0}) for pattern in no_decay]
+    patterns += overrides.items()
     _check_options(overrides)
+    choice = _Choice(patterns, _rule(model, rule, lr, weight_decay, kinds))
     read_model(model)
     number_parameters(model)
     named = all_parameter_names(model)
     tensors = {param: _parts(param, names) for param, names in named.items()}
-    _check_patterns([pattern for pattern, _ in rules], [n for ps in tensors.values() for p in ps for n in p.names])
+    all_names = [name for parts in tensors.values() for part in parts for name in part.names]
+    _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
     groups: list[dict[str, Any]] = []
     options_of: list[_Options] = []
     parameters = []
     for param, parts in tensors.items():
-        options = _common_options(parts, rules)
+        options = _common_options(param, parts, choice)
         index = next((i for i, known in enumerate(options_of) if _is_same(known, options)), len(groups))
         if index == len(groups):
             groups.append({"params": [], "param_names": [], **options})
@@ -149,24 +187,52 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
     return [_Part(tuple(names), shape, keeps_float32_state(param))]
 
 
-def _options(part: _Part, rules: Sequence[tuple[str, Mapping[str, Any]]]) -> _Options:
+def _rule(
+    model: Module, rule: str | None, lr: float | None, weight_decay: float | None, kinds: KindPatterns | None
+) -> _Rule | None:
+    if rule is None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("kinds", kinds)):
+            if value is not None:
+                raise ValueError(
+                    f'{name}: got {value!r} without a rule, expected rule="u-mup" beside it; give options of all '
+                    "parameters to the optimizer"
+                )
+        return None
+    if rule != "u-mup":
+        raise ValueError(f"rule: got {rule!r}, expected 'u-mup' or None")
+    if lr is None or not 0 < lr < math.inf:
+        raise ValueError(
+            f"lr: got {lr!r}, expected a positive number, which the rule multiplies; see docs/unit_scaling.md"
+        )
+    decay = 0.0 if weight_decay is None else weight_decay
+    if not 0 <= decay < math.inf:
+        raise ValueError(f"weight_decay: got {decay!r}, expected a number that is not negative")
+    return _Rule(UMup(model, kinds or {}), lr, decay)
+
+
+def _options(param: Tensor, part: _Part, choice: _Choice) -> _Options:
     found: _Options = {}
-    for pattern, options in rules:
+    rule = choice.rule
+    if rule:
+        found["lr"] = rule.lr * rule.multipliers.multiplier(param, part.names, part.shape)
+    for pattern, options in choice.patterns:
         if any(fnmatchcase(name, pattern) for name in part.names):
             found.update(options)
+    if rule and "weight_decay" not in found:
+        found["weight_decay"] = rule.weight_decay / float(found["lr"]) if found["lr"] else 0.0
     return dict(sorted(found.items()))
 
 
-def _common_options(parts: Sequence[_Part], rules: Sequence[tuple[str, Mapping[str, Any]]]) -> _Options:
+def _common_options(param: Tensor, parts: Sequence[_Part], choice: _Choice) -> _Options:
     """The options of all parts of one tensor.
 
     Raises:
         ValueError: they are different.
     """
     first, *others = parts
-    options = _options(first, rules)
+    options = _options(param, first, choice)
     for other in others:
-        of_other = _options(other, rules)
+        of_other = _options(param, other, choice)
         if not _is_same(options, of_other):
             raise ValueError(
                 f"got {first.names[0]} with {_shown(options)} and {other.names[0]} with {_shown(of_other)} in one flat "

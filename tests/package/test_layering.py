@@ -1,6 +1,6 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper -> optim -> step -> state ->
+launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit -> optim -> step -> state ->
 layout -> codec -> kernels -> _C
 """
 
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shardopt.checkpoint",
         "shardopt.estimate",
         "shardopt.wrapper",
+        "shardopt.unit",
     ),
     ("shardopt",),
     ("shardopt.__main__", "shardopt.clients", "launch"),

@@ -214,7 +214,7 @@ def run(code: str) -> str:
 
 
 def test_importing_is_light_and_silent() -> None:
-    """No deepspeed, no FSDP, no compiler, no network, no warning, no output."""
+    """No deepspeed, no FSDP, no shardopt.unit, no compiler, no network, no warning, no output."""
     code = """
 import sys, socket, warnings
 warnings.simplefilter("error")
@@ -225,7 +225,7 @@ def refuse(*args, **kwargs):
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
 import shardopt
 distributed = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
-heavy = ("deepspeed", "torch._dynamo", *distributed)
+heavy = ("deepspeed", "torch._dynamo", "shardopt.unit", *distributed)
 loaded = [name for name in set(sys.modules) - before if name.startswith(heavy)]
 assert not loaded, loaded
 assert not torch.distributed.is_initialized()

@@ -1,0 +1,74 @@
+"""The transformer of :mod:`lm.model` in u-muP (arXiv 2407.17465): unit-scaled, with norms that have no gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lm.model import VOCABULARY, ModelConfig, rope_table, rotate
+from shardopt import unit
+from shardopt.unit import multipliers
+
+
+class Block(nn.Module):
+    """One pre-norm layer, whose two residual branches have weights of their own."""
+
+    def __init__(self, config: ModelConfig, attention_weight: float, mlp_weight: float) -> None:
+        super().__init__()
+        self.weights = attention_weight, mlp_weight
+        self.attention_norm = unit.RMSNorm(config.dim)
+        self.attention = unit.Attention(config.dim, config.heads)
+        self.mlp_norm = unit.RMSNorm(config.dim)
+        self.mlp = unit.SwiGLU(config.dim, config.hidden)
+
+    def forward(self, x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+        """x: (batch, positions, dim); turn applies the rotary positions."""
+        for_attention, for_mlp = self.weights
+        branch, skip = unit.residual_split(x, for_attention)
+        x = unit.residual_add(self.attention(self.attention_norm(branch), turn), skip, for_attention)
+        branch, skip = unit.residual_split(x, for_mlp)
+        return unit.residual_add(self.mlp(self.mlp_norm(branch)), skip, for_mlp)
+
+
+class UnitTransformer(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    Attributes:
+        accumulation: backward passes of a step, by which losses are divided.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    accumulation = 1
+
+    def __init__(self, config: ModelConfig, context: int) -> None:
+        super().__init__()
+        weights = unit.residual_weights(2 * config.layers)
+        self.embedding = unit.Embedding(VOCABULARY, config.dim)
+        self.blocks = unit.Stack(Block(config, *weights[2 * i : 2 * i + 2]) for i in range(config.layers))
+        self.norm = unit.RMSNorm(config.dim)
+        self.head = unit.Readout(config.dim, VOCABULARY)
+        cosines, sines = rope_table(context, config.dim // config.heads)
+        self.register_buffer("cosines", cosines, persistent=False)
+        self.register_buffer("sines", sines, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits for the mean cross entropy over the tokens, whose gradient is turned into that of the sum, scaled.
+
+        Args:
+            tokens: int64, (batch, positions), positions at most the context.
+
+        Returns:
+            (batch, positions, 256), in float32 at least.
+        """
+        positions = tokens.shape[1]
+        turn = partial(rotate, cosines=self.cosines[:positions], sines=self.sines[:positions])
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, turn)
+        logits: Tensor = self.head(self.norm(x))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return unit.scale_bwd(logits, tokens.numel() * self.accumulation * multipliers.cross_entropy(VOCABULARY))

@@ -1,0 +1,134 @@
+"""Learning rates of u-muP (Blake et al. 2024, arXiv 2407.17465, table 2) by the kinds and shapes of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from shardopt.layout.names import canonical_modules
+
+#: Matrices and embeddings; biases; gains of norms; the readout. The package unit-scaling has the same words.
+KINDS = ("weight", "bias", "norm", "output")
+
+#: A kind, or a kind and the number of residual blocks in the stack around the parameter.
+KindPatterns = Mapping[str, str | tuple[str, int | None]]
+
+_LINEAR = {"weight": "weight", "bias": "bias"}
+_NORM = {"weight": "norm", "bias": "bias"}
+#: Kinds of the parameters of the unit-scaling package's modules, by class.
+_PACKAGE_KINDS = {
+    "Conv1d": _LINEAR,
+    "Embedding": _LINEAR,
+    "LayerNorm": _NORM,
+    "Linear": _LINEAR,
+    "LinearReadout": {"weight": "output", "bias": "bias"},
+    "RMSNorm": _NORM,
+}
+_PACKAGE_STACKS = ("DepthModuleList", "DepthSequential")
+
+
+class _Known(NamedTuple):
+    """Kind of a parameter, and residual blocks in the stack around it; None where unknown, or where there is none."""
+
+    kind: str | None
+    depth: int | None
+
+
+class UMup:
+    """Learning-rate multipliers of a model's parameters.
+
+    Kinds come from patterns first, then from the attributes ``mup_type`` and ``mup_scaling_depth`` of a parameter
+    (unit-scaling's; ``fully_shard`` drops them), then from the module that holds it: its attribute ``mup_types``, or
+    its class where that is one of unit-scaling's. Depth comes likewise: in the last place, from the innermost module
+    around it with an attribute ``mup_depth``, or from the length of unit-scaling's ``DepthModuleList`` or
+    ``DepthSequential``.
+
+    Args:
+        model: bare, wrapped or sharded.
+        patterns: kinds by patterns of :mod:`fnmatch`, the last one that matches wins.
+
+    Raises:
+        ValueError: a pattern gives something that is neither a kind nor a kind and a depth.
+    """
+
+    def __init__(self, model: Module, patterns: KindPatterns) -> None:
+        self._patterns = {pattern: _checked(pattern, value) for pattern, value in patterns.items()}
+        self._kinds: dict[str, str] = {}
+        self._depths: dict[str, int] = {}  # by prefix
+        for prefix, module in canonical_modules(model, all_names=True):
+            kinds, depth = _of_module(module)
+            self._kinds.update((prefix + name, kind) for name, kind in kinds.items())
+            if depth is not None:
+                self._depths[prefix] = depth
+
+    def multiplier(self, param: Tensor, names: Sequence[str], shape: tuple[int, ...]) -> float:
+        """Share of the global learning rate for a parameter.
+
+        Args:
+            param: the tensor that stands for it in the model.
+            names: all of its names.
+            shape: its global shape.
+
+        Raises:
+            ValueError: its kind is unknown, or its names have different kinds.
+        """
+        found = {self._known(param, name) for name in names}
+        if len(found) > 1:
+            shown = ", ".join(f"{name} ({self._known(param, name).kind})" for name in names)
+            raise ValueError(
+                f"got one parameter with the names {shown}, expected one kind; say which by kinds=..., with a pattern "
+                "for each name, or do not share the parameter"
+            )
+        (known,) = found
+        if known.kind is None:
+            raise ValueError(
+                f"got parameter {names[0]} of unknown kind, expected one of a module of shardopt.unit or unit_scaling; "
+                f'say what it is, kinds={{{names[0]!r}: "weight"}}, one of {", ".join(KINDS)}'
+            )
+        depth = 1.0 if known.depth is None else known.depth**-0.5
+        return depth * fan_in(shape) ** -0.5 if known.kind == "weight" else depth
+
+    def _known(self, param: Tensor, name: str) -> _Known:
+        inside = [prefix for prefix in self._depths if name.startswith(prefix)]
+        depth = self._depths[max(inside, key=len)] if inside else None
+        kind = self._kinds.get(name)
+        if getattr(param, "mup_type", None) in KINDS:
+            kind, depth = param.mup_type, getattr(param, "mup_scaling_depth", depth)  # type: ignore[attr-defined]
+        for pattern, (given, *deep) in self._patterns.items():
+            if fnmatchcase(name, pattern):
+                kind, depth = given, *(deep or [depth])
+        return _Known(kind, depth)
+
+
+def fan_in(shape: tuple[int, ...]) -> int:
+    """Inputs of each output of a weight ``(out, in, ...)``; of an embedding ``(entries, width)`` its width."""
+    return math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
+
+
+def _of_module(module: Module) -> tuple[Mapping[str, str], int | None]:
+    """Kinds of a module's own parameters, and the depth that it gives to all within."""
+    kinds: Mapping[str, str] = getattr(module, "mup_types", {})
+    depth: int | None = getattr(module, "mup_depth", None)
+    for base in type(module).__mro__:
+        if base.__module__.partition(".")[0] == "unit_scaling":
+            kinds = kinds or _PACKAGE_KINDS.get(base.__name__, {})
+            if base.__name__ in _PACKAGE_STACKS:
+                depth = len(module)  # type: ignore[arg-type]
+    return kinds, depth
+
+
+def _checked(pattern: str, value: str | tuple[str, int | None]) -> tuple[str] | tuple[str, int | None]:
+    given = (value,) if isinstance(value, str) else value
+    if isinstance(given, tuple) and len(given) in (1, 2) and given[0] in KINDS:
+        depth = given[1] if len(given) == 2 else None
+        if depth is None or (isinstance(depth, int) and depth > 0):
+            return given
+    raise ValueError(
+        f"kinds[{pattern!r}]: got {value!r}, expected one of {', '.join(KINDS)}, or such a kind and the number of "
+        'residual blocks in its stack, ("weight", 12)'
+    )

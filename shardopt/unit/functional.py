@@ -1,0 +1,217 @@
+"""Unit-scaled operations: inputs and output gradients of std 1 give outputs and gradients of std about 1.
+
+Each takes its factors from :mod:`shardopt.unit.multipliers`. ``constrained=False`` scales the gradient of the input by
+itself: right only where it reaches the input over one path, or where factors on the way back multiply to those on the
+way forward, as in :class:`shardopt.unit.SwiGLU`.
+
+``share`` is 1 where a step has one backward pass of one rank. Else the gradient is a sum over accumulation steps and a
+mean over ranks, and ``share`` is accumulation steps / ranks: parameters' gradients then have std 1 in the end, however
+a batch is split. :func:`shardopt.unit.set_split` sets it in modules.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardopt.unit import multipliers
+from shardopt.unit.products import product
+from shardopt.unit.scale import scale_bwd, scale_fwd
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    constrained: bool = True,
+    fp8: bool = False,
+    share: float = 1.0,
+) -> Tensor:
+    """``(x weight^T + bias) / sqrt(inputs)``.
+
+    Args:
+        x: (..., inputs), floating.
+        weight: (outputs, inputs), of std 1.
+        bias: (outputs,).
+        constrained: whether the gradient of x has the output's factor instead of ``1 / sqrt(outputs)``.
+        fp8: whether to multiply in FP8; see :func:`shardopt.unit.product`.
+        share: accumulation steps / ranks.
+
+    Returns:
+        (..., outputs), dtype of x, or autocast's.
+    """
+    outputs, inputs = weight.shape
+    factors = multipliers.linear(inputs, outputs, _tokens(x, share), constrained)
+    return _affine(x, weight, bias, factors, fp8)
+
+
+def readout(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: float = 1.0) -> Tensor:
+    """``(x weight^T + bias) / inputs``: the logits. The arguments are those of :func:`linear`."""
+    outputs, inputs = weight.shape
+    return _affine(x, weight, bias, multipliers.readout(inputs, outputs, _tokens(x, share)), False)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: tuple[float, float, float], fp8: bool) -> Tensor:
+    result = product(x, weight, *factors, fp8=fp8)
+    if bias is None:
+        return result
+    return result + scale_fwd(scale_bwd(bias, factors[2]), factors[0]).to(result.dtype)
+
+
+def _tokens(x: Tensor, share: float) -> float:
+    return math.prod(x.shape[:-1]) * share
+
+
+def matmul(left: Tensor, right: Tensor, *, constrained: bool = True) -> Tensor:
+    """``left right / sqrt(inner)``; (..., rows, inner) by (..., inner, columns), both activations."""
+    factors = multipliers.matmul(left.shape[-2], left.shape[-1], right.shape[-1], constrained)
+    return scale_fwd(torch.matmul(scale_bwd(left, factors[1]), scale_bwd(right, factors[2])), factors[0])
+
+
+def gelu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
+    """``gelu(mult x) / mult``, scaled."""
+    output, of_input = multipliers.gelu(mult, constrained)
+    return scale_fwd(F.gelu(scale_bwd(x, of_input) * mult) / mult, output)
+
+
+def silu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
+    """``x sigmoid(mult x)``, scaled."""
+    output, of_input = multipliers.silu(mult, constrained)
+    return scale_fwd(_silu(scale_bwd(x, of_input), mult), output)
+
+
+def swiglu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
+    """``x gate sigmoid(mult gate)``, scaled (Shazeer 2020, eq. 6); tensors of one shape."""
+    factor = multipliers.swiglu(mult)
+    return scale_fwd(scale_bwd(x, factor) * _silu(scale_bwd(gate, factor), mult), factor)
+
+
+def _silu(x: Tensor, mult: float) -> Tensor:
+    return F.silu(x) if mult == 1.0 else x * torch.sigmoid(x * mult)
+
+
+def softmax(x: Tensor, dim: int, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
+    """``softmax(mult x)`` along ``dim``, scaled: its sum is not 1 but between the root of the size and the size."""
+    output, of_input = multipliers.softmax(x.shape[dim], mult, constrained)
+    return scale_fwd(F.softmax(scale_bwd(x, of_input) * mult, dim=dim), output)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mult: float = 1.0, dropout: float = 0.0
+) -> Tensor:
+    """Attention with logits ``mult / head_dim`` times query by key, scaled.
+
+    Args:
+        query: (..., heads, positions, head_dim), floating.
+        key: like query.
+        value: like query.
+        causal: whether a position attends to none behind it.
+        mult: of the logits (alpha_attn-softmax).
+        dropout: share of attention weights that are dropped.
+
+    Returns:
+        Like query.
+    """
+    *_, positions, head_dim = value.shape
+    factor = multipliers.attention(positions, head_dim, causal, mult, dropout)
+    query, key, value = (scale_bwd(x, factor) for x in (query, key, value))
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=causal, scale=mult / head_dim
+    )
+    return scale_fwd(mixed, factor)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, share: float = 1.0
+) -> Tensor:
+    """Layer norm over the last dimension, in float32 at least; x: (..., width)."""
+    wide, weight, bias = _for_norm(x, weight, bias, share)
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, *, share: float = 1.0) -> Tensor:
+    """``weight x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32 at least; x: (..., width)."""
+    wide, weight, _ = _for_norm(x, weight, None, share)
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normal if weight is None else normal * weight).to(x.dtype)
+
+
+def _for_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, share: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    factor = multipliers.norm(_tokens(x, share))
+    weight, bias = (param if param is None else scale_bwd(param, factor).to(dtype) for param in (weight, bias))
+    return x.to(dtype), weight, bias
+
+
+def embedding(tokens: Tensor, weight: Tensor, *, share: float = 1.0) -> Tensor:
+    """Rows of ``weight``, (entries, width), by ``tokens``, int64 of any shape: (..., width)."""
+    return F.embedding(tokens, scale_bwd(weight, multipliers.embedding(weight.shape[0], tokens.numel() * share)))
+
+
+def add(left: Tensor, right: Tensor, *, constrained: bool = True) -> Tensor:
+    """``(left + right) / sqrt(2)``; shapes broadcast."""
+    numel = math.prod(torch.broadcast_shapes(left.shape, right.shape))  # type: ignore[no-untyped-call]
+    factors = multipliers.add(numel // max(left.numel(), 1), numel // max(right.numel(), 1), constrained)
+    return scale_fwd(scale_bwd(left, factors[1]) + scale_bwd(right, factors[2]), factors[0])
+
+
+def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Dropout, scaled: what is kept is divided by ``sqrt(1 - p)``."""
+    factor = multipliers.dropout(p) if training else 1.0
+    return scale_fwd(F.dropout(scale_bwd(x, factor), p, training), factor)
+
+
+def residual_split(x: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """The inputs of a residual branch and of its skip connection, whose gradients take the weights here.
+
+    Together with :func:`residual_add`: ``(tau f(x) + x) / sqrt(1 + tau^2)``, with gradients of std 1 in the branch.
+    """
+    branch, skip = multipliers.residual(tau)
+    return scale_bwd(x, branch), scale_bwd(x, skip)
+
+
+def residual_add(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
+    """The sum of a residual branch's output and its skip connection, weighted in the forward pass alone."""
+    of_branch, of_skip = multipliers.residual(tau)
+    return scale_fwd(branch, of_branch) + scale_fwd(skip, of_skip)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_index: int = -100) -> Tensor:
+    """The mean cross entropy in nats, with the gradient of the sum: it depends on neither batch nor sequence.
+
+    Do not divide it by the number of accumulation steps.
+
+    Args:
+        logits: (..., classes), floating; computed in float32 at least.
+        targets: (...), int64.
+        mult: of the logits (alpha_loss-softmax).
+        ignore_index: targets that do not count.
+
+    Returns:
+        A scalar, float32 or float64.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = scale_fwd(scale_bwd(wide, multipliers.cross_entropy(logits.shape[-1])), mult).flatten(0, -2)
+    total = F.cross_entropy(wide, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+    return scale_fwd(total, 1 / (targets != ignore_index).sum())
+
+
+def mse_loss(x: Tensor, target: Tensor) -> Tensor:
+    """The mean squared error of tensors of one shape, with the gradient of the sum.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if x.shape != target.shape:
+        raise ValueError(
+            f"got shapes {tuple(x.shape)} and {tuple(target.shape)}, expected equal ones; expand one first"
+        )
+    factor = multipliers.mse_loss()
+    total = F.mse_loss(scale_bwd(x, factor), scale_bwd(target, factor), reduction="sum")
+    return scale_fwd(total, 1 / max(x.numel(), 1))

@@ -1,0 +1,104 @@
+"""The three matrix products of a linear layer, each with a factor of its own, in the tensors' precision or in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Forward operands have more bits of mantissa, gradients more range (arXiv 2209.05433).
+_FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+_FORMATS = (_FORWARD, _GRADIENT)
+
+
+def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds to FP8; what is too large becomes the largest finite number, NaN stays.
+
+    Args:
+        x: floating, any shape.
+        dtype: ``torch.float8_e4m3fn`` (up to 448) or ``torch.float8_e5m2`` (up to 57344).
+    """
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, output: float, of_input: float, of_weight: float, fp8: bool
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        rows = to_fp8(rows, _FORWARD) if fp8 else rows
+        # FSDP frees the gathered weight after the forward pass, and would not free a rounded copy: it is made again.
+        ctx.save_for_backward(rows, weight)
+        ctx.factors = of_input, of_weight
+        ctx.fp8, ctx.shape, ctx.dtype = fp8, x.shape, x.dtype
+        operand = to_fp8(weight, _FORWARD) if fp8 else weight
+        return _matmul(rows, operand.t(), output, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        rows, weight = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, weight.shape[0])
+        gradient = to_fp8(gradient, _GRADIENT) if ctx.fp8 else gradient
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            operand = to_fp8(weight, _FORWARD) if ctx.fp8 else weight
+            of_x = _matmul(gradient, operand, ctx.factors[0], ctx.dtype).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = _matmul(gradient.t(), rows, ctx.factors[1], weight.dtype)
+        return of_x, of_weight, None, None, None, None
+
+
+def product(
+    x: Tensor, weight: Tensor, output: float = 1.0, of_input: float = 1.0, of_weight: float = 1.0, fp8: bool = False
+) -> Tensor:
+    """``output x weight^T``, whose gradients have factors of their own: ``gradient weight`` and ``gradient^T x``.
+
+    Products are accumulated, and multiplied by their factor, in float32 where operands are narrower, and then rounded.
+    With ``fp8`` the operands are rounded without a scale, saturating: ``x`` and ``weight`` to E4M3, which the backward
+    pass keeps, and the gradient to E5M2. GPUs from compute capability 8.9 on then multiply in FP8
+    (``torch._scaled_mm``) where all sizes are multiples of 16; else the rounded numbers are multiplied in the dtype
+    of the result.
+
+    Args:
+        x: (..., inputs); float64, float32, bfloat16 or float16, or under autocast what it says.
+        weight: (outputs, inputs); cast to the dtype of x.
+        output: factor of the result.
+        of_input: factor of the gradient of x.
+        of_weight: factor of the gradient of the weight.
+        fp8: whether to multiply in FP8.
+
+    Returns:
+        (..., outputs), dtype of x, or autocast's.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    weight = weight if fp8 else weight.to(x.dtype)
+    result: Tensor = _Product.apply(x, weight, output, of_input, of_weight, fp8)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """``factor left right``, (m, k) by (k, n), in ``dtype``."""
+    if left.dtype in _FORMATS:
+        if _multiplies_fp8(left, right):
+            return _scaled_matmul(left, right, factor, dtype)
+        left, right = left.to(dtype), right.to(dtype)
+    # The factor enters before rounding, at no cost; with beta=0 the first argument is not read.
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)
+
+
+def _multiplies_fp8(left: Tensor, right: Tensor) -> bool:
+    if left.device.type != "cuda" or torch.cuda.get_device_capability(left.device) < (8, 9):
+        return False
+    return all(size % 16 == 0 and size > 0 for size in (*left.shape, *right.shape))
+
+
+def _scaled_matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """The product by ``torch._scaled_mm``, which takes rows of the left and columns of the right operand."""
+    by_row, by_column = left.contiguous(), right.t().contiguous().t()
+    scale, one = (torch.full((), value, device=left.device) for value in (factor, 1.0))
+    return torch._scaled_mm(by_row, by_column, scale_a=scale, scale_b=one, out_dtype=dtype)
