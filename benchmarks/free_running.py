@@ -38,12 +38,17 @@ STEPS = 200
 #: Name in the table: options.
 CODECS: dict[str, dict[str, Any]] = {
     "log8": {"codec": "log8"},
+    "log8, repaid": {"codec": "log8", "repay": True},
+    "log4": {"codec": "log4"},
+    "log4, not repaid": {"codec": "log4", "repay": False},
     "companded8": {"codec": "companded8"},
     "companded8, 32": {"codec": "companded8", "block_size": 32},
     "dynamic8, 256": {"codec": "dynamic8", "block_size": 256},
     "bf16": {"codec": "bf16"},
     "fp32": {"codec": "fp32"},
 }
+#: Those that only some rules have, and these rules.
+FOR_ADAM, ADAM = ("log8, repaid", "log4", "log4, not repaid"), ("AdamW", "Adam")
 #: Without weight decay, a cautious one is none.
 RULES = {case: rule for case, rule in CASES.items() if case != "AdamW cautious decay"}
 #: Standard deviation of the first weights where updates are in proportion to a parameter's norm; 0 for other rules.
@@ -171,6 +176,7 @@ def measure(
     gradients = scenario.make(rows, Generator().manual_seed(seed))
     start = FIRST_WEIGHTS.get(rule, 0.0) * torch.randn(rows, COLS, generator=Generator().manual_seed(seed + 1))
     name, options = RULES[rule]
+    codecs = [codec for codec in codecs if rule in ADAM or codec not in FOR_ADAM]
     ours, theirs = getattr(shardopt, name), torch_class(name, options)
     if theirs is None:
         exact = Run(ours, start, scenario.scale, codec="fp32", **options)

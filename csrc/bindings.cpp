@@ -41,7 +41,8 @@ py::dict describe_rules(generic::List<Rule...>) {
   ((rules[Rule::kName] =
         py::dict(py::arg("index") = index++, py::arg("hyper") = hyper_names<Rule>(),
                  py::arg("moments") = moment_kinds(typename Rule::Kept{}), py::arg("sums") = generic::kSumsOf<Rule>,
-                 py::arg("totals") = generic::kHasTotals<Rule>)),
+                 py::arg("totals") = generic::kHasTotals<Rule>, py::arg("repays") = generic::kRepaysOf<Rule>,
+                 py::arg("shares_codes") = generic::may_share_codes<Rule>())),
    ...);
   return rules;
 }
@@ -50,10 +51,11 @@ template <class... Codec>
 py::dict describe_codecs(generic::List<Codec...>) {
   py::dict codecs;
   int index = 0;
-  ((codecs[Codec::kName] =
-        py::dict(py::arg("index") = index++, py::arg("code_bytes") = sizeof(typename Codec::Code),
-                 py::arg("signed_scales") = Codec::Signed::kScales,
-                 py::arg("unsigned_scales") = Codec::Unsigned::kScales, py::arg("relative") = Codec::kRelative)),
+  ((codecs[Codec::kName] = py::dict(
+        py::arg("index") = index++, py::arg("code_bytes") = sizeof(typename Codec::Code),
+        py::arg("signed_scales") = Codec::Signed::kScales, py::arg("unsigned_scales") = Codec::Unsigned::kScales,
+        py::arg("relative") = Codec::kRelative, py::arg("shared") = generic::kSharesCodes<Codec>,
+        py::arg("random") = generic::kRoundsAtRandom<typename Codec::Unsigned>)),
    ...);
   return codecs;
 }

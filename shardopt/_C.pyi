@@ -13,6 +13,8 @@ class _Rule(TypedDict):
     moments: tuple[str, ...]
     sums: int
     totals: bool
+    repays: bool
+    shares_codes: bool
 
 class _Codec(TypedDict):
     index: int
@@ -20,6 +22,8 @@ class _Codec(TypedDict):
     signed_scales: int
     unsigned_scales: int
     relative: bool
+    shared: bool
+    random: bool
 
 class DType(enum.IntEnum):
     float32 = ...

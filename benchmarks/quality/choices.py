@@ -132,6 +132,7 @@ CHOICES: dict[str, Choice] = {
     "fp32_lr": Choice(_torch, label="control: float32, lr * 1.0001", lr_factor=1.0001),
     "fp32_init": Choice(_torch, label="control: float32, first weights changed by 1%", weight_noise=0.01),
     "log8": _coded("AdamW, log8", "log8"),
+    "log8_repaid": _coded("AdamW, log8, repaid", "log8", repay=True),
     "companded8": _coded("AdamW, companded8", "companded8"),
     "dynamic8": _coded("AdamW, dynamic8, blocks of 256", "dynamic8", block_size=256),
     "bf16": _coded("AdamW, bf16", "bf16"),

@@ -5,7 +5,10 @@
 //   kCoderTable        floats of `table` that coders look up, except for the values of signed codes
 //   kRoot              whether unsigned moments are coded by their square root
 //   kRelative          whether signed moments are coded in units of the coded root of the unsigned one beside them
+//   kIsShared          true, in a relative codec: a signed and an unsigned moment have one code together, the sum of
+//                      what their coders encode, which both decode. A codec without it has a code for each
 //   Signed, Unsigned   a coder for each kind of moment:
+//     kIsRandom          true: rounds at random. A coder without it rounds to nearest
 //     kZero              the code of zero, in a signed moment (in an unsigned one it is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
@@ -15,11 +18,14 @@
 //     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
 //     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
 //     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
+//     encode(x, r), encode(x, y, r)   the same of coders with kIsRandom, given random bits
 //     decode_above_zero, encode_above_zero   cheaper ones, for codes and numbers that are not zero
 //     is_even(e)         whether those suffice for a block with these extremes, the smallest > 0
 // The last two lines are for unsigned coders of UsualCodecs only. A codec knows nothing of rules. `table` is what
 // shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
+
+#include <type_traits>
 
 #include "core/call.h"
 #include "core/numeric.h"
@@ -43,6 +49,16 @@ template <class F>
 SHARDOPT_HD IntOf<F> signed_code_of(F x, F y) {
   return bits(fma(x, y, spread<F>(kWhole)));
 }
+
+template <class Codec, class = void>
+constexpr bool kSharesCodes = false;
+template <class Codec>
+constexpr bool kSharesCodes<Codec, std::void_t<decltype(Codec::kIsShared)>> = Codec::kIsShared;
+
+template <class Coder, class = void>
+constexpr bool kRoundsAtRandom = false;
+template <class Coder>
+constexpr bool kRoundsAtRandom<Coder, std::void_t<decltype(Coder::kIsRandom)>> = Coder::kIsRandom;
 
 // Exponents of the least scale of a block that is not all zeros. Of 2^-120, 254 times the reciprocal is finite and the
 // smallest code is not zero; roots must not have a square of zero either, and the smallest code above zero is 1/255.

@@ -13,6 +13,9 @@
 //   kProducts          true: `terms` has two numbers per sum, whose product an element adds
 //   kTotals            true: the sums are over all parameters of the optimizer. Its `with_totals` in Python takes them,
 //                      before the step itself, and gives hyper-parameters that follow; there is no `with_sums`
+// and, where its parameters make up for what codes lose of a signed moment,
+//   kRepays            true
+//   repaid(...)        the parameter after `update`, moved for the error of the coded moment
 // Rules do not depend on codecs, devices or shards.
 #pragma once
 
@@ -108,6 +111,12 @@ template <class Rule, class = void>
 constexpr int kSumsOf = 0;
 template <class Rule>
 constexpr int kSumsOf<Rule, std::void_t<decltype(Rule::kSums)>> = Rule::kSums;
+
+// Whether it repays: its parameters make up for what the codes lose of its moments.
+template <class Rule, class = void>
+constexpr bool kRepaysOf = false;
+template <class Rule>
+constexpr bool kRepaysOf<Rule, std::void_t<decltype(Rule::kRepays)>> = Rule::kRepays;
 
 template <class Rule, class = void>
 constexpr bool kHasProducts = false;

@@ -39,9 +39,9 @@ struct CoderPasses {
   void (*measure)(const Extremes& extremes, float* scales);
   void (*decode)(float* to, const void* codes, const float* scales, const float* table, int n, int block_size);
   // unit: of an unsigned coder of a relative codec, receives the decoded values. Neither it nor codes is written where
-  // nullptr.
+  // nullptr. noise: counts from the run's first element.
   void (*encode)(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
-                 int block_size);
+                 int block_size, const Noise& noise);
 };
 
 template <class Coder, class Code>
@@ -54,31 +54,43 @@ void decode_run(float* to, const void* codes, const float* scales, const float* 
   }
 }
 
-template <class Coder, class Code, bool kHasUnit>
+// How encode_run stores a code: alone, beside what it decodes to, or added to the code that is there.
+enum class Coding { kAlone, kWithUnit, kAdded };
+
+template <class Coder, class Code, Coding kCoding>
 void encode_run(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
-                int block_size) {
+                int block_size, const Noise& noise) {
   const auto to = static_cast<Code*>(codes);
   for (int begin = 0; begin < n; begin += block_size, scales += Coder::kScales) {
     const Coder coder(scales, table);
     const int end = begin + block_size < n ? begin + block_size : n;
     for (int i = begin; i < end; i += kEach) {
       const auto x = load_lanes<kEachPack>(from + i);
-      if constexpr (kHasUnit) {
+      const auto encode = [&](auto&... decoded) {
+        if constexpr (kRoundsAtRandom<Coder>) {
+          return coder.encode(x, decoded..., noise.bits_at(lane_index<kEachPack>() + i));
+        } else {
+          return coder.encode(x, decoded...);
+        }
+      };
+      if constexpr (kCoding == Coding::kWithUnit) {
         Floats<kEachPack> decoded;
-        const auto code = coder.encode(x, decoded);
+        const auto code = encode(decoded);
         if (unit) store_lanes(unit + i, decoded);
         if (to) store_each(to + i, code, end - i);
+      } else if constexpr (kCoding == Coding::kAdded) {
+        store_each(to + i, load_each(to + i, end - i) + encode(), end - i);
       } else {
-        store_each(to + i, coder.encode(x), end - i);
+        store_each(to + i, encode(), end - i);
       }
     }
   }
 }
 
-template <class Coder, class Code, bool kHasUnit = false>
+template <class Coder, class Code, Coding kCoding>
 constexpr CoderPasses coder_passes() {
   return {Coder::kScales, Coder::kMeasuresSmallest, [](const Extremes& e, float* s) { Coder::measure(e, s); },
-          decode_run<Coder, Code>, encode_run<Coder, Code, kHasUnit>};
+          decode_run<Coder, Code>, encode_run<Coder, Code, kCoding>};
 }
 
 struct CodecPasses {
@@ -95,8 +107,8 @@ constexpr CodecPasses codec_passes(int index, int wide) {
           sizeof(Code),
           Codec::kRoot,
           Codec::kRelative,
-          coder_passes<typename Codec::Signed, Code>(),
-          coder_passes<typename Codec::Unsigned, Code, Codec::kRelative>()};
+          coder_passes<typename Codec::Signed, Code, kSharesCodes<Codec> ? Coding::kAdded : Coding::kAlone>(),
+          coder_passes<typename Codec::Unsigned, Code, Codec::kRelative ? Coding::kWithUnit : Coding::kAlone>()};
 }
 
 // The operands of a run, as floats.
@@ -187,7 +199,20 @@ struct RulePasses {
   void (*with_sums)(void* rule, const double* sums, double numel);  // nullptr: of no rule with sums, or with totals
   int64_t (*update[2][2])(const void* rule, const RunFloats& run, int n);                   // [kRoots][kSkips]
   void (*terms[2][2])(const void* rule, const RunFloats& run, float* const* terms, int n);  // the same
+  // Moves parameters for the error of a signed moment in units of the coded root `unit`, of which `coded` is left;
+  // nullptr: of a rule that does not.
+  void (*repay)(const void* rule, float* param, const float* in_units, const float* coded, const float* unit, int n);
 };
+
+template <class Rule>
+void repay_run(const void* scalars, float* param, const float* in_units, const float* coded, const float* unit, int n) {
+  const Rule rule = *static_cast<const Rule*>(scalars);
+  for (int i = 0; i < n; i += kEach) {
+    const auto root = load_lanes<kEachPack>(unit + i);
+    const auto error = (load_lanes<kEachPack>(in_units + i) - load_lanes<kEachPack>(coded + i)) * root;
+    store_lanes(param + i, rule.repaid(load_lanes<kEachPack>(param + i), error, root));
+  }
+}
 
 // The rule's scalars. Entries mostly share them with the one before, and to make them takes longer than to step a small
 // entry, so that each thread keeps the last ones.
@@ -220,7 +245,9 @@ constexpr RulePasses rule_passes() {
       nullptr,
       {{update_run<Rule, false, false>, update_run<Rule, false, true>},
        {update_run<Rule, true, false>, update_run<Rule, true, true>}},
-      {}};
+      {},
+      nullptr};
+  if constexpr (kRepaysOf<Rule>) passes.repay = repay_run<Rule>;
   if constexpr (kSumsOf<Rule> > 0) {
     static_assert(kSumsOf<Rule> <= kMaxSums, "raise kMaxSums");
     if constexpr (!kHasTotals<Rule>) {

@@ -139,11 +139,12 @@ class RunStepper {
       return 0;
     }
     const int64_t skipped = rule_.update[codec_.root][skips](scalars_, run_, padded);
-    if (stores_ && !in_place) store_weights(weights, run_.param, format_.weight(), n_);
     for (int k = 0; k < rule_.moments; ++k) {  // what the rule made of missing elements is no number for a coder
       for (int i = n_; i < padded; ++i) run_.moments[k][i] = 0.0f;
     }
-    encode(padded, run_.gradient);
+    encode(padded, run_.gradient, weights.noise);
+    if (stores_ && rule_.repay && codec_.relative) repay(padded, run_.gradient);
+    if (stores_ && !in_place) store_weights(weights, run_.param, format_.weight(), n_);
     return skipped;
   }
 
@@ -159,23 +160,23 @@ class RunStepper {
     }
   }
 
-  // unit: scratch memory.
-  void encode(int padded, float* unit) {
+  // unit: scratch memory; receives the root that a relative codec's codes stand for.
+  void encode(int padded, float* unit, const Noise& noise) {
     for (int k = 0; k < rule_.moments; ++k) {
       if (is_relative(k)) continue;
       const bool is_unit = codec_.relative && k == rule_.first_unsigned;
-      if (phase_ != Phase::kRelative || is_unit) encode_moment(k, Phase::kStep, unit);
+      if (phase_ != Phase::kRelative || is_unit) encode_moment(k, Phase::kStep, unit, noise);
     }
     if (entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
     for (int k = 0; k < rule_.moments; ++k) {
       if (!is_relative(k)) continue;
       divide_by_unit(run_.moments[k], run_.moments[rule_.first_unsigned], unit, padded);
-      encode_moment(k, Phase::kRelative, unit);
+      encode_moment(k, Phase::kRelative, unit, noise);
     }
   }
 
   // Measures the blocks and encodes them. measured_in: the phase in which the owners of a cut block exchange extremes.
-  void encode_moment(int k, Phase measured_in, float* unit) {
+  void encode_moment(int k, Phase measured_in, float* unit, const Noise& noise) {
     const CoderPasses& coder = *coders_[k];
     const float* x = run_.moments[k];
     const int size = entry_.block_size;
@@ -195,9 +196,19 @@ class RunStepper {
     if (entry_.cut && phase_ == Phase::kStep) return;
     const bool is_unit = codec_.relative && k == rule_.first_unsigned;
     if (!stores_ && !is_unit) return;
-    coder.encode(x, stores_ ? codes(k) : nullptr, is_unit ? unit : nullptr, new_scales, tables_[k], n_, size);
+    coder.encode(x, stores_ ? codes(k) : nullptr, is_unit ? unit : nullptr, new_scales, tables_[k], n_, size, noise);
     if (!stores_) return;
     for (int i = 0; i < coder.scales * blocks_; ++i) scales(k)[i] = new_scales[i];
+  }
+
+  // Moves the parameters for what the codes have lost, given the root that they stand for.
+  void repay(int padded, const float* unit) {
+    float* coded = run_.moments[rule_.first_unsigned];
+    for (int k = 0; k < rule_.moments; ++k) {
+      if (!is_relative(k)) continue;
+      coders_[k]->decode(coded, codes(k), scales(k), tables_[k], n_, entry_.block_size);
+      rule_.repay(scalars_, run_.param, run_.moments[k], coded, unit, padded);
+    }
   }
 
   const TensorEntry& entry_;

@@ -68,9 +68,11 @@ SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task
    ...);
 }
 
-// A rule without moments has no use for codecs: any of them stands for all.
+// A rule without moments has no use for codecs: any of them stands for all. Shared ones, the last in the list, are for
+// few rules.
 template <class Rule>
-using CodecsOf = std::conditional_t<Rule::Kept::kCount == 0, List<Float32>, Codecs>;
+using CodecsOf = std::conditional_t<Rule::Kept::kCount == 0, List<Float32>,
+                                    std::conditional_t<may_share_codes<Rule>(), Codecs, UnsharedCodecs>>;
 
 // A warp per task, all of one rule.
 template <class Rule>
@@ -81,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kResident) step_tasks(CudaCall call,
   const TensorEntry& entry = call.entries[task.entry];
   if (call.phase == Phase::kSums) {
     if constexpr (kSumsOf<Rule> > 0) {
-      if (entry.sums) add_task_to_sums<Rule>(call, task, entry, Codecs{});
+      if (entry.sums) add_task_to_sums<Rule>(call, task, entry, CodecsOf<Rule>{});
     }
     return;
   }

@@ -195,10 +195,10 @@ SHARDOPT_DEVICE void load_weights(float (&to)[kLane], const Streams& streams, co
   }
 }
 
-// Rounds at random. `row`, `col`: of the lane's first element in the entry. The bits depend on the element's place in
-// its block of the global parameter alone, and a lane's elements may lie in two of these.
-SHARDOPT_DEVICE Vector<uint16_t> bf16_lane_at_random(const float (&x)[kLane], const TensorEntry& entry, float step,
-                                                     int64_t row, int64_t col) {
+// Random bits for the lane's elements. `row`, `col`: of the first one in the entry. The bits depend on the element's
+// place in its block of the global parameter alone, and a lane's elements may lie in two of these.
+SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane], const TensorEntry& entry, float step, int64_t row,
+                                int64_t col) {
   const int64_t first_col = entry.first_element % entry.global_row_numel;
   const int64_t in_row = first_col + col;
   const int index = static_cast<int>(in_row & (entry.block_size - 1));
@@ -206,13 +206,16 @@ SHARDOPT_DEVICE Vector<uint16_t> bf16_lane_at_random(const float (&x)[kLane], co
   const Noise noise(entry.noise_key, step, block);
   Noise next = noise;
   if (index + kLane > entry.block_size) next = Noise(entry.noise_key, step, block + entry.block_size);
-  Vector<uint16_t> v;
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
-    const int32_t random =
-        index + i < entry.block_size ? noise.bits_at(index + i) : next.bits_at(index + i - entry.block_size);
-    v.x[i] = static_cast<uint16_t>(bf16_at_random(x[i], random));
+    random[i] = index + i < entry.block_size ? noise.bits_at(index + i) : next.bits_at(index + i - entry.block_size);
   }
+}
+
+SHARDOPT_DEVICE Vector<uint16_t> bf16_lane_at_random(const float (&x)[kLane], const int32_t (&random)[kLane]) {
+  Vector<uint16_t> v;
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) v.x[i] = static_cast<uint16_t>(bf16_at_random(x[i], random[i]));
   return v;
 }
 

@@ -30,6 +30,8 @@ class WarpStepper {
   static constexpr int kUnsigned = Rule::Kept::kUnsigned;
   static constexpr bool kRelative = Codec::kRelative && kUnsigned >= 0;
   static constexpr bool kBlockwise = Codec::Signed::kScales > 0;
+  static constexpr bool kRepays = kRepaysOf<Rule> && kRelative;
+  struct Nothing {};
   template <int k>
   using Moment = KeptMoment<Rule, Codec, k>;
 
@@ -140,12 +142,13 @@ class WarpStepper {
       for (int begin = 0; begin < end; begin += kChunk) {
         if (!kOnce || pass == kMeasure) {
           compute(begin, pass == kMeasure);
-          if (kOnce || pass == kEncode) store_params();
+          if (!kRepays && (kOnce || pass == kEncode)) store_params();
         }
         if (kRelative && pass > kMeasure && (!kOnce || pass == kRelate)) relate(found, kOnce || pass == kEncode);
         each_of<kMoments>([&](auto k) {
           if (pass == kEncode) {
-            if (!Moment<k()>::kIsUnit) store_codes<k()>(Scales<typename Moment<k()>::Coder>(found[k()]).x);
+            if constexpr (!Moment<k()>::kIsUnit) store_codes<k()>(Scales<typename Moment<k()>::Coder>(found[k()]).x);
+            if (kRepays && Moment<k()>::kIsRelative) store_params();
           } else if (pass == Moment<k()>::kPass) {
             widen<k()>(found[k()]);
           }
@@ -256,37 +259,69 @@ class WarpStepper {
   SHARDOPT_DEVICE void relate(const Extremes* found, bool stores) {
     if constexpr (kRelative) {
       using Unit = Moment<kUnsigned>;
-      const typename Unit::Coder coder(Scales<typename Unit::Coder>(found[kUnsigned]).x, table_);
+      using Coder = typename Unit::Coder;
+      const Coder coder(Scales<Coder>(found[kUnsigned]).x, table_);
       Vector<typename Unit::Code> codes;
+      int32_t random[kLane];
+      if constexpr (kRoundsAtRandom<Coder>) load_noise(random);
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
         const float x = kept_[kUnsigned][i];
         float unit;
-        codes.x[i] = static_cast<typename Unit::Code>(coder.encode(x, unit));
+        if constexpr (kRoundsAtRandom<Coder>) {
+          codes.x[i] = static_cast<typename Unit::Code>(coder.encode(x, unit, random[i]));
+        } else {
+          codes.x[i] = static_cast<typename Unit::Code>(coder.encode(x, unit));
+        }
+        if constexpr (kRepays) units_.x[i] = unit;
         const bool is_zero = bits(x) == 0;
         const float inverse = reciprocal(is_zero ? 1.0f : unit);  // that of 0 takes long
         each_of<kMoments>([&](auto k) {
           if (Moment<k()>::kIsRelative) kept_[k()][i] = is_zero ? 0.0f : kept_[k()][i] * inverse;
         });
       }
-      if (stores) store_lane(codes_[kUnsigned], codes, span_);
+      if constexpr (kSharesCodes<Codec>) {
+        shared_ = codes;
+      } else {
+        if (stores) store_lane(codes_[kUnsigned], codes, span_);
+      }
     }
   }
 
+  // Encodes a moment, and moves the parameters for what that loses, where the rule repays.
   template <int k>
-  SHARDOPT_DEVICE void store_codes(const float* scales) const {
+  SHARDOPT_DEVICE void store_codes(const float* scales) {
     const typename Moment<k>::Coder coder(scales, table_);
     Vector<typename Moment<k>::Code> codes;
+    int32_t random[kLane];
+    if constexpr (kRoundsAtRandom<typename Moment<k>::Coder>) load_noise(random);
 #pragma unroll
-    for (int i = 0; i < kLane; ++i) codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i]));
+    for (int i = 0; i < kLane; ++i) {
+      if constexpr (kRoundsAtRandom<typename Moment<k>::Coder>) {
+        codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i], random[i]));
+      } else {
+        codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i]));
+      }
+      if constexpr (kSharesCodes<Codec>) codes.x[i] += shared_.x[i];
+      if constexpr (kRepays && Moment<k>::kIsRelative) {
+        const float error = (kept_[k][i] - coder.decode(as_number(codes.x[i]))) * units_.x[i];
+        param_[i] = rule_.repaid(param_[i], error, units_.x[i]);
+      }
+    }
     store_lane(codes_[k], codes, span_);
   }
 
   SHARDOPT_DEVICE void store_params() const {
     store_weights(param_, streams_, span_, [this](const float (&x)[kLane]) {
-      const int64_t row = (element_ - lane_ * kLane - (entry_.cols - left_)) / entry_.row_stride;
-      return bf16_lane_at_random(x, entry_, prepared_.step, row, span_.element - row * entry_.row_stride);
+      int32_t random[kLane];
+      load_noise(random);
+      return bf16_lane_at_random(x, random);
     });
+  }
+
+  SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane]) const {
+    const int64_t row = (element_ - lane_ * kLane - (entry_.cols - left_)) / entry_.row_stride;
+    shardopt::SHARDOPT_TARGET::load_noise(random, entry_, prepared_.step, row, span_.element - row * entry_.row_stride);
   }
 
   SHARDOPT_DEVICE void store_scales(const Extremes* found) const {
@@ -365,6 +400,9 @@ class WarpStepper {
   int skipped_ = 0;
   float param_[kLane];
   float kept_[kMoments + 1][kLane];  // the moments, but the unsigned one's root where the codec wants that
+  // Only where the rule repays, the root as it was encoded; only where moments share codes, the unsigned one's part.
+  std::conditional_t<kRepays, Vector<float>, Nothing> units_;
+  std::conditional_t<kSharesCodes<Codec>, Vector<typename Codec::Code>, Nothing> shared_;
 };
 
 SHARDOPT_END_NAMESPACE

@@ -6,6 +6,7 @@
 #include "codecs/companded16.h"
 #include "codecs/companded8.h"
 #include "codecs/dynamic8.h"
+#include "codecs/log4.h"
 #include "codecs/log8.h"
 #include "codecs/plain.h"
 #include "rules/adagrad.h"
@@ -23,6 +24,7 @@
 #include "rules/nadam.h"
 #include "rules/prodigy.h"
 #include "rules/radam.h"
+#include "rules/repaid.h"
 #include "rules/rmsprop.h"
 #include "rules/sgd.h"
 #include "rules/stable_adamw.h"
@@ -39,17 +41,22 @@ struct List {
 using UsualRules = List<Adam, Lion, Momentum>;
 using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 
-using OtherRules = List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, MuonDirection, MuonApply,
-                        RmsProp<false, false>, RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>>;
+using OtherRules =
+    List<Sgd, Amsgrad, NAdam, RAdam, Adamax, AdEMAMix, Adopt, Adan, Adagrad, MuonDirection, MuonApply,
+         RmsProp<false, false>, RmsProp<false, true>, RmsProp<true, false>, RmsProp<true, true>, RepaidAdam>;
 // Rules with kSums.
 using SumRules = List<Lamb, Lars, StableAdamW, Cautious<Adam>, Cautious<Lion>, Prodigy>;
 using OtherCodecs = List<Companded16>;
+// Codecs in which two moments share a code, and the rules that may have them.
+using SharedCodecs = List<Log4>;
+using SharingRules = List<Adam, RepaidAdam>;
 
 template <class... First, class... Second>
 List<First..., Second...> joined(List<First...>, List<Second...>);
 
 using Rules = decltype(joined(joined(UsualRules{}, OtherRules{}), SumRules{}));
-using Codecs = decltype(joined(UsualCodecs{}, OtherCodecs{}));
+using UnsharedCodecs = decltype(joined(UsualCodecs{}, OtherCodecs{}));
+using Codecs = decltype(joined(UnsharedCodecs{}, SharedCodecs{}));
 
 // The codec of wide moments in a state of a codec.
 template <class Codec>
@@ -61,6 +68,11 @@ constexpr int index_of(List<Types...>) {
   int index = 0, found = sizeof...(Types);
   ((std::is_same_v<T, Types> ? void(found = index) : void(), ++index), ...);
   return found;
+}
+
+template <class Rule>
+constexpr bool may_share_codes() {
+  return index_of<Rule>(SharingRules{}) < SharingRules::kCount;
 }
 
 template <class Rule, class Codec>

@@ -21,10 +21,10 @@ def of_run(learner: Learner) -> dict[str, str]:
         name in a checkpoint -> hexadecimal digest.
     """
     with learner.held() as (model, optimizer):
-        return _of_tensors(held_tensors(model, optimizer))
+        return of_tensors(held_tensors(model, optimizer))
 
 
-def _of_tensors(held: dict[str, Chunks]) -> dict[str, str]:
+def of_tensors(held: dict[str, Chunks]) -> dict[str, str]:
     found = {}
     for name, (shape, dtype) in _everywhere({name: (x.shape, x.dtype) for name, x in held.items()}).items():
         whole = torch.zeros(shape, dtype=dtype)

@@ -48,7 +48,7 @@ from shardopt.checkpoint.replicas import ReplicaPlanner
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Staged, Stager
 from shardopt.checkpoint.storage import PortableReader, PortableWriter
-from shardopt.sharding.deepspeed.engine import is_engine, opened, refresh
+from shardopt.sharding.deepspeed.engine import has_optimizer, is_engine, opened, refresh
 
 _TRIES = 10  # attempts of a load while other saves replace the checkpoint
 _ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of PyTorch
@@ -80,15 +80,14 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
         model: a plain model, or one wrapped by DDP, FSDP1 or FSDP2, with or without DTensor parameters; or a DeepSpeed
             engine.
         optimizer: an optimizer of shardopt or the result of :func:`shardopt.quantize_state`, or a
-            ZeroRedundancyOptimizer of one; None to save the model only, and with a DeepSpeed engine, which has its own
-            optimizer.
+            ZeroRedundancyOptimizer of one; None to save the model only. A DeepSpeed engine's own may be left out.
         extra: other values to save, the same on all ranks: tensors, and values that JSON can hold.
 
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
             save into the folder goes on. Nothing was changed, on any rank.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
-            these, or an optimizer was given beside a DeepSpeed engine.
+            these, or is not that of the DeepSpeed engine.
     """
     with deferred_interrupts():
         tensors, writer, planner = _to_save(path, model, optimizer, extra)
@@ -120,7 +119,7 @@ def async_save(
         RuntimeError: this version of PyTorch is older than 2.9. Or there is not enough host memory for the copy: other
             ranks raise a CheckpointError that says so.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
-            shardopt's, or an optimizer was given beside a DeepSpeed engine.
+            shardopt's, or is not that of the DeepSpeed engine.
     """
     global _last_saving
     if "async_stager" not in inspect.signature(state_dict_saver.async_save).parameters:
@@ -190,7 +189,7 @@ def load(
             another model or optimizer, or another rank failed. Nothing was changed, on any rank.
         RuntimeError: there is not enough memory for the load, as with torch.OutOfMemoryError. Nothing was changed, on
             any rank.
-        TypeError: the optimizer is none that :func:`save` takes, or was given beside a DeepSpeed engine.
+        TypeError: the optimizer is none that :func:`save` takes, or is not that of the DeepSpeed engine.
     """
     with deferred_interrupts():
         loaded = _load_unreplaced(path, model, optimizer, convert)
@@ -235,8 +234,11 @@ def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module
     if not is_engine(model):
         yield model, optimizer
         return
-    if optimizer is not None:
-        raise TypeError("got an optimizer beside a DeepSpeed engine, expected the engine only; leave the optimizer out")
+    if optimizer is not None and not has_optimizer(model, optimizer):
+        raise TypeError(
+            "got an optimizer beside a DeepSpeed engine that is not the engine's, expected the engine only; leave the "
+            "optimizer out"
+        )
     with opened(model) as (bare, own):
         yield bare, own
 

@@ -7,6 +7,7 @@ from shardopt.codec.base import Codec, Coded
 from shardopt.codec.companded8 import Companded8
 from shardopt.codec.companded16 import Companded16
 from shardopt.codec.dynamic8 import Dynamic8
+from shardopt.codec.log4 import Log4
 from shardopt.codec.log8 import Log8
 from shardopt.codec.moments import Decoded, Moment, decode_moments, encode_moments
 from shardopt.codec.plain import BFloat16, Float32
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), Companded16(), BFloat16(), Float32())
+    codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), Companded16(), Log4(), BFloat16(), Float32())
 }
 assert set(CODECS) == set(_C.codecs), "the extension was built for other codecs: reinstall shardopt"
 

@@ -59,6 +59,16 @@ class Codec(ABC):
         return bool(_C.codecs[self.name]["relative"])
 
     @property
+    def shared(self) -> bool:
+        """Whether a signed and an unsigned moment have one code together: the sum of what they are encoded as."""
+        return bool(_C.codecs[self.name]["shared"])
+
+    @property
+    def random(self) -> bool:
+        """Whether moments are rounded at random."""
+        return bool(_C.codecs[self.name]["random"])
+
+    @property
     def blockwise(self) -> bool:
         """Whether the codec has blocks and scales."""
         return self.scales(signed=True) > 0
@@ -85,6 +95,13 @@ class Codec(ABC):
     @abstractmethod
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``."""
+
+    def encode_at_random(self, x: Tensor, scales: Tensor, random: Tensor, *, signed: bool) -> Tensor:
+        """The codes of blocks, given random bits (:func:`shardopt.kernels.weights.noise`, int64 of the blocks' shape).
+
+        Those of :meth:`encode` where the codec rounds to nearest.
+        """
+        return self.encode(x, scales, signed=signed)
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

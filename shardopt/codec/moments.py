@@ -73,7 +73,11 @@ class Decoded(NamedTuple):
 
 
 def encode_moments(
-    codec: Codec, moments: Sequence[Moment], values: Sequence[Tensor], roots: Sequence[Tensor] | None = None
+    codec: Codec,
+    moments: Sequence[Moment],
+    values: Sequence[Tensor],
+    roots: Sequence[Tensor] | None = None,
+    random: Tensor | None = None,
 ) -> list[Coded]:
     """Codes the moments of one parameter.
 
@@ -82,9 +86,11 @@ def encode_moments(
         moments: the rule's moments.
         values: float32 blocks ``(..., block_size)``, one tensor per moment.
         roots: the square roots of the moments that ``has_root``, where the caller has them already.
+        random: int64 of the blocks' shape, random bits for a codec that rounds at random; None: it rounds to nearest.
 
     Returns:
-        One :class:`Coded` per moment, scales of shape ``(..., scales per block)``.
+        One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. Moments that share a code both
+        have it.
     """
     coded: dict[str, Coded] = {}
     unit: Tensor | None = None
@@ -96,11 +102,18 @@ def encode_moments(
         elif unit is not None and moment.is_relative(codec):
             x = torch.where(unit > 0, x * reciprocal(unit), 0.0)
         scales = own.measure(x, signed=moment.signed) if own.blockwise else x
-        codes = own.encode(x, scales, signed=moment.signed)
+        if random is None:
+            codes = own.encode(x, scales, signed=moment.signed)
+        else:
+            codes = own.encode_at_random(x, scales, random, signed=moment.signed)
         if codec.relative and not moment.signed and unit is None:
             unit = codec.decode(codes, scales, signed=False)
         coded[moment.name] = Coded(codes, scales if own.blockwise else None)
-    return [coded[moment.name] for moment in moments]
+    found = [coded[moment.name] for moment in moments]
+    if not codec.shared:
+        return found
+    (first, second) = found
+    return [each._replace(codes=first.codes + second.codes) for each in found]
 
 
 def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> Decoded:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 INFINITY_BITS = 0x7F800000
 
+_WHOLE = 1.5 * 2**23  # where the float32 grid is the integers
+
 
 def float32(value: float) -> Tensor:
     """The 0-d float32 tensor nearest to a Python float."""
@@ -67,10 +69,14 @@ def reciprocal(x: Tensor) -> Tensor:
     return divide(torch.ones_like(x), x)
 
 
+def round_to_int(x: Tensor) -> Tensor:
+    """The nearest whole number, below 2^22, ties to even: int32."""
+    return bits(x + _WHOLE) - int(bits(float32(_WHOLE)))
+
+
 def round_fma(x: Tensor, y: Tensor, z: int = 0) -> Tensor:
     """The whole number nearest to ``x * y + z``, below 2^22, ties to even: int32."""
-    whole = 1.5 * 2**23  # where the float32 grid is the integers
-    return bits(fma(x, y, float32(whole + z))) - int(bits(float32(whole)))
+    return bits(fma(x, y, float32(_WHOLE + z))) - int(bits(float32(_WHOLE)))
 
 
 def to_bf16(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The optimizers: a base and a file per rule."""
 
 from shardopt.optim.adagrad import Adagrad, Adagrad8bit
-from shardopt.optim.adam import Adam, Adam8bit, AdamW, AdamW8bit
+from shardopt.optim.adam import Adam, Adam4bit, Adam8bit, AdamW, AdamW4bit, AdamW8bit
 from shardopt.optim.adamax import Adamax, Adamax8bit
 from shardopt.optim.adan import Adan, Adan8bit
 from shardopt.optim.ademamix import AdEMAMix, AdEMAMix8bit
@@ -30,8 +30,10 @@ __all__ = [
     "Adagrad",
     "Adagrad8bit",
     "Adam",
+    "Adam4bit",
     "Adam8bit",
     "AdamW",
+    "AdamW4bit",
     "AdamW8bit",
     "Adamax",
     "Adamax8bit",

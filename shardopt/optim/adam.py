@@ -9,14 +9,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from shardopt.codec import Moment
+from shardopt.codec import Moment, get_codec
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.cautious import CautiousRules, cautious_hyper, check_cautious, is_cautious
-from shardopt.state.options import Options, Unpack, check_flag
+from shardopt.state.options import Options, Unpack, check_flag, repays
 from shardopt.state.rule import Rule
 
 _MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
 _ADAM = CautiousRules(Rule("adam", _MOMENTS))
+_REPAID = Rule("repaid_adam", _MOMENTS)
 _LARGEST = Moment("max_exp_avg_sq", signed=False)
 _AMSGRAD = Rule("amsgrad", (*_MOMENTS, _LARGEST))
 
@@ -29,11 +30,15 @@ class AdamW(ShardedOptimizer):
         exp_avg_codes      1        exp_avg_scales      4 / 128
         exp_avg_sq_codes   1        exp_avg_sq_scales   8 / 128 (log8), 4 / 128 (others)
 
-    that is 2.094 with "log8". A 16-bit parameter with ``master_weight_bits`` has, whatever the codec, also::
+    that is 2.094 with "log8". With "log4" both moments have one byte::
+
+        moment_codes       1        exp_avg_scales      4 / 128        exp_avg_sq_scales   8 / 128
+
+    that is 1.094. A 16-bit parameter with ``master_weight_bits`` has, whatever the codec, also::
 
         master_low_bits    1 (24 bits), 2 (32 bits)
 
-    that is 3.094 or 4.094 with "log8".
+    that is 3.094 or 4.094 with "log8", 2.094 or 3.094 with "log4".
 
     Args:
         params: parameters or param groups, as for torch.optim.
@@ -46,6 +51,9 @@ class AdamW(ShardedOptimizer):
             ``numel / (kept + 1)`` (arXiv 2411.16085, algorithm 1). They are counted over the whole parameter, however
             it is sharded: a step takes a second pass, and one all-reduce among the ranks that share parameters.
         cautious_weight_decay: decay only elements that the update does not move away from zero (arXiv 2510.12402).
+        repay: move each weight at once by what coding takes from its first moment, times all later steps' share of it.
+            Needs float32 parameters or ``master_weight_bits``, and the codec "log4" or "log8". None: with "log4". An
+            element whose gradient is skipped is repaid all the same.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -67,6 +75,7 @@ class AdamW(ShardedOptimizer):
         *,
         cautious: bool = False,
         cautious_weight_decay: bool = False,
+        repay: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
         defaults = {
@@ -77,11 +86,14 @@ class AdamW(ShardedOptimizer):
             "amsgrad": amsgrad,
             "cautious": cautious,
             "cautious_weight_decay": cautious_weight_decay,
+            "repay": repay,
         }
         super().__init__(params, defaults, options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _AMSGRAD if group["amsgrad"] else _ADAM.of(group)
+        if group["amsgrad"]:
+            return _AMSGRAD
+        return _REPAID if repays(group) and not is_cautious(group) else _ADAM.of(group)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
@@ -89,6 +101,12 @@ class AdamW(ShardedOptimizer):
         check_cautious(group)
         if group["amsgrad"] and is_cautious(group):
             raise ValueError("amsgrad: got True beside cautious or cautious_weight_decay, expected one or the other")
+        if group["repay"] is not None:
+            check_flag(group, "repay")
+        if repays(group) and (group["amsgrad"] or is_cautious(group)):
+            raise ValueError("repay: got True beside amsgrad or a cautious option, expected one or the other")
+        if repays(group) and not get_codec(group["codec"]).relative:
+            raise ValueError(f"repay: got True with codec {group['codec']!r}, expected 'log4' or 'log8'")
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         return {**adam_hyper(group, decoupled=True), **cautious_hyper(group)}
@@ -140,9 +158,10 @@ class Adam(AdamW):
         amsgrad: bool = False,
         *,
         cautious: bool = False,
+        repay: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, cautious=cautious, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, cautious=cautious, repay=repay, **options)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         return {**adam_hyper(group, decoupled=False), **cautious_hyper(group)}
@@ -161,3 +180,15 @@ class AdamW8bit(AdamW):
 
 class Adam8bit(Adam):
     """:class:`Adam` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+
+
+class AdamW4bit(AdamW):
+    """:class:`AdamW` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
+
+    default_codec = "log4"
+
+
+class Adam4bit(Adam):
+    """:class:`Adam` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
+
+    default_codec = "log4"

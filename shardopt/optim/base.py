@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardopt.codec import Moment
+from shardopt.codec import Moment, get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
@@ -20,7 +20,15 @@ from shardopt.layout.numbers import give_numbers, number_of
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
-from shardopt.state.options import STATE_FORMAT, check_hyper, check_options, warn_of_misspelt, with_defaults
+from shardopt.state.options import (
+    DEFAULTS,
+    STATE_FORMAT,
+    check_hyper,
+    check_options,
+    check_repayment,
+    warn_of_misspelt,
+    with_defaults,
+)
 from shardopt.state.rule import Rule
 from shardopt.state.slice_state import StateDict
 
@@ -39,7 +47,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
-        super().__init__(params, {**defaults, **with_defaults(options)})
+        super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -47,6 +55,9 @@ class ShardedOptimizer(Optimizer, ABC):
 
     #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
     updates_by_lr = False
+
+    #: The codec where the options name none.
+    default_codec = DEFAULTS["codec"]
 
     #: How many decay rates ``betas`` has.
     beta_count = 2
@@ -87,6 +98,12 @@ class ShardedOptimizer(Optimizer, ABC):
             ValueError: one is out of range.
         """
         check_hyper(group, self.beta_count)
+        if get_codec(group["codec"]).shared and not self.rule(group).shares_codes:
+            raise ValueError(
+                f"codec: got {group['codec']!r} for {type(self).__name__} with the rule {self.rule(group).name!r}, "
+                "expected another codec: two moments share its codes, which is for Adam and AdamW alone, without "
+                "amsgrad and cautious"
+            )
 
     def check_parameters(self, index: int) -> None:
         """Checks the parameters of a param group that was just added.
@@ -133,6 +150,7 @@ class ShardedOptimizer(Optimizer, ABC):
         try:
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
+                check_repayment(param.dtype, completed)
             self._internals.residency.check(self.param_groups[-1])
             self.check_parameters(len(self.param_groups) - 1)
         except Exception:  # whatever it is, the optimizer stays as it was

@@ -83,7 +83,9 @@ class DTensorShard(Shard):
 
     @cached_property
     def first_element(self) -> int:  # type: ignore[override]
-        self._require_ranges("stochastic rounding", "use stochastic_rounding=False for this parameter")
+        self._require_ranges(
+            "rounding at random", "use stochastic_rounding=False and another codec than log4 for this parameter"
+        )
         return self._first_row * self.row_numel + self.first_col
 
     def _require_ranges(self, purpose: str, other_remedy: str = "step it with another optimizer") -> None:

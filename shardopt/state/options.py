@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, TypedDict, TypeGuard
 
+import torch
 from torch import Tensor
 
 from shardopt import _C
@@ -31,7 +32,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         maximize: ascend instead of descend.
-        codec: how moments are stored: "log8" | "companded8" | "dynamic8" | "bf16" | "fp32".
+        codec: how moments are stored: "log8" | "companded8" | "dynamic8" | "bf16" | "fp32", and for Adam and AdamW
+            "log4".
         block_size: elements that share a scale; a power of two from 16 to 4096. A log8 block costs 12 bytes of scales
             for Adam (0.094 bytes per parameter at 128).
         min_quantized_numel: parameters with fewer elements (globally) keep float32 state.
@@ -47,7 +49,7 @@ class Options(TypedDict, total=False):
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the mean is exact, and updates too
             small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in
             the optimizer and the element's in the parameter, not on the shard or device.
-        stochastic_rounding_seed: of that noise, the same on all ranks.
+        stochastic_rounding_seed: of that noise, and of log4's, the same on all ranks.
         exact_cut_blocks: flat shards (FSDP1, ZeRO) begin and end within blocks. Their owners agree on the scales of
             such blocks by a small collective per step, and results do not depend on the number of ranks. False leaves
             it out: each fragment gets a scale of its own.
@@ -159,6 +161,28 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"device_state_budget: {error}") from None
     if group["differentiable"]:
         raise ValueError(_unsupported("differentiable"))
+
+
+def repays(group: Mapping[str, Any]) -> bool:
+    """Whether weights make up for what codes lose of the first moment: ``repay`` in a param group.
+
+    None stands for codecs in which two moments share a code. Optimizers without the option never do.
+    """
+    repay = group.get("repay", False)
+    return get_codec(group["codec"]).shared if repay is None else bool(repay)
+
+
+def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
+    """Checks that weights of this dtype can make up for what codes lose, if they are to.
+
+    Raises:
+        ValueError: they have 16 bits, in which it would be lost again.
+    """
+    if repays(group) and dtype in (torch.bfloat16, torch.float16) and group["master_weight_bits"] is None:
+        raise ValueError(
+            f"repay: got a parameter of {dtype} without master weights, expected float32 or master_weight_bits: 16-bit "
+            f"weights would lose what is repaid; set master_weight_bits=24, or repay=False"
+        )
 
 
 def bytes_of(size: int | str) -> int:

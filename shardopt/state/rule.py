@@ -65,6 +65,11 @@ class Rule:
         return int(_C.rules[self.name]["sums"]) if self.has_sums else 0
 
     @property
+    def shares_codes(self) -> bool:
+        """Whether codecs may be used in which two moments share a code."""
+        return bool(_C.rules[self.name]["shares_codes"])
+
+    @property
     def totals(self) -> bool:
         """Whether the sums are over all parameters of the optimizer (``ShardedOptimizer.with_totals``)."""
         return bool(_C.rules[self.name]["totals"])

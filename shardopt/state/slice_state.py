@@ -17,11 +17,15 @@ from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import BlockGrid, Rectangle, Shard, is_quantized
 from shardopt.state.loaded_entries import checked_step, unsound
+from shardopt.state.options import check_repayment
 
 StateDict = dict[str, Any]
 
 #: The state entry with what a 16-bit parameter lacks of its master weight.
 LOW_BITS = "master_low_bits"
+
+#: The state entry with the codes of both moments, where they share them.
+SHARED_CODES = "moment_codes"
 
 #: Elements that are coded at a time in PyTorch, which takes about 60 bytes for each.
 CODED_AT_A_TIME = 1 << 20
@@ -50,9 +54,9 @@ class SliceState:
 
     A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape; codes of 16 bits have a
     last dimension of 2 for their bytes, as collectives do not take int16) and ``exp_avg_scales`` (float32, a scale or
-    more per block); any other moment has one, ``exp_avg``, and so has an exact one beside quantized ones. ``step`` is a
-    float32 scalar. A 16-bit parameter with a master weight has ``master_low_bits`` (int8,
-    ``WeightFormat.low_bits_shape``).
+    more per block), and two that share their codes have one ``moment_codes`` for both; any other moment has one,
+    ``exp_avg``, and so has an exact one beside quantized ones. ``step`` is a float32 scalar. A 16-bit parameter with a
+    master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``).
 
     All tensors here are plain ones with this rank's part; :class:`TensorState` has them as the optimizer keeps them.
     """
@@ -69,12 +73,13 @@ class SliceState:
         """The state that a slice of a parameter of this dtype has in a param group.
 
         Raises:
-            ValueError: the group's weight format is not for the dtype.
+            ValueError: the group's weight format, or ``repay``, is not for the dtype.
         """
         large = is_quantized(shard.global_shape, group["min_quantized_numel"])
         quantized = bool(moments) and large and not shard.float32_state
         codec = get_codec(group["codec"] if quantized else "fp32")
         weights = WeightFormat.of(dtype, group)
+        check_repayment(dtype, group)
         grid = BlockGrid(shard.global_shape, group["block_size"])
         return cls(shard, grid, codec, moments, weights, group["exact_cut_blocks"])
 
@@ -82,6 +87,11 @@ class SliceState:
     def relative(self) -> bool:
         """Whether a signed moment is coded in units of the unsigned one beside it."""
         return any(not m.signed for m in self.moments) and any(m.is_relative(self.codec) for m in self.moments)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether weights or moments are rounded at random."""
+        return self.weights.stochastic or self.codec.random
 
     @property
     def exchanges_columns(self) -> bool:
@@ -119,6 +129,8 @@ class SliceState:
 
     def codes_name(self, moment: Moment) -> str:
         """The state entry with a moment's codes."""
+        if self.codec.shared:
+            return SHARED_CODES
         return f"{moment.name}_codes" if self.has_scales(moment) else moment.name
 
     def has_scales(self, moment: Moment) -> bool:

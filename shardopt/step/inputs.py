@@ -91,18 +91,18 @@ def describe(
 
 
 def _check_noise(inputs: Sequence[Input]) -> None:
-    """Checks that the parameters' indices in the model are known where flat buffers are rounded stochastically.
+    """Checks that the parameters' indices in the model are known where flat buffers are rounded at random.
 
     Raises:
         UnknownShardError: the step has parameters of a model that was never seen as a whole.
     """
     params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
     for name, *_, spec, _, _ in inputs:
-        if spec is not None and isinstance(spec.shard, FlatBuffer) and spec.weights.stochastic:
+        if spec is not None and isinstance(spec.shard, FlatBuffer) and any(each.spec.is_random for each in spec.slices):
             known = spec.shard.known_params
             if known is not None and known < params:
                 raise UnknownShardError(
-                    f"{name}: got flat parameters of a part of the model for stochastic_rounding, whose noise depends "
+                    f"{name}: got flat parameters of a part of the model for rounding at random, whose noise depends "
                     "on their places in the whole; call optimizer.attach(model) with the whole model, or set "
                     "use_orig_params=True"
                 )

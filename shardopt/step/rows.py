@@ -277,7 +277,7 @@ def _units(part: Part, residency: Residency) -> list[Rectangle]:
         rectangles, size = shard.rectangles(spec.grid), spec.grid.block_size
     else:
         rows, cols, size = shard.rows, shard.cols, _PLAIN_BLOCK
-        if shard.is_range or not spec.weights.stochastic:  # one long row: columns matter for nothing but noise
+        if shard.is_range or not spec.is_random:  # one long row: columns matter for nothing but noise
             rows, cols = 1, part.param.numel()
         rectangles = [Rectangle(0, rows, 0, cols, cols, 0, -(-cols // size))]
     if residency.offload is None:
@@ -289,7 +289,7 @@ def _units(part: Part, residency: Residency) -> list[Rectangle]:
 def _index_in_parameter(part: Part, rectangle: Rectangle) -> int:
     """The index in the flattened global parameter of a rectangle's first element, where the kernels need it."""
     shard = part.spec.shard
-    first = shard.first_element if part.spec.weights.stochastic or isinstance(shard, FlatShard) else 0
+    first = shard.first_element if part.spec.is_random or isinstance(shard, FlatShard) else 0
     row = 0 if shard.is_range else rectangle.element // shard.cols
     return first + rectangle.element + row * (shard.row_numel - shard.cols)
 

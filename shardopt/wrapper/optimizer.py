@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer
 
-from shardopt.codec import CODECS, get_codec
+from shardopt.codec import CODECS
 from shardopt.optim.loading import HELD, checked_containers, held_elements
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
@@ -68,7 +68,7 @@ def quantize_state(
             raise TypeError(f"{what}: got {names!r}, expected names of state entries; pass ({names!r},)")
     options = {"codec": codec, "block_size": block_size, "min_quantized_numel": min_quantized_numel, "offload": offload}
     check_options({**DEFAULTS, **options})
-    blockwise = [name for name in CODECS if get_codec(name).blockwise]
+    blockwise = [name for name, each in CODECS.items() if each.blockwise and not each.shared]
     if codec not in blockwise:
         raise ValueError(f"codec: got {codec!r}, expected one of {', '.join(map(repr, blockwise))}")
     if offload not in (None, "state"):

@@ -7,94 +7,13 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
-from typing import Any, NamedTuple
 
 from attack.forked import shown
+from attack.hostile_values import DEEP, DTYPES, FILES, NAMES, OPTIONS, VALUES, Raw
 from attack.index_file import ITEMSIZES, Json
-
-Place = tuple[Any, ...]
-
-
-class Raw(NamedTuple):
-    """A value that is written as it is, JSON or not."""
-
-    text: str
-
-
-DEEP = 100_000
-
-#: For what is called something: lines, what UTF-8 has not, what a terminal obeys, and far too much.
-NAMES = ["a\nb", "a\r\nb\u2028c" * 9, "\ud800", "\x1b[2J", "a" * 100_000, "a\n" * 50_000, "a/b" * 30, ""]
-
-#: To take the place of any value.
-VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 7, 63, 10**9, 10**18, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400),
-    *(0.0, 1.0, -0.5, 1e308, float("nan"), float("inf"), -float("inf"), Raw("1e999"), Raw("1" * 5000), Raw("-0")),
-    *("", "abc", "1", "None", "__class__", "a" * 100_000, "\ud800", "a\0b", "../x", "/etc/passwd", "\n", "%s{0}"),
-    *("a\nb" * 1000, ["a\nb" * 1000] * 9, [["a" * 70] * 7] * 7, [2**62] * 64, {"a\nb" * 100: "\ud800"}),
-    *([], {}, [None], [[]], [0], [-1], [1, 2, 3], [True, True], ["a"], [10**18] * 3, [0, 10**18], [1] * 100),
-    *({"a": 1}, {"": None}, {"dtype": "float32"}, [{}], [[1], [2]], {"shape": []}, [1.0, 2.0], [float("nan")]),
-    *(Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("[" * DEEP), Raw("\x7f"), Raw("{,}")),
-]
-DTYPES: list[Any] = [
-    *(
-        "__class__",
-        "float32.__mul__",
-        "complex64",
-        "quint8",
-        "torch.float32",
-        "Tensor",
-        "load",
-        "dtype",
-        "float",
-        "int",
-    ),
-    *("nn", "ops", "_C", "FLOAT32", "float8_e4m3fn", "float64", "int64", "bfloat16", "uint8", "int8", "bool", "bits8"),
-    *("", " float32", "float32\0", "__dict__", "classes", "quint4x2", "uint7", "int32", 32, None, ["float32"], True),
-]
-FILES: list[Any] = [
-    *("../x", "/etc/passwd", "a/b", "", ".", "..", "/", "/dev/zero", "/dev/stdin", "checkpoint.json", "/proc/self/mem"),
-    *("0123456789abcdef-0.bin", "../0123456789abcdef-0.bin", "0123456789abcdef-0.bin\n", "0123456789abcdef-\u0661.bin"),
-    *("0123456789abcdef-" + "1" * 1000 + ".bin", "a\nb"),
-    *("a\0b", "\ud800", "~/x", "C:\\x", "a" * 300, "a" * 100_000, "//etc/hosts", "./checkpoint.json", 1, None, ["a"]),
-]
-OPTIONS: dict[str, list[Any]] = {
-    "lr": ["abc", float("nan"), float("inf"), 1e39, -1.0, None, [1], True, {}, 10**400, 0.5, 0, "0.1", 2**63],
-    "betas": [
-        [2, 3],
-        [0.9],
-        [0.9, 0.99, 0.999],
-        [float("nan"), 0.9],
-        "ab",
-        0.9,
-        None,
-        [-0.1, 0.9],
-        [0.8, 1],
-        [0.5, 0.5],
-    ],
-    "eps": ["x", -1.0, float("nan"), float("inf"), None, [1e-8], 1e-6, 10**400],
-    "weight_decay": ["x", -1.0, float("nan"), float("inf"), None, [0], 0.25, 10**400],
-    "codec": [7, "log9", None, "dynamic8", "fp32", "bf16", "companded8", ["log8"], {}, "__class__", "a\nb" * 1000],
-    "block_size": [0, -1, 3, 10**18, 2**63, 64, 128.0, "128", None, True, [128]],
-    "min_quantized_numel": [-1, 0, 10**400, "x", None, 1.5, 10**9],
-    "master_weight_bits": [16, 32, None, "24", 24.0, -24, True, [24]],
-    "nonfinite": ["x", None, 1, "raise", "propagate", ["skip"], {}],
-    "maximize": ["x", 1, None, [], True],
-    "amsgrad": [True, "x", None, 1],
-    "stochastic_rounding": ["x", 1, None, True, []],
-    "stochastic_rounding_seed": [-1, 2**64, "x", None, 1.5, 10**400, 3],
-    "offload": ["state", "disk", 1, []],
-    "device_state_budget": ["2 GiB", "x", -1, 10**400, 1.5],
-    "differentiable": [True, "x"],
-    "params": [[], None, [0], "x"],
-    "param_names": [["a"], None, 1],
-    "initial_lr": [0.1, "x"],
-    "__class__": ["x"],
-    "a\nb" * 1000: [1],
-    "\ud800": ["\n" * 1000],
-}
+from attack.json_places import at, places, put, shown_place, some_place
 
 
 def mutated(rng: Random, content: Json) -> tuple[str, bytes]:
@@ -102,28 +21,26 @@ def mutated(rng: Random, content: Json) -> tuple[str, bytes]:
     content = copy.deepcopy(content)
     mutate = rng.choice(list(MUTATIONS))
     description = f"{mutate.__name__.strip('_')}: {mutate(rng, content)}"
-    for place in list(_places(content)):  # what JSON's own encoder does not write
-        if isinstance(_at(content, place), Raw):
-            raw = _at(content, place).text
-            _put(content, place, "@raw@")
+    for place in list(places(content)):  # what JSON's own encoder does not write
+        if isinstance(at(content, place), Raw):
+            raw = at(content, place).text
+            put(content, place, "@raw@")
             return description, json.dumps(content)[:-1].replace('"@raw@"', raw).encode("utf-8", "surrogatepass")
     text = content.pop("@text@", None)
     return description, json.dumps(content)[:-1].encode() if text is None else text
 
 
 def _replace_any(rng: Random, content: Json) -> str:
-    place = _some_place(rng, content)
+    place = some_place(rng, content)
     value = rng.choice(VALUES)
-    _put(content, place, copy.deepcopy(value))
-    return f"{_shown(place)} = {shown(value)}"
+    put(content, place, copy.deepcopy(value))
+    return f"{shown_place(place)} = {shown(value)}"
 
 
 def _change_number(rng: Random, content: Json) -> str:
-    numbers = [
-        p for p in _places(content) if isinstance(_at(content, p), int) and not isinstance(_at(content, p), bool)
-    ]
+    numbers = [p for p in places(content) if isinstance(at(content, p), int) and not isinstance(at(content, p), bool)]
     place = rng.choice(numbers)
-    old = _at(content, place)
+    old = at(content, place)
     others = [
         old + 1,
         old - 1,
@@ -139,60 +56,60 @@ def _change_number(rng: Random, content: Json) -> str:
         [old],
     ]
     new = rng.choice(others)
-    _put(content, place, new)
-    return f"{_shown(place)} = {shown(new)} for {old}"
+    put(content, place, new)
+    return f"{shown_place(place)} = {shown(new)} for {old}"
 
 
 def _delete(rng: Random, content: Json) -> str:
-    place = _some_place(rng, content)
-    del _at(content, place[:-1])[place[-1]]
-    return _shown(place)
+    place = some_place(rng, content)
+    del at(content, place[:-1])[place[-1]]
+    return shown_place(place)
 
 
 def _rename(rng: Random, content: Json) -> str:
-    place = rng.choice([p for p in _places(content) if isinstance(p[-1], str)])
-    owner = _at(content, place[:-1])
+    place = rng.choice([p for p in places(content) if isinstance(p[-1], str)])
+    owner = at(content, place[:-1])
     new = rng.choice(
         [place[-1] + "_", "", place[-1].upper(), "__class__", "self", rng.choice([*owner]), rng.choice(NAMES)]
     )
     owner[new] = owner.pop(place[-1])
-    return f"{_shown(place)} is now called {new!r}"
+    return f"{shown_place(place)} is now called {new!r}"
 
 
 def _add(rng: Random, content: Json) -> str:
-    place = rng.choice([(), *(p for p in _places(content) if isinstance(_at(content, p), dict))])
+    place = rng.choice([(), *(p for p in places(content) if isinstance(at(content, p), dict))])
     key = rng.choice(["more", "__class__", "", "_replace", "crc", "chunks", "dtype", "params", "lr", *NAMES[:5]])
     value = rng.choice(VALUES)
-    _at(content, place)[key] = copy.deepcopy(value)
-    return f"{_shown((*place, key))} = {shown(value)}"
+    at(content, place)[key] = copy.deepcopy(value)
+    return f"{shown_place((*place, key))} = {shown(value)}"
 
 
 def _duplicate_key(rng: Random, content: Json) -> str:
-    place = rng.choice([p for p in _places(content) if isinstance(p[-1], str)])
-    value = rng.choice([v for v in VALUES if not isinstance(v, Raw)] + [_at(content, place)])
-    owner = _at(content, place[:-1])
+    place = rng.choice([p for p in places(content) if isinstance(p[-1], str)])
+    value = rng.choice([v for v in VALUES if not isinstance(v, Raw)] + [at(content, place)])
+    owner = at(content, place[:-1])
     both = [json.dumps(owner[place[-1]]), json.dumps(value)]
     rng.shuffle(both)
     members = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in owner.items() if key != place[-1]]
     members += [f"{json.dumps(place[-1])}: {text}" for text in both]
     raw = "{" + ", ".join(members) + "}"
     if len(place) > 1:
-        _put(content, place[:-1], Raw(raw))
+        put(content, place[:-1], Raw(raw))
     else:
         content["@text@"] = raw[:-1].encode()
-    return f"{_shown(place)} twice, as {shown(both)}"
+    return f"{shown_place(place)} twice, as {shown(both)}"
 
 
 def _swap(rng: Random, content: Json) -> str:
-    places = list(_places(content))
-    one = rng.choice(places)
-    kind = type(_at(content, one))
-    alike = [p for p in places if type(_at(content, p)) is kind and p[: len(one)] != one and one[: len(p)] != p]
+    every = list(places(content))
+    one = rng.choice(every)
+    kind = type(at(content, one))
+    alike = [p for p in every if type(at(content, p)) is kind and p[: len(one)] != one and one[: len(p)] != p]
     other = rng.choice(alike or [one])
-    a, b = copy.deepcopy(_at(content, one)), copy.deepcopy(_at(content, other))
-    _put(content, one, b)
-    _put(content, other, a)
-    return f"{_shown(one)} with {_shown(other)}"
+    a, b = copy.deepcopy(at(content, one)), copy.deepcopy(at(content, other))
+    put(content, one, b)
+    put(content, other, a)
+    return f"{shown_place(one)} with {shown_place(other)}"
 
 
 def _chunks(rng: Random, content: Json) -> str:
@@ -451,36 +368,3 @@ MUTATIONS: list[Callable[[Random, Json], str]] = [
     *([_change_number, _delete, _header, _file] * 2),
     *(_rename, _add, _duplicate_key, _swap, _shape, _dtype, _version, _tensors, _text, _large_extra, _many_chunks),
 ]
-
-
-def _places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """The places of all values in a JSON value, apart from itself."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) is list else ()
-    for key, item in items:
-        yield (*place, key)
-        yield from _places(item, (*place, key))
-
-
-def _some_place(rng: Random, content: Json) -> Place:
-    """One of any depth: there are far more deep ones than others."""
-    place: Place = ()
-    while True:
-        value = _at(content, place)
-        keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
-        if not keys or (place and rng.random() < 0.2):
-            return place
-        place = (*place, rng.choice(keys))
-
-
-def _at(value: Any, place: Place) -> Any:
-    for key in place:
-        value = value[key]
-    return value
-
-
-def _put(value: Any, place: Place, new: Any) -> None:
-    _at(value, place[:-1])[place[-1]] = new
-
-
-def _shown(place: Place) -> str:
-    return shown("/".join(map(str, place)))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardopt
-from pairs import slow
+from pairs import in_turn, slow
 from ranks.deepspeed import (
     HYPER,
     config,
@@ -98,21 +98,21 @@ def test_given_gradients_on_other_worlds(
     deepspeed_ranks.run(world_size, _as_whole, config(stage, zero=zero), "adamw", True, {})
 
 
-@pytest.mark.parametrize(("stage", "zero"), STAGES[2:])
-@pytest.mark.parametrize(
-    ("kind", "rule", "params"),
-    [
-        ("Adam8bit", "adam", {}),
-        ("Lion8bit", "lion", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
-        ("SGD8bit", "momentum", {"momentum": 0.9, "codec": "dynamic8"}),
-        ("AdEMAMix8bit", "ademamix", {"alpha_steps": 3, "beta3_steps": 4}),
-        ("AdamW8bit", "amsgrad", {"amsgrad": True, "block_size": 32}),
-        ("LAMB8bit", "lamb", {"weight_decay": 0.1}),
-        ("Lion8bit", "cautious_lion", {"lr": 1e-3, "cautious": True, "block_size": 32}),
-        ("AdamW8bit", "adamw", {"codec": "bf16"}),
-        ("AdamW8bit", "adamw", {"codec": "fp32"}),
-    ],
-)
+RULES_AND_CODECS: list[tuple[str, str, dict[str, Any]]] = [
+    ("Adam8bit", "adam", {}),
+    ("Lion8bit", "lion", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
+    ("SGD8bit", "momentum", {"momentum": 0.9, "codec": "dynamic8"}),
+    ("AdamW4bit", "adamw", {"codec": "log4"}),
+    ("AdEMAMix8bit", "ademamix", {"alpha_steps": 3, "beta3_steps": 4}),
+    ("AdamW8bit", "amsgrad", {"amsgrad": True, "block_size": 32}),
+    ("LAMB8bit", "lamb", {"weight_decay": 0.1}),
+    ("Lion8bit", "cautious_lion", {"lr": 1e-3, "cautious": True, "block_size": 32}),
+    ("AdamW8bit", "adamw", {"codec": "bf16"}),
+    ("AdamW8bit", "adamw", {"codec": "fp32"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "rule", "params", "stage", "zero"), in_turn(RULES_AND_CODECS, STAGES[2:]))
 def test_rules_and_codecs(
     deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], kind: str, rule: str, params: dict[str, Any]
 ) -> None:
@@ -145,8 +145,7 @@ def _without_masters(settings: dict[str, Any]) -> None:
     _check(engine, whole, optimizer, torch.bfloat16)
 
 
-@pytest.mark.parametrize("bits", [24, 32])
-@pytest.mark.parametrize(("stage", "zero"), STAGES[1:])
+@pytest.mark.parametrize(("stage", "zero", "bits"), in_turn(STAGES[1:], [(24,), (32,)]))
 def test_bf16_without_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], bits: int) -> None:
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     settings = config(stage, zero=zero, params={"master_weight_bits": bits}, bf16=bf16)

@@ -270,15 +270,28 @@ def test_frozen_parameters(deepspeed_ranks: Pool, tmp_path: Path, stage: int, ze
 def _refused(path: Path) -> None:
     engine = stepped_engine(_config(2), STEPS)
     before = engine_snapshot(engine)
-    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine"):
-        shardopt.checkpoint.save(path, engine, engine.basic_optimizer)
-    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine"):
-        shardopt.checkpoint.load(path, engine, engine.basic_optimizer)
+    other = shardopt.AdamW8bit(make_net().parameters())
+    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
+        shardopt.checkpoint.save(path, engine, other)
+    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
+        shardopt.checkpoint.load(path, engine, other)
     with pytest.raises(CheckpointError):
         shardopt.checkpoint.load(path / "none", engine)
     assert_same(engine_snapshot(engine), before)
     step_engine(engine, STEPS)
     _check(engine, STEPS + 1)
+
+
+def _given_its_own_optimizer(path: Path) -> None:
+    engine = stepped_engine(_config(2), STEPS)
+    shardopt.checkpoint.save(path, engine, engine.optimizer)
+    step_engine(engine, STEPS)
+    shardopt.checkpoint.load(path, engine, engine.basic_optimizer)
+    _check(engine, STEPS)
+
+
+def test_the_engines_own_optimizer_may_be_given(deepspeed_ranks: Pool, tmp_path: Path) -> None:
+    deepspeed_ranks.run(2, _given_its_own_optimizer, tmp_path)
 
 
 def test_errors(deepspeed_ranks: Pool, tmp_path: Path) -> None:

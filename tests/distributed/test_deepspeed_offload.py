@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 import shardopt
+from pairs import in_turn, slow
 from ranks.deepspeed import (
     HYPER,
     config,
@@ -66,17 +67,16 @@ def _as_whole(settings: dict[str, Any]) -> None:
     assert {state["exp_avg_codes"].dtype for state in states if "exp_avg_codes" in state} == {torch.uint8}
 
 
-@pytest.mark.parametrize("other", [{}, BF16])
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        (1, _cpu("optimizer", pin_memory=True)),
-        (2, _cpu("optimizer", pin_memory=True)),
-        (3, {**_cpu("optimizer", pin_memory=True), **SUB_GROUPS}),
-        (3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
-        (3, {**_cpu("optimizer", "param", pin_memory=True), "stage3_param_persistence_threshold": 0}),
-    ],
-)
+HOST_MEMORY: list[tuple[int, dict[str, Any]]] = [
+    (1, _cpu("optimizer", pin_memory=True)),
+    (2, _cpu("optimizer", pin_memory=True)),
+    (3, {**_cpu("optimizer", pin_memory=True), **SUB_GROUPS}),
+    (3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
+    (3, {**_cpu("optimizer", "param", pin_memory=True), "stage3_param_persistence_threshold": 0}),
+]
+
+
+@pytest.mark.parametrize(("stage", "zero", "other"), in_turn(HOST_MEMORY, [(BF16,), ({},)]))
 def test_host_memory(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], other: dict[str, Any]) -> None:
     deepspeed_ranks.run(2, _as_whole, config(stage, zero=zero, **other))
 
@@ -286,14 +286,15 @@ def _recomputes(settings: dict[str, Any], kind: str) -> None:
     assert_same(again, plain)
 
 
-@pytest.mark.parametrize("kind", ["deepspeed", "reentrant", "torch"])
+KINDS = [("deepspeed",), ("reentrant",), ("torch",)]
+RECOMPUTED: list[tuple[int, dict[str, Any]]] = [
+    (2, _cpu("optimizer")),
+    (3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
+]
+
+
 @pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        (2, _cpu("optimizer")),
-        (3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
-    ],
+    ("kind", "stage", "zero"), [*in_turn(KINDS, RECOMPUTED), *slow((*kind, 1, {}) for kind in KINDS)]
 )
 def test_activation_checkpointing(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], kind: str) -> None:
     deepspeed_ranks.run(2, _recomputes, config(stage, zero=zero), kind)

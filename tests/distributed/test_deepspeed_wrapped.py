@@ -74,8 +74,8 @@ def _as_whole(stage: int, zero: dict[str, Any], sections: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(("stage", "zero", "sections"), STAGES)
-def test_as_unsharded(ranks: Pool, stage: int, zero: dict[str, Any], sections: dict[str, Any]) -> None:
-    ranks.run(2, _as_whole, stage, zero, sections)
+def test_as_unsharded(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], sections: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, _as_whole, stage, zero, sections)
 
 
 def _save(path: Path, stage: int, zero: dict[str, Any], sections: dict[str, Any]) -> None:
@@ -97,11 +97,11 @@ def _load(path: Path, stage: int, zero: dict[str, Any], sections: dict[str, Any]
 
 
 @pytest.mark.parametrize("place", range(1, len(STAGES)))
-def test_portable_checkpoint(ranks: Pool, tmp_path: Path, place: int) -> None:
+def test_portable_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, place: int) -> None:
     """Each stage loads what the one before it saved on another number of ranks, with masters of its own dtype."""
     before, after = STAGES[place - 1], STAGES[place]
-    ranks.run(4, _save, tmp_path, *before[:2], after[2])
-    ranks.run(2, _load, tmp_path, *after)
+    deepspeed_ranks.run(4, _save, tmp_path, *before[:2], after[2])
+    deepspeed_ranks.run(2, _load, tmp_path, *after)
 
 
 def _own_checkpoint(path: Path, stage: int, zero: dict[str, Any], sections: dict[str, Any]) -> None:
@@ -117,8 +117,8 @@ def _own_checkpoint(path: Path, stage: int, zero: dict[str, Any], sections: dict
 
 
 @pytest.mark.parametrize("place", [2, 3, 6])
-def test_checkpoint_of_deepspeed(ranks: Pool, tmp_path: Path, place: int) -> None:
-    ranks.run(2, _own_checkpoint, tmp_path, *STAGES[place])
+def test_checkpoint_of_deepspeed(deepspeed_ranks: Pool, tmp_path: Path, place: int) -> None:
+    deepspeed_ranks.run(2, _own_checkpoint, tmp_path, *STAGES[place])
 
 
 def _refusals() -> None:
@@ -137,5 +137,5 @@ def _refusals() -> None:
         make_engine(model, settings, optimizer=_make(model.parameters()), model_parameters=None)
 
 
-def test_refusals(ranks: Pool) -> None:
-    ranks.run(1, _refusals)
+def test_refusals(deepspeed_ranks: Pool) -> None:
+    deepspeed_ranks.run(1, _refusals)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers import CASES, CODEC_NAMES, RULES
+from pairs import slow
 from ranks.flat import bare_shapes, gathered, gathered_parameters, pieces, remember_bare
 from ranks.models import FSDP1_WAYS, Odds, fsdp1, set_gradients
 from ranks.pool import Pool
-from ranks.runs import snapshot_of, step_with, trained
+from ranks.runs import single, snapshot_of, step_with, trained
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.optim import ShardedOptimizer
 
@@ -42,7 +43,7 @@ def assert_same_on_rank_0(got: Snapshot, expected: Callable[[], Snapshot]) -> No
 
 def _as_single(way: str, rule: str, options: dict[str, Any]) -> None:
     got = snapshot_of(*trained(way, STEPS, rule, **options))
-    assert_same_on_rank_0(got, lambda: snapshot_of(*trained("single", STEPS, rule, **options)))
+    assert_same_on_rank_0(got, lambda: single(STEPS, rule, **options))
 
 
 @pytest.mark.parametrize(("world_size", "way"), [(world, way) for world, ways in FEW_WAYS.items() for way in ways])
@@ -85,32 +86,47 @@ def _odds(orig: bool, rule: str, codec: str, block_sizes: list[int], dtype: torc
         run_odds(lambda m, own=own: CASES[rule].make(m.parameters(), **own), dtype=dtype, use_orig_params=orig)
 
 
+ODD_CASES: list[tuple[str, str, int, bool]] = [
+    *(("adamw", "log8", world_size, orig) for world_size in (2, 3, 4) for orig in (True, False)),
+    *(("adamw", codec, *on) for codec in ("companded8", "dynamic8", "bf16", "fp32") for on in FEW_WORLDS),
+    *(("lion", codec, *on) for codec in ("log8", "dynamic8") for on in FEW_WORLDS),
+    *(("momentum", codec, *on) for codec in ("log8", "companded8", "fp32") for on in FEW_WORLDS),
+    *(
+        (rule, "log8", *on)
+        for rule in ("ademamix", "adan", "amsgrad", "adamax", "adagrad", "lamb", "lars", "cautious_adamw")
+        for on in FEW_WORLDS[:1]
+    ),
+    *(
+        (rule, "log8", *on)
+        for rule in ("centered_rmsprop_momentum", "adopt", "stable_adamw", "lamb")
+        for on in FEW_WORLDS[1:2]
+    ),
+    *(("prodigy", codec, *on) for codec, on in (("log8", FEW_WORLDS[0]), ("bf16", FEW_WORLDS[1]))),
+    *(("repaid_adamw", codec, *on) for codec, on in zip(("log8", "companded8"), FEW_WORLDS, strict=False)),
+    ("ademamix", "bf16", *FEW_WORLDS[0]),
+    ("muon", "log8", 3, True),
+    ("muon_in_waves", "dynamic8", 4, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("rule", "codec", "world_size", "orig"),
+    ("rule", "codec", "world_size", "orig", "block_size"),
     [
-        *(("adamw", "log8", world_size, orig) for world_size in (2, 3, 4) for orig in (True, False)),
-        *(("adamw", codec, *on) for codec in ("companded8", "dynamic8", "bf16", "fp32") for on in FEW_WORLDS),
-        *(("lion", codec, *on) for codec in ("log8", "dynamic8") for on in FEW_WORLDS),
-        *(("momentum", codec, *on) for codec in ("log8", "companded8", "fp32") for on in FEW_WORLDS),
-        *(
-            (rule, "log8", *on)
-            for rule in ("ademamix", "adan", "amsgrad", "adamax", "adagrad", "lamb", "lars", "cautious_adamw")
-            for on in FEW_WORLDS[:1]
-        ),
-        *(
-            (rule, "log8", *on)
-            for rule in ("centered_rmsprop_momentum", "adopt", "stable_adamw", "lamb")
-            for on in FEW_WORLDS[1:2]
-        ),
-        *(("prodigy", codec, *on) for codec, on in (("log8", FEW_WORLDS[0]), ("bf16", FEW_WORLDS[1]))),
-        ("ademamix", "bf16", *FEW_WORLDS[0]),
-        ("muon", "log8", 3, True),
-        ("muon_in_waves", "dynamic8", 4, True),
+        param
+        for place, case in enumerate(ODD_CASES)
+        for param in (
+            [(*case, 16), (*case, 128)]
+            if case[:2] == ("adamw", "log8")
+            else [(*case, (16, 128)[place % 2]), *slow([(*case, (128, 16)[place % 2])])]
+        )
     ],
 )
-def test_odd_shapes(ranks: Pool, world_size: int, orig: bool, rule: str, codec: str) -> None:
-    """In blocks of 16 and of 128, which three and four ranks share; units with fewer elements than ranks; padding."""
-    ranks.run(world_size, _odds, orig, rule, codec, [16, 128], torch.float32, {})
+def test_odd_shapes(ranks: Pool, world_size: int, orig: bool, rule: str, codec: str, block_size: int) -> None:
+    """Blocks that three and four ranks share; units with fewer elements than ranks; padding.
+
+    By default AdamW with log8 in blocks of 16 and of 128, the others in one of these in turn.
+    """
+    ranks.run(world_size, _odds, orig, rule, codec, [block_size], torch.float32, {})
 
 
 @pytest.mark.parametrize(("world_size", "orig"), [(2, True), *FEW_WORLDS])

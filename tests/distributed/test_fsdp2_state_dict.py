@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from helpers import EIGHT_BIT
-from pairs import slow
+from pairs import in_turn, slow
 from ranks.models import WAYS, make_net, named_parameters
 from ranks.pool import Pool
-from ranks.runs import snapshot_of, step_with, trained
+from ranks.runs import single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, entries, in_full
 
 STEPS = 2
@@ -39,21 +39,16 @@ def _round_trip(way: str, rule: str, codec: str, options: dict[str, bool]) -> No
     loaded, loaded_optimizer = trained(way, 0, rule, codec=codec)
     set_model_state_dict(loaded, tensors[0], options=StateDictOptions(**options))
     set_optimizer_state_dict(loaded, loaded_optimizer, tensors[1], options=StateDictOptions(**options))
-    expected = trained("single", STEPS, rule, codec=codec)
-    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS, rule, codec=codec))
     step_with(loaded, loaded_optimizer, STEPS)
-    step_with(*expected, STEPS)
-    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS + 1, rule, codec=codec))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("world_size", "way"),
+    ("options", "world_size", "way"),
     [
-        (2, "fsdp columns"),
-        (4, "fsdp tp"),
-        (4, "hsdp"),
-        *(pytest.param(*world, marks=pytest.mark.slow) for world in [(1, "single"), (3, "tp"), (4, "fsdp")]),
+        *in_turn([(options,) for options in OPTIONS], [(2, "fsdp columns"), (4, "fsdp tp"), (4, "hsdp")]),
+        *slow((options, *world) for options in OPTIONS for world in [(1, "single"), (3, "tp"), (4, "fsdp")]),
     ],
 )
 def test_round_trip(ranks: Pool, world_size: int, way: str, options: str) -> None:
@@ -73,10 +68,9 @@ def _plain_methods(way: str) -> None:
     loaded, loaded_optimizer = trained(way, 0)
     set_model_state_dict(loaded, get_model_state_dict(model))
     loaded_optimizer.load_state_dict(state_dict)
-    for pair in ((loaded, loaded_optimizer), trained("single", STEPS)):
-        step_with(*pair, STEPS)
+    step_with(loaded, loaded_optimizer, STEPS)
     assert_same(snapshot_of(model, optimizer), before)
-    assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(*trained("single", STEPS + 1)))
+    assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS + 1))
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp", "hsdp columns"])

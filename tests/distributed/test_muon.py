@@ -16,7 +16,7 @@ from pairs import slow
 from ranks.models import WAYS, loss_of, make_batch, make_net, named_parameters, set_gradients
 from ranks.muon import MATRICES, of_groups, orthogonalized
 from ranks.pool import Pool
-from ranks.runs import make_optimizer, snapshot_of, step_with, trained
+from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 
 STEPS = 3
@@ -32,7 +32,7 @@ FEW = {
 def _as_single(way: str, rule: str, options: dict[str, Any]) -> None:
     got = snapshot_of(*trained(way, STEPS, rule, **options))
     if dist.get_rank() == 0:
-        assert_same(got, snapshot_of(*trained("single", STEPS, rule, **options)))
+        assert_same(got, single(STEPS, rule, **options))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def _resume(way: str, path: Path) -> None:
         step_with(model, optimizer, step)
     got = snapshot_of(model, optimizer)
     if dist.get_rank() == 0:
-        assert_same(got, snapshot_of(*trained("single", 4, "muon_in_waves")))
+        assert_same(got, single(4, "muon_in_waves"))
 
 
 @pytest.mark.parametrize(

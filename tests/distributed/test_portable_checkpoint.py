@@ -13,7 +13,7 @@ from torch import nn
 import shardopt
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
-from ranks.runs import make_optimizer, snapshot_of, step_with, trained
+from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint.contents import contents_of, owner_for
 from shardopt.checkpoint.restore import Restoration
@@ -60,11 +60,9 @@ def _load(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
     assert loaded.extra["epoch"] == 7
     assert torch.equal(loaded.extra["generator"], torch.arange(5))
     assert loaded.converted == {}
-    expected = trained("single", STEPS, rule, **options)
-    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(model, optimizer), single(STEPS, rule, **options))
     step_with(model, optimizer, STEPS)
-    step_with(*expected, STEPS)
-    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(model, optimizer), single(STEPS + 1, rule, **options))
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +110,9 @@ def _load_momentum(way: str, path: Path, options: dict[str, Any]) -> None:
     model = WAYS[way](make_net(seed=1))
     optimizer = make_optimizer(way, model, "sgd", **options)
     shardopt.checkpoint.load(path, model, optimizer)
-    expected = trained("single", STEPS, "momentum", **options)
-    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(model, optimizer), single(STEPS, "momentum", **options))
     step_with(model, optimizer, STEPS)
-    step_with(*expected, STEPS)
-    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    assert_same(snapshot_of(model, optimizer), single(STEPS + 1, "momentum", **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"codec": "bf16"}], ids=str)

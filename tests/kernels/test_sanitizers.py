@@ -18,7 +18,7 @@ import cuda_emulated
 
 ROOT = Path(__file__).parents[2]
 #: Of the compiler.
-SANITIZERS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZERS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from helpers import CODEC_NAMES, RULES, Named, ReferenceOptimizer, everything, single, step
+from helpers import CODEC_NAMES, RULES, USUAL_RULES, Named, ReferenceOptimizer, everything, single, step
 from kernel_problem import STEPS, gradients, make, start, using
 from pairs import by_passes
 from ranks.layouts import values
@@ -57,17 +57,20 @@ def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options
         assert optimizer.nonfinite_count == oracle.nonfinite > 0
 
 
-@pytest.mark.parametrize(("rule", "codec", "weights"), by_passes(product(RULES, CODEC_NAMES, FORMATS)))
-def test_equal_the_reference(rule: str, codec: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "codec", "weights", "gradient"),
+    by_passes(product(RULES, CODEC_NAMES, FORMATS, ("as the weights", "fp32"))),
+)
+def test_equal_the_reference(rule: str, codec: str, weights: str, gradient: str) -> None:
     dtype, options = FORMATS[weights]
-    for gradient_dtype in (dtype, FP32):
-        steps = [gradients(t, gradient_dtype) for t in range(1, STEPS + 1)]
-        compare(rule, codec, start(dtype), steps, **options)
+    gradient_dtype = FP32 if gradient == "fp32" else dtype
+    steps = [gradients(t, gradient_dtype) for t in range(1, STEPS + 1)]
+    compare(rule, codec, start(dtype), steps, **options)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [pytest.param(r, marks=[] if r in USUAL_RULES else pytest.mark.slow) for r in RULES])
 def test_each_kernel_equals_the_reference(rule: str, codec: str, weights: str) -> None:
     """Rule, codec and weights choose the kernel: a few shapes and steps for all of them, NaN and Inf among them."""
     shapes = ((129,), (3, 130), (2, 257))

@@ -1,7 +1,7 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper -> optim -> step -> state -> layout ->
-codec -> kernels -> _C
+launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper -> optim -> step -> state ->
+layout -> codec -> kernels -> _C
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shardopt.wrapper",
     ),
     ("shardopt",),
-    ("shardopt.__main__", "launch"),
+    ("shardopt.__main__", "shardopt.clients", "launch"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 SHARDING_LEVEL = LEVELS["shardopt.sharding"]

@@ -42,9 +42,10 @@ def third_party(folder: Path, own: set[str], on_import: bool) -> set[str]:
     Args:
         folder: where the files are.
         own: names of top-level modules that are the project's.
-        on_import: leave out what functions import when they are called.
+        on_import: leave out what functions import when they are called, and clients, which nothing else imports.
     """
-    names = {name for path in folder.rglob("*.py") for name in top_level_imports(path, on_import)}
+    paths = [path for path in folder.rglob("*.py") if not (on_import and path.parent.name == "clients")]
+    names = {name for path in paths for name in top_level_imports(path, on_import)}
     return {DISTRIBUTIONS.get(name, name) for name in names - own - sys.stdlib_module_names}
 
 

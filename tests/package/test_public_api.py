@@ -87,8 +87,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 #: Hyper-parameters that torch.optim's classes have not, by keyword only.
 CAUTIOUS = {"cautious": False, "cautious_weight_decay": False}
 BY_KEYWORD: dict[str, dict[str, Any]] = {
-    "AdamW": CAUTIOUS,
-    "Adam": {"cautious": False},
+    "AdamW": {**CAUTIOUS, "repay": None},
+    "Adam": {"cautious": False, "repay": None},
     "Lion": CAUTIOUS,
     "Muon": {
         "ns_method": "standard",
@@ -99,10 +99,10 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
     },
 }
 #: What of it is in param groups.
-IN_GROUPS = {**BY_KEYWORD, "Adam": CAUTIOUS}
+IN_GROUPS = {**BY_KEYWORD, "Adam": BY_KEYWORD["AdamW"]}
 #: What the first step adds to: no arguments.
 ESTIMATES: dict[str, dict[str, Any]] = {"Prodigy": {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "k": 0}}
-PRESETS = {f"{name}8bit": name for name in OPTIMIZERS}
+PRESETS = {f"{name}8bit": name for name in OPTIMIZERS} | {f"{name}4bit": name for name in ("Adam", "AdamW")}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
 OTHERS += ("muon_groups", "release_gradients")
@@ -173,6 +173,7 @@ def test_groups_have_every_default(name: str) -> None:
     optimizer = getattr(shardopt, name)(one())
     rule = PRESETS.get(name, name)
     expected = {**OPTIMIZERS[rule], **IN_GROUPS.get(rule, {}), **ESTIMATES.get(rule, {}), **OPTIONS}
+    expected["codec"] = "log4" if name.endswith("4bit") else "log8"
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
     assert optimizer.defaults == expected
     assert isinstance(optimizer, torch.optim.Optimizer)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from needed import needs
 from programs import Programs
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +20,17 @@ import os, sys
 sys.stdout.flush()
 os._exit(0)
 """
+#: Frameworks of docs/clients.md.
+FRAMEWORKS = ("accelerate", "lightning", "torchtitan", "transformers")
+
+
+def used(snippet: str) -> list[str]:
+    """The frameworks that a snippet imports."""
+    return [name for name in FRAMEWORKS if re.search(rf"^(from|import) {name}\b", snippet, re.MULTILINE)]
+
+
 SNIPPETS = [
-    pytest.param(snippet, id=f"{page.stem} {number}")
+    pytest.param(snippet, id=f"{page.stem} {number}", marks=needs(*used(snippet)))
     for page in PAGES
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
 ]
@@ -46,3 +56,17 @@ def test_first_screen_says_what_it_is() -> None:
     first = "\n".join(README.read_text().splitlines()[:42])
     for needed in ("bytes per parameter", "pip install", "fully_shard", "**Works:**", "**Not yet:**"):
         assert needed in first
+
+
+def test_the_tests_that_clients_md_names_exist() -> None:
+    """Each row of its table names a test, or says why there is none."""
+    rows = [line for line in (ROOT / "docs" / "clients.md").read_text().splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 15
+    for row in rows:
+        named = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", row)
+        assert named or "see above" in row, row
+        file = ""
+        for name, test in named:
+            file = name or file
+            (path,) = (ROOT / "tests").rglob(file)
+            assert not test or f"def {test}(" in path.read_text(), f"{file} has no {test}"

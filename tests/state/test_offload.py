@@ -85,6 +85,7 @@ def assert_equal(got: tuple[nn.Module, ShardedOptimizer], expected: tuple[nn.Mod
         ("adagrad", "companded8"),
         *(("lamb", codec) for codec in ("log8", "bf16")),
         ("cautious_adamw", "companded8"),
+        ("repaid_adamw", "companded8"),
     ],
 )
 def test_same_bits(offload: str, rule: str, codec: str) -> None:

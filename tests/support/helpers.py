@@ -28,8 +28,9 @@ from shardopt.step.matrices import matrix_shapes
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]
 
-CODEC_NAMES = tuple(CODECS)
-BLOCKWISE = tuple(name for name, codec in CODECS.items() if codec.blockwise)
+#: The codecs that every rule can have.
+CODEC_NAMES = tuple(name for name, codec in CODECS.items() if not codec.shared)
+BLOCKWISE = tuple(name for name in CODEC_NAMES if CODECS[name].blockwise)
 EIGHT_BIT = tuple(name for name in BLOCKWISE if CODECS[name].code_dtype == torch.uint8)
 
 
@@ -43,9 +44,25 @@ class RuleCase(NamedTuple):
         return self.optimizer(params, **{**self.hyper, **options})
 
 
+class RepaidCase(RuleCase):
+    """AdamW that repays what codes lose where weights can hold that: with log8, and log4 for other codecs of blocks."""
+
+    def make(self, params: Any, **options: Any) -> ShardedOptimizer:
+        listed = list(params)
+        groups = []
+        for given in listed if isinstance(listed[0], dict) else [{"params": listed}]:
+            group = {**options, **given}
+            codec, bits = group.get("codec", "log8"), group.get("master_weight_bits")
+            codec = "log4" if CODECS[codec].blockwise and codec != "log8" else codec
+            wide = bits is not None or all(param.dtype == torch.float32 for param in group["params"])
+            groups.append({**given, "codec": codec, "repay": wide and CODECS[codec].relative})
+        return super().make(groups, **{**options, "codec": "log8", "repay": False})
+
+
 RULES: dict[str, RuleCase] = {
     "adamw": RuleCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "repaid_adamw": RepaidCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "momentum": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
     "nesterov": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),

@@ -60,6 +60,14 @@ def slow(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
+def in_turn(first: Iterable[tuple[Any, ...]], second: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """All cases of both; marks those slow in which a value of the first does not meet its turn of the second."""
+    firsts, seconds = list(first), list(second)
+    assert len(firsts) >= len(seconds), "each value of the second has to have a turn"
+    kept = [(*case, *seconds[place % len(seconds)]) for place, case in enumerate(firsts)]
+    return [*kept, *slow(case for a in firsts for b in seconds if (case := (*a, *b)) not in kept)]
+
+
 def _pairs(case: tuple[Any, ...]) -> set[Pair]:
     return {(a, repr(case[a]), b, repr(case[b])) for a, b in combinations(range(len(case)), 2)}
 

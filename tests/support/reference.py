@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference_rules import RULES, TERMS, Scalars, Sums, Terms, Updated
-from shardopt.kernels.numeric import float32, from_blocks, to_blocks
+from reference_rules import ELEMENT_RULES, REPAID, Scalars, Updated
+from reference_sums import SUM_RULES, TERMS, Sums, Terms
+from shardopt.kernels.numeric import float32, from_blocks, reciprocal, to_blocks
 from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
+
+RULES = {**ELEMENT_RULES, **SUM_RULES}
 
 
 class Stepped(NamedTuple):
@@ -87,7 +90,7 @@ def step(
         nonfinite: ``"skip"`` or ``"propagate"``.
         weights: how the parameter's weights are kept; None for its dtype alone.
         low_bits: of the master weights, where the format has some.
-        noise_key: :func:`shardopt.kernels.weights.noise_key`, for stochastic rounding.
+        noise_key: :func:`shardopt.kernels.weights.noise_key`, for what is rounded at random.
         products_only: of a rule with sums over all parameters: return what each element adds to each sum.
 
     Returns:
@@ -132,15 +135,21 @@ def step(
     taken = [n if m.exact else t for m, n, t in zip(moments, new.moments, taken, strict=False)]
     roots = [torch.where(skip, o, n) for o, n in zip(old.roots, new.roots, strict=False)]
     kept = [[torch.where(exists, x, 0.0) for x in each] for each in (taken, roots)]
-    stored = coding.encode_moments(codec, moments, *kept)
+    elements = torch.arange(param.numel()).reshape(param.shape)
+    random = noise(noise_key, step, blocks_of(elements)) if codec.random else None
+    stored = coding.encode_moments(codec, moments, *kept, random=random)
 
     def flat(x: Tensor) -> Tensor:
         return from_blocks(x, cols).reshape(param.shape)
 
-    elements = torch.arange(param.numel()).reshape(param.shape) if weights.stochastic else None
-    stored_weights = weights.store(
-        flat(torch.where(skip, p, new.param)), None if elements is None else noise(noise_key, step, elements)
-    )
+    p = torch.where(skip, p, new.param)
+    if rule in REPAID and codec.relative:
+        m, (coded_m, coded_v) = kept[0][0], stored
+        unit = codec.decode(coded_v.codes, coded_v.scales, signed=False)
+        in_units = torch.where(unit > 0, m * reciprocal(unit), 0.0)
+        error = (in_units - codec.decode(coded_m.codes, coded_m.scales, signed=True)) * unit
+        p = REPAID[rule](p, error, unit, hyper, step)
+    stored_weights = weights.store(flat(p), noise(noise_key, step, elements) if weights.stochastic else None)
     return Stepped(
         *stored_weights,
         [

@@ -19,6 +19,12 @@ def is_engine(model: Module) -> bool:
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
 
 
+def has_optimizer(engine: Any, optimizer: Optimizer) -> bool:
+    """Whether an optimizer is the engine's, ours inside it, or Accelerate's wrapper of one of them."""
+    given = (optimizer, getattr(optimizer, "optimizer", None))
+    return any(each is not None and each in (engine.optimizer, engine.basic_optimizer) for each in given)
+
+
 @contextmanager
 def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
     """The engine's bare model and our optimizer, with the flat masters that it steps in its param groups.

@@ -42,7 +42,7 @@ VERSIONS = ((0, 19, 8), (0, 20))
 
 #: Config types, which may be written in any letter case.
 TYPES: dict[str, type[ShardedOptimizer]] = {
-    name.lower(): getattr(shardopt.optim, name) for name in shardopt.optim.__all__ if name.endswith("8bit")
+    name.lower(): getattr(shardopt.optim, name) for name in shardopt.optim.__all__ if name.endswith(("4bit", "8bit"))
 }
 
 

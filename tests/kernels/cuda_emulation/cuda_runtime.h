@@ -2,6 +2,7 @@
 // is a set of coroutines that switch wherever lanes wait for each other.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -12,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -89,8 +91,27 @@ inline void do_copy(const Copy& copy) {
   std::memcpy(copy.to, copy.from, copy.bytes);
 }
 
-struct Thread {
+// Where a coroutine or the scheduler goes on. swapcontext also exchanges signal masks, a system call that takes longer
+// than most of what lanes do between two waits. The address sanitizer follows stacks by swapcontext alone.
+struct Place {
   ucontext_t context;
+  jmp_buf registers;
+  bool entered = false;
+
+  // Goes on at another place, and comes back when somebody goes on here.
+  void leave_for(Place& other) {
+#if defined(__SANITIZE_ADDRESS__)
+    swapcontext(&context, &other.context);
+#else
+    if (_setjmp(registers)) return;
+    if (std::exchange(other.entered, true)) _longjmp(other.registers, 1);
+    setcontext(&other.context);
+#endif
+  }
+};
+
+struct Thread {
+  Place place;
   bool done = false;
   int32_t value = 0;                      // what it hands to the lanes of its warp
   int64_t waits = 0;                      // how often it has waited
@@ -100,7 +121,7 @@ struct Thread {
 
 struct Block {
   std::vector<Thread> threads;
-  ucontext_t scheduler;
+  Place scheduler;
   std::function<void()> kernel;
 };
 inline Block* running = nullptr;
@@ -113,13 +134,14 @@ inline Thread& current() { return running->threads[threadIdx.x]; }
 inline void enter() {
   running->kernel();
   current().done = true;
+  current().place.leave_for(running->scheduler);
 }
 
 // Hands over to the next thread; comes back when all of the block, but those that are done, have come here.
 inline void wait() {
   Thread& thread = current();
   ++thread.waits;
-  swapcontext(&thread.context, &running->scheduler);
+  thread.place.leave_for(running->scheduler);
 }
 
 // Runs one thread block.
@@ -127,24 +149,26 @@ inline void run_block(unsigned threads, const std::function<void()>& kernel) {
   Block block;
   block.threads.resize(threads);
   block.kernel = kernel;
+  block.scheduler.entered = true;
   running = &block;
   blockDim.x = threads;
   constexpr size_t kStack = 64 * 1024;
   while (stacks.size() < threads) stacks.emplace_back(new char[kStack]);
   for (unsigned i = 0; i < threads; ++i) {
     Thread& thread = block.threads[i];
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = stacks[i].get();
-    thread.context.uc_stack.ss_size = kStack;
-    thread.context.uc_link = &block.scheduler;
-    makecontext(&thread.context, enter, 0);
+    ucontext_t& context = thread.place.context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks[i].get();
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = nullptr;
+    makecontext(&context, enter, 0);
   }
   for (bool left = true; left;) {
     left = false;
     for (unsigned i = 0; i < threads; ++i) {
       if (block.threads[i].done) continue;
       threadIdx.x = i;
-      swapcontext(&block.scheduler, &block.threads[i].context);
+      block.scheduler.leave_for(block.threads[i].place);
       left |= !block.threads[i].done;
     }
     // A lane that is done or elsewhere while another of its warp waits for it would hang or misread on the device.
@@ -170,12 +194,15 @@ inline int32_t __shfl_xor_sync(uint32_t, int32_t value, int lane_bits) {
   return got;
 }
 
-inline bool __all_sync(uint32_t mask, bool condition) {
-  int32_t all = condition;
-  for (int lane_bit = 1; lane_bit < static_cast<int>(emulation::kWarp); lane_bit *= 2)
-    all &= __shfl_xor_sync(mask, all, lane_bit);
-  emulation::agreements += all != 0 && threadIdx.x % emulation::kWarp == 0;
-  return all != 0;
+inline bool __all_sync(uint32_t, bool condition) {
+  emulation::current().value = condition;
+  emulation::wait();
+  const unsigned first = threadIdx.x / emulation::kWarp * emulation::kWarp;
+  bool all = true;
+  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) all &= emulation::running->threads[first + lane].value != 0;
+  emulation::wait();
+  emulation::agreements += all && threadIdx.x == first;
+  return all;
 }
 
 // Asynchronous copies are done as late as they may be, so that a kernel that does not wait for them reads what was

@@ -27,6 +27,11 @@ SMALL: tuple[Shape, ...] = ((97,), (3,), (1,), (33, 31))
 #: False for PyTorch 2.6, in which `_StridedShard._split_tensor` asserts that the parts are of one size.
 _ALLOWS_UNEVEN = "only allows even sharding" not in inspect.getsource(_StridedShard)
 
+#: Options of `distribute_tensor`; PyTorch 2.6 has none for this.
+_WITHOUT_COMMUNICATION = (
+    {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
+)
+
 COLUMN, ROW, WHOLE = Shard(1), Shard(0), Replicate()
 
 
@@ -68,10 +73,15 @@ def _is_uneven(layout: Layout) -> bool:
 
 def values(shape: Shape, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers over several orders of magnitude, with some exact zeros, the same on all ranks."""
+    return _values(shape, seed).to(dtype, copy=True)
+
+
+@lru_cache(maxsize=8192)  # tests draw the same ones again and again
+def _values(shape: Shape, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn((2, *shape), generator=generator)
     zero = torch.rand(shape, generator=generator) < 0.02
-    return torch.where(zero, 0.0, normal[0] * torch.exp(2 * normal[1])).to(dtype)
+    return torch.where(zero, 0.0, normal[0] * torch.exp(2 * normal[1]))
 
 
 def shard(whole: Tensor, layout: Layout) -> DTensor:
@@ -81,17 +91,16 @@ def shard(whole: Tensor, layout: Layout) -> DTensor:
 
 def distribute(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The DTensor of a whole tensor, which all ranks have: without communication where PyTorch can (2.7)."""
-    knows = "src_data_rank" in inspect.signature(distribute_tensor).parameters
-    return distribute_tensor(whole, mesh, placements, **({"src_data_rank": None} if knows else {}))
+    return distribute_tensor(whole, mesh, placements, **_WITHOUT_COMMUNICATION)
 
 
-def mesh_of(shape: Shape) -> DeviceMesh:
-    """The mesh of this shape over the world; each is made once."""
+def mesh_of(shape: Shape, *names: str) -> DeviceMesh:
+    """The mesh of this shape over the world, with these names of its dimensions; each is made once."""
     world = dist.group.WORLD
     assert world is not None
-    return _mesh(shape, world)
+    return _mesh(shape, names or None, world)
 
 
 @lru_cache(maxsize=16)
-def _mesh(shape: Shape, world: dist.ProcessGroup) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+def _mesh(shape: Shape, names: tuple[str, ...] | None, world: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)

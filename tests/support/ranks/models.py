@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -145,17 +145,13 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def _mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 def _fsdp_tensor_parallel(model: nn.Module, columns: int = 0) -> nn.Module:
-    mesh = _mesh((2, dist.get_world_size() // 2), "data", "tensor")
+    mesh = mesh_of((2, dist.get_world_size() // 2), "data", "tensor")
     return _fsdp(_tensor_parallel(model, mesh["tensor"]), mesh["data"], columns)
 
 
 def _hsdp(model: nn.Module, replicas: int, **options: object) -> nn.Module:
-    mesh = _mesh((replicas, dist.get_world_size() // replicas), "replicas", "shards")
+    mesh = mesh_of((replicas, dist.get_world_size() // replicas), "replicas", "shards")
     return _fsdp(model, mesh, **options)
 
 
@@ -223,7 +219,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "hsdp": lambda model: _hsdp(model, replicas=2),
     "hsdp columns": lambda model: _hsdp(model, replicas=2, columns=dist.get_world_size() // 2),
     "hsdp of one": lambda model: _hsdp(model, replicas=dist.get_world_size()),
-    "tp": lambda model: _tensor_parallel(model, _mesh((dist.get_world_size(),), "tensor")),
+    "tp": lambda model: _tensor_parallel(model, mesh_of((dist.get_world_size(),), "tensor")),
     "fsdp tp": _fsdp_tensor_parallel,
     "fsdp columns tp": lambda model: _fsdp_tensor_parallel(model, columns=dist.get_world_size()),
     **FSDP1_WAYS,

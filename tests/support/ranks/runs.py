@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ def trained(way: str, steps: int, rule: str = "adamw", **options: Any) -> tuple[
     for step in range(steps):
         step_with(model, optimizer, step)
     return model, optimizer
+
+
+def single(steps: int, rule: str = "adamw", **options: Any) -> Snapshot:
+    """The snapshot of the unsharded run after so many steps; each is taken once per process."""
+    return _single(steps, rule, tuple(options.items()))
+
+
+@lru_cache(maxsize=64)
+def _single(steps: int, rule: str, options: tuple[tuple[str, Any], ...]) -> Snapshot:
+    return snapshot_of(*trained("single", steps, rule, **dict(options)))
 
 
 def step_with(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from ranks.layouts import distribute
@@ -37,8 +42,45 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer) -> Snapshot:
-    """A copy of the global values of all :func:`entries`; all ranks must call this."""
-    return {name: in_full(tensor).clone() for name, tensor in entries(params, optimizer).items()}
+    """A copy of the global values of all :func:`entries`; all ranks must call this, and replicas must agree."""
+    found = entries(params, optimizer)
+    sharded = {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
+    if sharded:
+        found |= _gathered(sharded)
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def _gathered(sharded: Mapping[str, DTensor]) -> Snapshot:
+    """The global values of DTensors. One collective for all of them: one for each takes most of a test's time."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: (elements_of(x), x.to_local()) for name, x in sharded.items()})
+    found: Snapshot = {}
+    for name, like in sharded.items():
+        whole = torch.zeros(like.shape, dtype=like.dtype)
+        known = torch.zeros(like.numel(), dtype=torch.bool)
+        for rank, parts in enumerate(everyone):
+            if name not in parts:
+                continue
+            elements, part = parts[name][0].reshape(-1), parts[name][1].reshape(-1)
+            before = known[elements]
+            there = whole.view(-1)[elements[before]]
+            assert torch.equal(_bits(there), _bits(part[before])), f"{name}: rank {rank} has another replica"
+            whole.view(-1)[elements] = part
+            known[elements] = True
+        assert known.all(), f"{name}: no rank has {(~known).sum()} elements of it"
+        found[name] = whole
+    return found
+
+
+def elements_of(tensor: DTensor) -> Tensor:
+    """The numbers of the elements of this rank's shard in the flattened tensor, in the shard's shape."""
+    return _elements(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+
+
+@lru_cache(maxsize=1024)
+def _elements(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    numbers = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
+    return distribute(numbers, mesh, placements).to_local()
 
 
 def assert_shards_of(got: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
@@ -46,17 +88,18 @@ def assert_shards_of(got: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> 
     shapes = {name: (tuple(x.shape), tuple(whole[name].shape)) for name, x in got.items() if name in whole}
     assert not (wrong := {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}), f"global shapes: {wrong}"
     expected = {name: _part(x, got[name]) if name in got else x for name, x in whole.items()}
-    assert_same({name: _local(x) for name, x in got.items()}, expected)
+    assert_same({name: local(x) for name, x in got.items()}, expected)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor; the tensor itself where it is no DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
-    return distribute(whole, like.device_mesh, like.placements).to_local()
+    return whole.reshape(-1)[elements_of(like)]
 
 
 def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,136 @@
+"""Hugging Face's Trainer: the portable checkpoint in place of the optimizer file.
+
+Trainer's own optimizer files need no help where Trainer can write and read them: on one process, under
+DistributedDataParallel, FSDP2 and DeepSpeed. FSDP1's cannot carry 8-bit state, and those of DeepSpeed load on the same
+number of ranks only.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import save_fsdp_model
+from torch.nn import Module
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainingArguments
+
+from shardopt import checkpoint
+
+#: Folder of the portable checkpoint in each ``checkpoint-<step>`` of Trainer's.
+FOLDER = "shardopt"
+
+
+class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
+    """Saves and loads :mod:`shardopt.checkpoint` in place of Trainer's optimizer file, for any number of ranks.
+
+    For one process, DistributedDataParallel, FSDP1 and FSDP2, with ``save_only_model=True``, so that Trainer does not
+    write its own optimizer file. Beside the model and the optimizer this saves the state of the learning rate schedule
+    and of the loss scaler, and each rank's random numbers. Usage: ``Trainer(..., callbacks=[PortableCheckpoint()])``,
+    then ``trainer.train(resume_from_checkpoint=...)`` as ever. Trainer restores random numbers where there are as many
+    ranks as before.
+
+    Args:
+        resume_from: the checkpoint folder given to ``trainer.train(resume_from_checkpoint=...)``, which Trainer does
+            not tell its callbacks. Default: ``checkpoint-<step>`` in the output folder.
+    """
+
+    def __init__(self, resume_from: str | os.PathLike[str] | None = None) -> None:
+        self._resume_from = resume_from
+
+    def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checks the arguments.
+
+        Raises:
+            ValueError: Trainer would write an optimizer file beside ours, or trains by DeepSpeed, which resumes from
+                its own folder only.
+        """
+        if not args.save_only_model:
+            raise ValueError(
+                "got save_only_model=False with PortableCheckpoint, which saves the optimizer, expected "
+                "TrainingArguments(save_only_model=True)"
+            )
+        if getattr(AcceleratorState(), "deepspeed_plugin", None) is not None:
+            raise ValueError(
+                "got DeepSpeed with PortableCheckpoint, expected another way of sharding: Trainer resumes from "
+                "DeepSpeed's own checkpoint only; leave the callback out, and for another number of ranks convert that "
+                "checkpoint to DeepSpeed's universal one"
+            )
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: Any,
+        control: Any,
+        *,
+        model: Module,
+        optimizer: Optimizer,
+        lr_scheduler: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Saves. All ranks call this.
+
+        Raises:
+            CheckpointError: see :func:`shardopt.checkpoint.save`.
+        """
+        folder = _folder(args, state)
+        extra = {name: each.state_dict() for name, each in _stateful(optimizer, lr_scheduler).items()}
+        checkpoint.save(folder / FOLDER, model, optimizer, **extra)
+        plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
+        if plugin is not None:  # Trainer resumes a sharded model from this file only, and does not write it here
+            save_fsdp_model(plugin, AcceleratorState(), model, str(folder))
+        name = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
+        torch.save(_random_state(), folder / name)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: Any,
+        control: Any,
+        *,
+        model: Module,
+        optimizer: Optimizer,
+        lr_scheduler: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Loads where the training is resumed. All ranks call this.
+
+        Raises:
+            ValueError: this is a run of a hyper-parameter search.
+            CheckpointError: see :func:`shardopt.checkpoint.load`.
+        """
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "got a hyper-parameter search with PortableCheckpoint, expected a single run, as Trainer does not tell "
+                "callbacks the folders of a search; leave the callback out"
+            )
+        if not state.global_step:
+            return
+        folder = _folder(args, state) if self._resume_from is None else Path(self._resume_from)
+        loaded = checkpoint.load(folder / FOLDER, model, optimizer)
+        for name, each in _stateful(optimizer, lr_scheduler).items():
+            if name in loaded.extra:
+                each.load_state_dict(loaded.extra[name])
+
+
+def _folder(args: TrainingArguments, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _stateful(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
+    scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
+    return {"lr_scheduler": lr_scheduler} | ({} if scaler is None else {"scaler": scaler})
+
+
+def _random_state() -> dict[str, Any]:
+    """In the form of Trainer's ``rng_state.pth``."""
+    found = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        found["cuda"] = torch.cuda.get_rng_state_all() if is_distributed else torch.cuda.get_rng_state()
+    return found

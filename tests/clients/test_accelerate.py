@@ -1,0 +1,68 @@
+"""A training loop with Accelerate: prepare, save_state and load_state with our optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hugging_face import accelerated
+from needed import needs
+from ranks.pool import Pool
+
+pytestmark = needs("accelerate", "transformers")
+ZERO = [pytest.param(mode, marks=needs("deepspeed")) for mode in ("zero2", "zero2 offload")]
+
+
+@pytest.fixture(scope="module")
+def plain(client_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
+    """A run in one process, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("plain")
+    (found,) = client_ranks.run(1, accelerated, "plain", folder)
+    return found, folder
+
+
+def test_one_process(client_ranks: Pool, plain: tuple[dict[str, str], Path]) -> None:
+    expected, folder = plain
+    assert client_ranks.run(1, accelerated, "plain", folder, "state", True) == [expected]
+    assert any(name.endswith("exp_avg_sq_codes") for name in expected)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp2 sharded", *ZERO])
+def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path) -> None:
+    """The bits are those of one process: our optimizer stays where DeepSpeed offloads it."""
+    assert client_ranks.run(2, accelerated, mode, tmp_path) == [plain[0]] * 2
+    assert client_ranks.run(2, accelerated, mode, tmp_path, "state", True) == [plain[0]] * 2
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2 sharded"])
+def test_fsdp2_loads_on_another_number_of_ranks(
+    client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path
+) -> None:
+    client_ranks.run(2, accelerated, mode, tmp_path)
+    assert client_ranks.run(1, accelerated, mode, tmp_path, "state", True) == [plain[0]]
+
+
+def refused_by_fsdp1(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"expected shardopt\.checkpoint\.save\(path, model, optimizer\)"):
+        accelerated("fsdp1", folder)
+
+
+def test_fsdp1_refuses_save_state(client_ranks: Pool, tmp_path: Path) -> None:
+    client_ranks.run(2, refused_by_fsdp1, tmp_path)
+
+
+@pytest.mark.parametrize("before", ["fsdp1", "fsdp2", pytest.param("zero2", marks=needs("deepspeed"))])
+@pytest.mark.parametrize(("world_size", "after"), [(1, "plain"), (2, "fsdp1")])
+def test_portable_checkpoint(
+    client_ranks: Pool,
+    plain: tuple[dict[str, str], Path],
+    before: str,
+    world_size: int,
+    after: str,
+    tmp_path: Path,
+) -> None:
+    """Prepared models and optimizers go to shardopt.checkpoint as they are, and load in any other mode."""
+    assert client_ranks.run(2, accelerated, before, tmp_path, "portable") == [plain[0]] * 2
+    found = client_ranks.run(world_size, accelerated, after, tmp_path, "portable", True)
+    assert found == [plain[0]] * world_size

@@ -1,0 +1,52 @@
+"""Lightning trains with our optimizers under its strategies, and resumes bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_runs import trained, validated
+from needed import needs
+from ranks.pool import Pool
+
+pytestmark = needs("lightning")
+
+
+@pytest.fixture(scope="module")
+def plain(client_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
+    """A run in one process, and its folder."""
+    folder = tmp_path_factory.mktemp("plain")
+    (found,) = client_ranks.run(1, trained, "plain", folder)
+    assert any(name.endswith("exp_avg_sq_codes") for name in found)
+    return found, folder
+
+
+def test_resume_in_one_process(client_ranks: Pool, plain: tuple[dict[str, str], Path]) -> None:
+    assert client_ranks.run(1, trained, "plain", plain[1], True) == [plain[0]]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp1", "fsdp2", "fsdp2 in one file"])
+def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path) -> None:
+    """Training is that of one process, and goes on from a checkpoint on as many ranks, or on one, as if unbroken."""
+    assert client_ranks.run(2, trained, mode, tmp_path) == [plain[0]] * 2
+    assert client_ranks.run(2, trained, mode, tmp_path, True) == [plain[0]] * 2
+    assert client_ranks.run(1, trained, "plain" if mode == "ddp" else mode, tmp_path, True) == [plain[0]]
+
+
+def test_fsdp1_validates(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    client_ranks.run(2, trained, "fsdp1", tmp_path)
+    expected = client_ranks.run(1, validated, "plain", plain[1])
+    assert client_ranks.run(2, validated, "fsdp1", tmp_path) == expected * 2
+
+
+def refused_deepspeed(folder: Path) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        trained("deepspeed", folder)
+    return str(caught.value)
+
+
+@needs("deepspeed")
+def test_deepspeed_needs_a_gpu(client_ranks: Pool, tmp_path: Path) -> None:
+    """The reason why docs/clients.md has no result for it: to be replaced by one as soon as this fails."""
+    assert "only supported on CUDA GPUs" in client_ranks.run(1, refused_deepspeed, tmp_path)[0]

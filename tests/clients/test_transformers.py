@@ -1,0 +1,216 @@
+"""Hugging Face's Trainer trains with our optimizers under every way of sharding, and resumes bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hugging_face
+from hugging_face import trained
+from needed import needs
+from ranks.pool import Pool
+from shardopt.checkpoint import CheckpointError
+
+pytestmark = needs("transformers", "accelerate")
+ZERO = [pytest.param(mode, marks=needs("deepspeed")) for mode in ("zero2", "zero2 offload")]
+
+
+def trained_portably(
+    mode: str, output: Path, resume: str | None = None, resume_from: str | None = None, **more: Any
+) -> Any:
+    from shardopt.clients.transformers import PortableCheckpoint
+
+    more = {"save_only_model": True, **more}
+    return trained(mode, output, resume, callbacks=[PortableCheckpoint(resume_from)], **more)
+
+
+@pytest.fixture(scope="module")
+def plain(client_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
+    """A run in one process, and its folder."""
+    output = tmp_path_factory.mktemp("plain")
+    (found,) = client_ranks.run(1, trained, "plain", output)
+    return found, output
+
+
+def test_state_is_in_8_bits(plain: tuple[dict[str, str], Path]) -> None:
+    assert "optimizer.model.layers.0.mlp.up_proj.weight.exp_avg_sq_codes" in plain[0]
+
+
+def test_resume_in_one_process(client_ranks: Pool, plain: tuple[dict[str, str], Path]) -> None:
+    expected, output = plain
+    assert client_ranks.run(1, trained, "plain", output, str(output / "checkpoint-3")) == [expected]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp2 sharded", *ZERO])
+def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path) -> None:
+    """Training is that of one process, and goes on from Trainer's own checkpoint as if it had not stopped."""
+    assert client_ranks.run(2, trained, mode, tmp_path) == [plain[0]] * 2
+    assert client_ranks.run(2, trained, mode, tmp_path, str(tmp_path / "checkpoint-3")) == [plain[0]] * 2
+
+
+@needs("deepspeed")
+def test_deepspeed_config_names_the_optimizer(
+    client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path
+) -> None:
+    assert client_ranks.run(2, trained, "zero2 by name", tmp_path) == [plain[0]] * 2
+    found = client_ranks.run(2, trained, "zero2 by name", tmp_path, str(tmp_path / "checkpoint-3"))
+    assert found == [plain[0]] * 2
+
+
+@needs("deepspeed")
+def test_zero3_resumes(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    """ZeRO 3 multiplies matrices in an order of its own: its bits are compared with its own."""
+    found = client_ranks.run(2, trained, "zero3", tmp_path)
+    assert found[0].keys() == plain[0].keys()
+    assert client_ranks.run(2, trained, "zero3", tmp_path, str(tmp_path / "checkpoint-3")) == found
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, "plain"), (2, "ddp")), ((2, "ddp"), (1, "plain"))])
+def test_ddp_resumes_on_another_number_of_ranks(
+    client_ranks: Pool,
+    plain: tuple[dict[str, str], Path],
+    before: tuple[int, str],
+    after: tuple[int, str],
+    tmp_path: Path,
+) -> None:
+    """From Trainer's own checkpoint."""
+    client_ranks.run(before[0], trained, before[1], tmp_path)
+    found = client_ranks.run(after[0], trained, after[1], tmp_path, str(tmp_path / "checkpoint-3"))
+    assert found == [plain[0]] * after[0]
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2 sharded"])
+def test_fsdp2_resumes_on_another_number_of_ranks(
+    client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path
+) -> None:
+    """From Trainer's own checkpoint."""
+    client_ranks.run(2, trained, mode, tmp_path)
+    assert client_ranks.run(1, trained, mode, tmp_path, str(tmp_path / "checkpoint-3")) == [plain[0]]
+
+
+def refused_by_fsdp1(output: Path) -> None:
+    with pytest.raises(RuntimeError, match="save_only_model=True and a callback"):
+        trained("fsdp1", output)
+
+
+def test_fsdp1_refuses_trainers_optimizer_file(client_ranks: Pool, tmp_path: Path) -> None:
+    client_ranks.run(2, refused_by_fsdp1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, "plain"), (2, "ddp")),
+        ((2, "ddp"), (1, "plain")),
+        ((2, "fsdp1"), (2, "fsdp1")),
+        ((2, "fsdp1"), (1, "fsdp1")),
+        ((2, "fsdp2"), (1, "fsdp2")),
+        ((2, "fsdp1"), (2, "fsdp2")),
+    ],
+    ids=lambda run: f"{run[1]} on {run[0]}",
+)
+def test_resume_from_the_portable_checkpoint(
+    client_ranks: Pool,
+    plain: tuple[dict[str, str], Path],
+    before: tuple[int, str],
+    after: tuple[int, str],
+    tmp_path: Path,
+) -> None:
+    assert client_ranks.run(before[0], trained_portably, before[1], tmp_path / "a")[0] == plain[0]
+    start = str(tmp_path / "a" / "checkpoint-3")
+    found = client_ranks.run(after[0], trained_portably, after[1], tmp_path / "b", start, start)
+    assert found == [plain[0]] * after[0]
+
+
+MUON = {"optimizer": hugging_face.muon, "options": {"lr": 2e-2, "adamw_lr": 3e-3}}
+
+
+def trained_by_muon(mode: str, output: Path, resume: str | None = None) -> Any:
+    if mode == "fsdp1":
+        return trained_portably(mode, output, resume, **MUON)
+    return trained(mode, output, resume, **MUON)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp1", pytest.param("zero2", marks=needs("deepspeed"))])
+def test_muon(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
+    """Of groups that Trainer has made from the model."""
+    expected = client_ranks.run(1, trained_by_muon, "plain", tmp_path / "plain")
+    assert "optimizer.model.layers.0.mlp.up_proj.weight.momentum_buffer_codes" in expected[0]
+    assert client_ranks.run(2, trained_by_muon, mode, tmp_path) == expected * 2
+    assert client_ranks.run(2, trained_by_muon, mode, tmp_path, str(tmp_path / "checkpoint-3")) == expected * 2
+
+
+@needs("peft")
+@pytest.mark.parametrize("mode", ["plain", "ddp", "fsdp2"])
+def test_lora(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
+    """Adapters train under dropout, which goes on with the same random numbers."""
+    world_size = 1 if mode == "plain" else 2
+    expected = client_ranks.run(world_size, trained_adapters, mode, tmp_path)
+    assert any("lora_B" in name and name.endswith("exp_avg_codes") for name in expected[0])
+    found = client_ranks.run(world_size, trained_adapters, mode, tmp_path, str(tmp_path / "checkpoint-3"))
+    assert found == expected
+
+
+def trained_adapters(mode: str, output: Path, resume: str | None = None) -> Any:
+    return trained(mode, output, resume, model=hugging_face.tiny_lora)
+
+
+@needs("peft")
+def test_dropout_goes_on_from_the_portable_checkpoint(client_ranks: Pool, tmp_path: Path) -> None:
+    """Each rank has its own random numbers again, where there are as many ranks as before."""
+    expected = client_ranks.run(2, trained_adapters_portably, tmp_path)
+    assert client_ranks.run(2, trained_adapters_portably, tmp_path, str(tmp_path / "checkpoint-3")) == expected
+
+
+def trained_adapters_portably(output: Path, resume: str | None = None) -> Any:
+    return trained_portably("ddp", output, resume, model=hugging_face.tiny_lora)
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "message"),
+    [
+        ("plain", {"save_only_model": False}, "got save_only_model=False with PortableCheckpoint"),
+        pytest.param("zero2", {}, "got DeepSpeed with PortableCheckpoint", marks=needs("deepspeed")),
+    ],
+)
+def test_what_the_callback_refuses(
+    client_ranks: Pool, mode: str, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    assert message in client_ranks.run(1, refused, mode, tmp_path, more)[0]
+
+
+def refused(mode: str, output: Path, more: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="PortableCheckpoint") as caught:
+        trained_portably(mode, output, **more)
+    return str(caught.value)
+
+
+def searched() -> str:
+    from transformers import TrainerState, TrainingArguments
+
+    from shardopt.clients.transformers import PortableCheckpoint
+
+    state, given = TrainerState(is_hyper_param_search=True), dict.fromkeys(("model", "optimizer", "lr_scheduler"))
+    with pytest.raises(ValueError, match="hyper-parameter search") as caught:
+        PortableCheckpoint().on_train_begin(TrainingArguments(use_cpu=True), state, None, **given)
+    return str(caught.value)
+
+
+def test_hyper_parameter_search_is_refused(client_ranks: Pool) -> None:
+    """Its runs have folders that callbacks are not told."""
+    assert "leave the callback out" in client_ranks.run(1, searched)[0]
+
+
+def test_a_checkpoint_without_ours_is_refused(client_ranks: Pool, plain: tuple[dict[str, str], Path]) -> None:
+    assert (
+        "there is no such folder, expected one with a checkpoint of shardopt"
+        in client_ranks.run(1, resumed_from_theirs, plain[1])[0]
+    )
+
+
+def resumed_from_theirs(output: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        trained_portably("plain", output, str(output / "checkpoint-3"))
+    return str(caught.value)

@@ -1,0 +1,164 @@
+"""The codec log4: both moments in a byte, their means exact, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import shardopt
+from helpers import with_gradient
+from shardopt.codec import CODECS, Moment, decode_moments, encode_moments
+from shardopt.codec.log4 import Log4
+from shardopt.kernels.numeric import bits
+from shardopt.kernels.weights import noise
+from weight_formats import BF16
+
+LOG4 = CODECS["log4"]
+MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+#: All values of the random bits that count for either moment.
+ALL_SHARES = (torch.arange(2**16) << 16) | torch.arange(2**16)
+
+
+def blocks(seed: int = 0, rows: int = 64) -> tuple[Tensor, Tensor]:
+    """Moments of gradients that differ in scale: (rows, 128), some of both zero."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.randn(rows, 128, generator=generator).exp()
+    m, v = scale * torch.randn(rows, 128, generator=generator), scale.square()
+    dead = torch.rand(rows, 128, generator=generator) < 0.1
+    return torch.where(dead, 0.0, 0.1 * m), torch.where(dead, 0.0, v)
+
+
+def test_every_byte_stands_for_a_pair() -> None:
+    """All 255 pairs of a level and a signed code, and zero: decoded and encoded they are the same byte again."""
+    byte = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    scales = torch.tensor([1.0, 2.0**20])
+    root, y = (LOG4.decode(byte, s, signed=signed) for s, signed in ((scales, False), (torch.tensor([1.0]), True)))
+    assert len(set(zip(root.tolist(), y.tolist(), strict=True))) == 256
+    assert (root[0], y[0]) == (0, 0)
+    again = LOG4.encode(root, scales, signed=False) + LOG4.encode(y, torch.tensor([1.0]), signed=True)
+    assert torch.equal(again, byte)
+    assert isinstance(LOG4, Log4)
+    assert y.abs().unique().tolist() == pytest.approx([c / (14 - c) for c in range(8)])
+
+
+def test_levels_are_evenly_spaced_in_bits() -> None:
+    """Up to rounding up, they reach from the largest root down to the smallest, but no more than 8 octaves."""
+    for smallest in (0.9, 2.0**-3, 2.0**-8, 2.0**-20):
+        (scales,) = (LOG4.measure(torch.tensor([1.0, 0.0, smallest, 1.0]), signed=False),)
+        levels = bits(LOG4.decode(torch.arange(1, 18).to(torch.uint8), scales, signed=False))
+        steps = levels.diff()
+        assert (steps == steps[0]).all()
+        assert levels[-1] == bits(torch.tensor(1.0))
+        span = int(bits(torch.tensor(1.0)) - bits(torch.tensor(max(smallest, 2.0**-8))))
+        assert 0 <= 16 * int(steps[0]) - span < 16
+
+
+def test_means_are_exact() -> None:
+    """Over all random numbers: of the second moment within the range, and of the first in units of the coded root."""
+    u = torch.tensor([[1.0, 0.77, 0.31, 0.0101, 0.0039063]])
+    scales = LOG4.measure(u, signed=False)
+    codes = LOG4.encode_at_random(u.expand(2**16, -1), scales, ALL_SHARES[:, None].expand(-1, 5), signed=False)
+    decoded = LOG4.decode(codes, scales, signed=False).double()
+    low, high = decoded.amin(0).square(), decoded.amax(0).square()
+    assert ((decoded.square().mean(0) - u[0].double().square()).abs() <= (high - low) * 2.0**-15).all()
+    r = torch.tensor([[1.0, -0.9, 0.5, -0.07, 0.03, 0.0]])
+    scale = LOG4.measure(r, signed=True)
+    codes = LOG4.encode_at_random(r.expand(2**16, -1), scale, ALL_SHARES[:, None].expand(-1, 6), signed=True)
+    decoded = LOG4.decode(codes + 1, scale, signed=True).double()  # the byte's level is 1 or more
+    assert ((decoded.mean(0) - r[0].double()).abs() <= (decoded.amax(0) - decoded.amin(0)) * 2.0**-15 + 2.0**-24).all()
+
+
+def test_roots_below_the_range_are_raised_to_its_end() -> None:
+    u = torch.tensor([1.0, 2.0**-20, 1e-30])
+    scales = LOG4.measure(u, signed=False)
+    random = torch.zeros(3, dtype=torch.int64)
+    assert LOG4.decode(LOG4.encode_at_random(u, scales, random, signed=False), scales, signed=False).tolist() == [
+        1.0, 2.0**-8, 2.0**-8,
+    ]  # fmt: skip
+
+
+def test_moments_share_the_byte() -> None:
+    m, v = blocks()
+    random = noise(7, 1, torch.arange(m.numel()).view_as(m))
+    first, second = encode_moments(LOG4, MOMENTS, [m, v], random=random)
+    assert torch.equal(first.codes, second.codes)
+    assert (first.codes[v == 0] == 0).all()
+    got_m, got_v = decode_moments(LOG4, MOMENTS, [first, second]).values
+    assert (got_m[v == 0] == 0).all()
+    level = (bits(v.sqrt()).double() - bits(got_v.sqrt()).double()).abs() / second.scales[..., 1:].double()
+    within = v.sqrt() >= second.scales[..., :1] * 2.0**-8
+    assert level[within].max() <= 1 + 2.0**-10
+    assert within.float().mean() > 0.8
+    unit = got_v.sqrt()
+    widest = (first.scales[..., :1] * unit).double() / 4  # of the outermost codes, 3 / 4 and 1
+    assert ((got_m - m).double().abs() <= widest * (1 + 2.0**-20)).all()
+
+
+def state_of(**options: Any) -> tuple[Parameter, dict[str, Tensor], shardopt.ShardedOptimizer]:
+    param = Parameter(torch.linspace(-1, 1, 64 * 128).view(64, 128).to(options.pop("dtype", torch.float32)))
+    optimizer = shardopt.AdamW4bit([param], **options)
+    with_gradient(param, blocks()[0].to(param.dtype))
+    optimizer.step()
+    return param, optimizer.state[param], optimizer
+
+
+def test_bytes_of_state() -> None:
+    _, state, _ = state_of()
+    assert set(state) == {"step", "moment_codes", "exp_avg_scales", "exp_avg_sq_scales"}
+    nbytes = sum(entry.nbytes for entry in state.values()) - state["step"].nbytes
+    assert nbytes / (64 * 128) == 1 + 12 / 128
+
+
+def test_seed_decides() -> None:
+    codes = [state_of(stochastic_rounding_seed=seed)[1]["moment_codes"] for seed in (0, 0, 1)]
+    assert torch.equal(codes[0], codes[1])
+    assert not torch.equal(codes[0], codes[2])
+
+
+def test_repaid_weights_are_nearer_to_the_exact_ones() -> None:
+    """One gradient and then none: all later movement is that of a first moment that was coded."""
+    gaps = {}
+    for repay in (True, False):
+        found = {}
+        for codec in ("log4", "fp32"):
+            param = Parameter(torch.zeros(64, 128))
+            options = {"repay": repay} if codec == "log4" else {}
+            optimizer = shardopt.AdamW([param], lr=1e-3, weight_decay=0.0, codec=codec, **options)
+            for t in range(30):
+                with_gradient(param, blocks()[0] if t == 0 else torch.zeros(64, 128))
+                optimizer.step()
+            found[codec] = param.detach()
+        gaps[repay] = float((found["log4"] - found["fp32"]).abs().mean() / found["fp32"].abs().mean())
+    assert gaps[True] < gaps[False]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: shardopt.Lion([p], codec="log4"), "codec: got 'log4' for Lion .* expected another codec"),
+        (lambda p: shardopt.LAMB([p], codec="log4"), "codec: got 'log4' for LAMB"),
+        (lambda p: shardopt.AdamW4bit([p], amsgrad=True), "codec: got 'log4' .* rule 'amsgrad'"),
+        (lambda p: shardopt.AdamW([p], amsgrad=True, repay=True), "repay: got True beside amsgrad"),
+        (lambda p: shardopt.AdamW4bit([p], cautious=True, repay=False), "codec: got 'log4' .* 'cautious_adam'"),
+        (lambda p: shardopt.AdamW([p], codec="companded8", repay=True), "repay: got True with codec 'companded8'"),
+        (lambda p: shardopt.AdamW4bit([p], repay=1), "repay: got 1, expected True or False"),
+        (lambda p: shardopt.AdamW4bit([Parameter(p.detach().to(BF16))]), "repay: got a parameter of torch.bfloat16"),
+        (
+            lambda p: shardopt.AdamW([Parameter(p.detach().half())], repay=True),
+            "repay: got a parameter of torch.float16 without master weights, expected float32 or master_weight_bits",
+        ),
+    ],
+)
+def test_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(Parameter(torch.zeros(64, 128)))
+
+
+def test_quantize_state_refuses() -> None:
+    param = Parameter(torch.zeros(64, 128))
+    with pytest.raises(ValueError, match="codec: got 'log4', expected one of 'log8'"):
+        shardopt.quantize_state(torch.optim.Adam([param]), codec="log4")

@@ -1,0 +1,307 @@
+"""Runs of Hugging Face's Trainer, Accelerate, PEFT and TRL on ranks of a pool: a tiny Llama on the CPU.
+
+Accelerate shards on accelerators only, FSDP and DeepSpeed alike: :func:`as_accelerators` tells it that the ranks have
+one. All else is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+import shardopt
+from lm.digests import of_tensors
+from ranks.deepspeed import import_deepspeed
+from shardopt.checkpoint.contents import held_tensors
+from shardopt.sharding.deepspeed.engine import is_engine, opened
+
+VOCABULARY, LENGTH = 64, 16
+LAYER = "LlamaDecoderLayer"
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
+
+#: Arguments of TrainingArguments, by the way of sharding.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ddp": {"ddp_find_unused_parameters": False},
+    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [LAYER]}},
+    "fsdp2 sharded": {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": [LAYER],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
+    "fsdp1": {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 1,
+            "transformer_layer_cls_to_wrap": [LAYER],
+            "sync_module_states": False,  # which looks for an accelerator
+            "cpu_ram_efficient_loading": False,
+        },
+    },
+    "zero2": {
+        "deepspeed": {
+            "zero_optimization": {"stage": 2},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": 0.0,
+        }
+    },
+}
+
+
+def zero(**settings: Any) -> dict[str, Any]:
+    return {"deepspeed": {**MODES["zero2"]["deepspeed"], **settings}}
+
+
+NAMED = {"type": "AdamW8bit", "params": {**OPTIONS, "weight_decay": 0.0}}
+MODES["zero2 offload"] = zero(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+MODES["zero2 by name"] = zero(optimizer=NAMED)
+MODES["zero3"] = zero(zero_optimization={"stage": 3})
+
+
+def tiny_llama(vocabulary: int = VOCABULARY) -> nn.Module:
+    """A Llama of 90 thousand parameters, the same on every call; most of its matrices are quantized."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def tiny_lora() -> nn.Module:
+    """The Llama with adapters of rank 32, whose matrices are quantized, behind dropout."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_llama()
+    return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+
+
+def muon() -> Callable[..., Any]:
+    """What Trainer takes in place of an optimizer's class where groups need the whole model."""
+    return lambda model, **options: shardopt.Muon8bit(shardopt.muon_groups(model, **options), min_quantized_numel=64)
+
+
+class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Other tokens in each step, but the same on every rank: then a mean over 2 or 4 ranks is exact.
+
+    Args:
+        per_step: examples that all ranks take together in a step.
+    """
+
+    def __init__(self, per_step: int) -> None:
+        self._per_step = per_step
+
+    def __len__(self) -> int:
+        return 8 * self._per_step
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index // self._per_step)
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def fresh(mode: str) -> None:
+    """Forgets what Accelerate knows from an earlier run in this process, and describes this rank to it."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update(here, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    if mode == "plain":
+        for name in here:
+            del os.environ[name]
+    if mode.startswith("zero"):
+        import_deepspeed()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+
+
+def as_accelerators(mode: str) -> None:
+    """Makes Accelerate take the CPU for an accelerator where the way of sharding needs one."""
+    from accelerate.state import DistributedType, PartialState
+
+    if mode.startswith("fsdp"):
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+    if mode == "fsdp1":  # parameters that are on the CPU would be freed there once they have come from there
+        FlatParamHandle.to_cpu = nullcontext
+    if mode.startswith("zero"):
+        PartialState._shared_state.update(distributed_type=DistributedType.DEEPSPEED, device=torch.device("cpu"))
+
+
+def make_trainer(
+    mode: str,
+    output: Path,
+    *,
+    kind: Callable[..., Any] | None = None,
+    model: Callable[[], nn.Module] = tiny_llama,
+    callbacks: Sequence[Any] = (),
+    optimizer: Any = shardopt.AdamW8bit,
+    options: dict[str, Any] = OPTIONS,
+    **more: Any,
+) -> Any:
+    """A Trainer of 6 steps that saves after the third, with AdamW8bit by ``optimizer_cls_and_kwargs``."""
+    fresh(mode)
+    from transformers import Trainer, TrainingArguments
+
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, **MODES[mode], **more}
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        train_sampling_strategy="sequential",
+        lr_scheduler_type="cosine",
+        learning_rate=OPTIONS["lr"],
+        max_grad_norm=0.0,  # a norm is summed in another order elsewhere
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **settings,
+    )
+    as_accelerators(mode)
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    return (kind or Trainer)(
+        model=model(),
+        args=arguments,
+        train_dataset=Batches(2 * dist.get_world_size()),
+        optimizer_cls_and_kwargs=None if mode == "zero2 by name" else (optimizer, dict(options)),
+        callbacks=list(callbacks),
+    )
+
+
+def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
+    """SHA-256 of every parameter and entry of the state by name, however they are sharded. All ranks must call this."""
+    with engine_or(model, optimizer) as (bare, own):
+        return of_tensors(held_tensors(bare, own))
+
+
+@contextmanager
+def engine_or(model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
+    if not is_engine(model):
+        yield model, optimizer
+        return
+    with opened(model) as pair:
+        yield pair
+
+
+def trained(mode: str, output: Path, resume: str | None = None, **more: Any) -> dict[str, str]:
+    """Trains, from a checkpoint on where one is named, and returns digests of the end."""
+    trainer = make_trainer(mode, output, **more)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == 6
+    return digests(trainer.model_wrapped, trainer.optimizer)
+
+
+def accelerated(mode: str, folder: Path, way: str = "state", resume: bool = False) -> dict[str, str]:
+    """Trains by a loop of one's own with Accelerate: 6 steps, of which the first 3 are saved, or resumed from.
+
+    Args:
+        mode: of ``MODES``.
+        folder: of the checkpoint.
+        way: ``"state"`` saves and loads by Accelerate, ``"portable"`` by shardopt.checkpoint.
+        resume: load the first 3 steps.
+    """
+    fresh(mode)
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugins: dict[str, Any] = {}
+    if "fsdp_config" in MODES[mode]:
+        options = dict(MODES[mode]["fsdp_config"])
+        names = {"version": "fsdp_version", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
+        options = {names.get(name, name): value for name, value in options.items()}
+        policy = {"auto_wrap_policy": "transformer_based_wrap"}
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(**policy, **options)
+    if "deepspeed" in MODES[mode]:
+        config = {**MODES[mode]["deepspeed"], "train_micro_batch_size_per_gpu": 2}
+        plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+    PartialState(cpu=True)
+    as_accelerators(mode)
+    accelerator = Accelerator(**plugins)
+    model = tiny_llama()
+    optimizer = shardopt.AdamW8bit(model.parameters(), **OPTIONS)
+    if mode == "fsdp1":  # which makes other parameters
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(shardopt.AdamW8bit(model.parameters(), **OPTIONS))
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if resume and way == "state":
+        accelerator.load_state(str(folder))
+    elif resume:
+        shardopt.checkpoint.load(folder, model, optimizer)
+    data = Batches(2)
+    for step in range(3 if resume else 0, 6):
+        batch = {key: torch.stack([data[2 * step + i][key] for i in range(2)]) for key in ("input_ids", "labels")}
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 and way == "state":
+            accelerator.save_state(str(folder))
+        elif step == 2:
+            shardopt.checkpoint.save(folder, model, optimizer)
+    return digests(model, optimizer)
+
+
+def fine_tuned(mode: str, output: Path) -> tuple[list[float], dict[str, str]]:
+    """Trains by TRL's SFTTrainer; returns the losses and digests of the end."""
+    fresh(mode)
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(number): number + 3 for number in range(10)}
+    bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    arguments = SFTConfig(
+        output_dir=str(output),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=OPTIONS["lr"],
+        max_grad_norm=0.0,
+        max_length=LENGTH,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+        **MODES[mode],
+    )
+    as_accelerators(mode)
+    trainer = SFTTrainer(
+        model=tiny_llama(),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": ["1 2 3 4 5 6 7 8 9 0"] * 8}),
+        processing_class=tokenizer,
+        optimizer_cls_and_kwargs=(shardopt.AdamW8bit, dict(OPTIONS)),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, digests(trainer.model_wrapped, trainer.optimizer)

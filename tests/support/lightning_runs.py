@@ -1,0 +1,126 @@
+"""Runs of Lightning's Trainer on ranks of a pool: a small model on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import shardopt
+from lm.digests import of_tensors
+from shardopt.checkpoint.contents import held_tensors
+
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
+
+
+def make_module() -> Any:
+    """A LightningModule that shards itself where it is given a device mesh."""
+    from lightning.pytorch import LightningModule
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 48))
+
+        def configure_model(self) -> None:
+            if self.device_mesh is not None:
+                for layer in (*self.layers, self.layers):
+                    if list(layer.parameters()):
+                        fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return (self.layers(batch) - batch * self.current_epoch).square().mean()
+
+        def validation_step(self, batch: Tensor, index: int) -> None:
+            self.log("loss", (self.layers(batch) - batch).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = shardopt.AdamW8bit(self.parameters(), **OPTIONS)
+            return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)]
+
+    return Net()
+
+
+def one_batch() -> Any:
+    """The same on every rank: then a mean over 2 or 4 of them is exact. A resumed epoch would begin anew."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.utils.data.DataLoader(torch.randn(2, 48, generator=generator), batch_size=2)
+
+
+def strategy_of(mode: str) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    if mode == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    if mode == "fsdp1":
+        return fsdp1_on_the_cpu()
+    if mode.startswith("fsdp2"):
+        return ModelParallelStrategy(
+            data_parallel_size=dist.get_world_size(),
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=mode == "fsdp2",
+            process_group_backend="gloo",
+        )
+    return "deepspeed" if mode == "deepspeed" else "auto"
+
+
+def fsdp1_on_the_cpu() -> Any:
+    """PortableFSDPStrategy, which like all of Lightning's FSDP1 would ask for an accelerator by its index."""
+    from shardopt.clients.lightning import PortableFSDPStrategy
+
+    class OnTheCpu(PortableFSDPStrategy):
+        def _setup_model(self, model: nn.Module) -> nn.Module:
+            return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+    return OnTheCpu(process_group_backend="gloo", auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def make_trainer(mode: str, folder: Path) -> Any:
+    """A Trainer of 6 steps that saves after the third."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    return Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy_of(mode),
+        plugins=[TorchElasticEnvironment()],
+        max_epochs=6,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_epochs=3, save_top_k=-1)],
+    )
+
+
+def validated(mode: str, folder: Path) -> float:
+    """The loss of the checkpoint after the third step; it has an optimizer, which validation has not."""
+    trainer = make_trainer(mode, folder)
+    module = make_module()
+    (found,) = trainer.validate(module, one_batch(), ckpt_path=folder / "step=3.ckpt", verbose=False)
+    return found["loss"]
+
+
+def trained(mode: str, folder: Path, resume: bool = False) -> dict[str, str]:
+    """Trains 6 steps, saving after the third, or from there on; returns digests of the end. All ranks call this."""
+    trainer = make_trainer(mode, folder)
+    module = make_module()
+    trainer.fit(module, one_batch(), ckpt_path=folder / "step=3.ckpt" if resume else None)
+    assert trainer.global_step == 6
+    return of_tensors(held_tensors(trainer.strategy.model, trainer.optimizers[0]))
