@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shardopt import unit
 from shardopt.unit import products as unit_products
+from versions import needs_scaled_mm_on_the_cpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FACTORS = (0.5, 0.25, 0.125)
@@ -64,6 +65,7 @@ def test_operands_are_rounded_to_fp8(dtype: torch.dtype) -> None:
     assert not torch.equal(result, products(x, weight.to(dtype), upstream, False)[0])
 
 
+@needs_scaled_mm_on_the_cpu
 def test_scaled_mm_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, which has it, too, so that the operands' layouts are tried without a GPU."""
     expected = products(*problem(24, 32, 48), True)
@@ -90,7 +92,8 @@ def test_gpus_give_the_same(sizes: tuple[int, int, int]) -> None:
 def test_no_rounded_weight_is_kept() -> None:
     """FSDP could not free it between forward and backward pass."""
     weight = nn.Parameter(torch.randn(32, 48))
-    rows, kept = unit.product(torch.randn(8, 48), weight, fp8=True).grad_fn.saved_tensors
+    result = unit.product(torch.randn(8, 48), weight, fp8=True)
+    rows, kept = result.grad_fn.saved_tensors
     assert rows.dtype == E4M3
     assert kept.data_ptr() == weight.data_ptr()
 
