@@ -1,4 +1,4 @@
-// How a kernel on CUDA keeps the moments of a rule, known when compiling.
+// How a kernel on CUDA keeps a rule and its moments, known when compiling.
 #pragma once
 
 #include <type_traits>
@@ -8,6 +8,15 @@
 #include "step/instances.h"
 
 SHARDOPT_BEGIN_NAMESPACE
+
+// Rule and scalars of an entry's tasks, from its group and its step count.
+template <class Rule>
+struct Prepared {
+  Rule rule;
+  float gradient_scale;
+  float step;
+  bool skips;
+};
 
 // Passes over a block, one after the other: the extremes of all moments but relative ones, those of relative ones,
 // codes.

@@ -15,15 +15,6 @@ SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kChunk = kWarp * kLane;
 
-// Rule and scalars of an entry's tasks, from its group and its step count.
-template <class Rule>
-struct Prepared {
-  Rule rule;
-  float gradient_scale;
-  float step;
-  bool skips;
-};
-
 template <class Rule, class Codec>
 class WarpStepper {
   static constexpr int kMoments = Rule::Kept::kCount;

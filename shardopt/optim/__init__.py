@@ -65,5 +65,5 @@ __all__ = [
 OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {
     name.lower(): kind
     for name, kind in list(globals().items())
-    if name in __all__ and kind is not ShardedOptimizer and not name.endswith("8bit")
+    if name in __all__ and kind is not ShardedOptimizer and not name.endswith(("4bit", "8bit"))
 }

@@ -1,7 +1,7 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit -> optim -> step -> state ->
-layout -> codec -> kernels -> _C
+launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit -> optim -> step ->
+state -> layout -> codec -> kernels -> _C
 """
 
 from __future__ import annotations
