@@ -146,7 +146,7 @@ def _intervals(compared: dict[str, list[Comparison]]) -> Any:
 
 def _ticks(axis: Any) -> None:
     """Ticks of an axis of differences, linear up to 1%, logarithmic beyond."""
-    axis.set_major_locator(FixedLocator([sign * x for x in (0.3, 1, 3, 10, 30, 100) for sign in (-1, 1)] + [0]))
+    axis.set_major_locator(FixedLocator([sign * x for x in (0.3, 1, 10, 100) for sign in (-1, 1)] + [0]))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
 

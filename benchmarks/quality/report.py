@@ -94,6 +94,8 @@ def _row(it: Comparison, has_accuracy: bool) -> list[str]:
     if it.difference is None:
         return [*cells, "", "", "", "", it.verdict]
     found = it.difference
+    if found.count == 1:
+        return [*cells, f"{found.mean:+.2f}", "", "", "", it.verdict]
     return [
         *cells,
         f"{found.mean:+.2f}",

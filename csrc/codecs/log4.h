@@ -24,22 +24,11 @@ struct Log4 {
   }
 
   // Level q stands for the float whose bits lie (kLevels - q) steps below those of the block's maximum.
-  struct Unsigned {
-    static constexpr int kScales = 2;  // the maximum; the step, a whole number up to 2^22
-    static constexpr bool kMeasuresSmallest = true;
+  struct Unsigned : ScaledByRange<kLevels - 1, 8> {
     static constexpr bool kIsRandom = true;
-    static constexpr int32_t kMaxRange = 8 << 23;
 
     int32_t step, base, halfway;  // the bits that a level of 0 would stand for; half a step above the maximum's
     float inverse_step;
-
-    SHARDOPT_HD static void measure(const Extremes& extremes, float* scales) {
-      const int32_t range = min_int(extremes.high - (kInfinityBits - extremes.low), kMaxRange);
-      scales[0] = float_from_bits(extremes.high);
-      scales[1] = static_cast<float>(max_int(1, (range + kLevels - 2) / (kLevels - 1)));
-    }
-
-    SHARDOPT_HD static float inverted(const float* scales) { return scales[1]; }
 
     SHARDOPT_HD Unsigned(const float* scales, const float* table)
         : Unsigned(scales, table, reciprocal(inverted(scales))) {}

@@ -14,22 +14,9 @@ struct Log8 {
   static constexpr bool kRelative = true;
 
   // Code q > 0 stands for the float whose bits lie (255 - q) steps below those of the block's maximum; 0 for zero.
-  struct Unsigned {
-    static constexpr int kScales = 2;  // the maximum; the step, a whole number below 2^24
-    static constexpr bool kMeasuresSmallest = true;
-    static constexpr int32_t kLevels = 254;
-    static constexpr int32_t kMaxRange = 32 << 23;
-
+  struct Unsigned : ScaledByRange<254, 32> {
     int32_t top, step, base;  // base: the bits that a code of 0 would stand for
     float inverse_step;
-
-    SHARDOPT_HD static void measure(const Extremes& extremes, float* scales) {
-      const int32_t range = min_int(extremes.high - (kInfinityBits - extremes.low), kMaxRange);
-      scales[0] = float_from_bits(extremes.high);
-      scales[1] = static_cast<float>(max_int(1, (range + kLevels - 1) / kLevels));
-    }
-
-    SHARDOPT_HD static float inverted(const float* scales) { return scales[1]; }
 
     SHARDOPT_HD static bool is_even(const Extremes& extremes) {
       return extremes.high - (kInfinityBits - extremes.low) <= kMaxRange;

@@ -86,6 +86,23 @@ struct ScaledByMaximum {
   SHARDOPT_HD explicit ScaledByMaximum(const float* scales) : scale(scales[0]) {}
 };
 
+// The base of a coder of roots whose codes are even steps of their bits, from the block's maximum down to the smallest
+// one above zero, but no more than kOctaves.
+template <int32_t kSteps, int32_t kOctaves>
+struct ScaledByRange {
+  static constexpr int kScales = 2;  // the maximum; the step, a whole number
+  static constexpr bool kMeasuresSmallest = true;
+  static constexpr int32_t kMaxRange = kOctaves << 23;
+
+  SHARDOPT_HD static void measure(const Extremes& extremes, float* scales) {
+    const int32_t range = min_int(extremes.high - (kInfinityBits - extremes.low), kMaxRange);
+    scales[0] = float_from_bits(extremes.high);
+    scales[1] = static_cast<float>(max_int(1, (range + kSteps - 1) / kSteps));
+  }
+
+  SHARDOPT_HD static float inverted(const float* scales) { return scales[1]; }
+};
+
 // The base of a coder by table: a code stands for its entry times the scale. Either all 256 codes have an entry, or,
 // kSignMagnitude, 128 magnitudes have, and codes are signed.
 template <bool kSignMagnitude>

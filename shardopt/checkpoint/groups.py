@@ -13,8 +13,9 @@ from shardopt.checkpoint.wording import few, line, named
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
-#: Options of the run, which a loading optimizer keeps; other options are loaded.
-OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", *PLACEMENT])
+#: Options of the run, which a loading optimizer keeps; other options are loaded. ``repay`` is among them because codec
+#: and weights, which a load may convert, decide whether it is possible.
+OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT])
 
 SavedGroup = dict[str, Any]
 

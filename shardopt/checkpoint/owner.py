@@ -146,7 +146,8 @@ class Owner:
         if not stored:
             return Forms(None, own)
         as_saved = {key: saved_options.get(key, options[key]) for key in STATE_FORMAT}
-        saved = SliceState.of(piece.shard, dtype, {**options, **as_saved}, moments)
+        # What is repaid is not part of the state, and the saved weights' dtype need not be one that can be repaid.
+        saved = SliceState.of(piece.shard, dtype, {**options, **as_saved, "repay": False}, moments)
         if stored.keys() != saved.entries.keys():
             raise CheckpointError(
                 f"{path}: got {few(stored)} of {named(piece.name)}, saved by {named(self._saved_by)}, expected "

@@ -41,13 +41,13 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, units_in
-from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits, fma, reciprocal, round_fma, round_to_int
+from shardopt.codec.logarithmic import are_sound_roots, measure_roots
+from shardopt.kernels.numeric import bits, float_from_bits, fma, reciprocal, round_fma, round_to_int
 
 _LEVELS = 17
 _MAGNITUDES = 7
 _SIGNED = 2 * _MAGNITUDES + 1
 _MAX_RANGE = 8 << 23  # 8 octaves
-_MAX_STEP = -(-_MAX_RANGE // (_LEVELS - 1))
 _HALF = 0x80008000  # random bits: h = 1 / 2 for both moments
 
 
@@ -65,12 +65,7 @@ class Log4(Codec):
         """Signed: the largest magnitude. Unsigned: the largest root ``M`` and the whole number ``step``."""
         if signed:
             return super().measure(x, signed=True)
-        b = bits(x)
-        high = b.amax(-1)
-        low = torch.where(b > 0, b, INFINITY_BITS).amin(-1)
-        span = (high - low).clamp(max=_MAX_RANGE)
-        step = ((span + _LEVELS - 2) // (_LEVELS - 1)).clamp(min=1)
-        return torch.stack([float_from_bits(high), step.float()], dim=-1)
+        return measure_roots(x, _LEVELS - 1, _MAX_RANGE)
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The part of the byte that stands for the moment, with ``h = 1 / 2``."""
@@ -107,16 +102,6 @@ class Log4(Codec):
         return float_from_bits(torch.where(byte > 0, top - (_LEVELS - (byte - _LEVELS * c)) * step, 0))
 
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        """Whether blocks stand for finite numbers, none below zero where unsigned.
-
-        Unsigned: ``M`` and ``step`` are in the ranges of :meth:`measure`, so that every level is a number above zero;
-        of a block of zeros only code 0 is one.
-        """
         if signed:
             return super().is_sound(codes, scales, signed=True)
-        largest, step = scales.unbind(-1)
-        top = bits(largest)
-        zero = (top == 0) & ((step == 0) | (step == 1))
-        whole = (step >= 1) & (step <= _MAX_STEP) & (step == step.round())
-        sound = zero | (whole & (top > (_LEVELS - 1) * step.int()) & (largest * largest).isfinite())
-        return bool(sound.all()) and not bool(codes[zero].any())
+        return are_sound_roots(codes, scales, _LEVELS - 1, _MAX_RANGE)

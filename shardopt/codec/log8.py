@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
-from shardopt.kernels.numeric import INFINITY_BITS, bits, float32, float_from_bits, fma, reciprocal, round_fma
+from shardopt.codec.logarithmic import are_sound_roots, measure_roots
+from shardopt.kernels.numeric import bits, float32, float_from_bits, fma, reciprocal, round_fma
 
 _LEVELS = 254
 _MAX_RANGE = 32 << 23  # 32 octaves
-_MAX_STEP = -(-_MAX_RANGE // _LEVELS)
 
 
 class Log8(Codec):
@@ -52,12 +52,7 @@ class Log8(Codec):
         """Signed: the largest magnitude. Unsigned: the largest root ``M`` and the whole number ``step``."""
         if signed:
             return super().measure(x, signed=True)
-        b = bits(x)
-        high = b.amax(-1)
-        low = torch.where(b > 0, b, INFINITY_BITS).amin(-1)
-        span = (high - low).clamp(max=_MAX_RANGE)
-        step = ((span + _LEVELS - 1) // _LEVELS).clamp(min=1)
-        return torch.stack([float_from_bits(high), step.float()], dim=-1)
+        return measure_roots(x, _LEVELS, _MAX_RANGE)
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
@@ -75,17 +70,6 @@ class Log8(Codec):
         return float_from_bits(torch.where(q > 0, top - (255 - q) * step, 0))
 
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        """Whether blocks stand for finite numbers, none below zero where unsigned.
-
-        Unsigned: ``M`` and ``step`` are in the ranges of :meth:`measure`, so that every code has a value; of a block of
-        zeros, whose ``step`` is 1, and 0 before the first step of training, only code 0 has one. The roots of float32's
-        numbers are at least 2^-74.5, so that 254 steps, however ``step`` was rounded, end above zero.
-        """
         if signed:
             return super().is_sound(codes, scales, signed=True)
-        largest, step = scales.unbind(-1)
-        top = bits(largest)
-        zero = (top == 0) & ((step == 0) | (step == 1))
-        whole = (step >= 1) & (step <= _MAX_STEP) & (step == step.round())
-        sound = zero | (whole & (top > _LEVELS * step.int()) & (largest * largest).isfinite())
-        return bool(sound.all()) and not bool(codes[zero].any())
+        return are_sound_roots(codes, scales, _LEVELS, _MAX_RANGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -112,8 +113,8 @@ def encode_moments(
     found = [coded[moment.name] for moment in moments]
     if not codec.shared:
         return found
-    (first, second) = found
-    return [each._replace(codes=first.codes + second.codes) for each in found]
+    codes = reduce(torch.add, [each.codes for each in found])
+    return [each._replace(codes=codes) for each in found]
 
 
 def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> Decoded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +163,33 @@ def test_quantize_state_refuses() -> None:
     param = Parameter(torch.zeros(64, 128))
     with pytest.raises(ValueError, match="codec: got 'log4', expected one of 'log8'"):
         shardopt.quantize_state(torch.optim.Adam([param]), codec="log4")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "own_dtype", "own"),
+    [
+        (torch.float32, {}, torch.float32, {"codec": "log8"}),
+        (torch.float32, {}, BF16, {"repay": False}),
+        (torch.float32, {"codec": "log8", "repay": True}, torch.float32, {"codec": "companded8"}),
+        (torch.float32, {"codec": "log8", "repay": True}, BF16, {"codec": "log8"}),
+        (BF16, {"repay": False}, torch.float32, {}),
+        (BF16, {"codec": "log8"}, torch.float32, {"codec": "log8", "repay": True}),
+    ],
+    ids=str,
+)
+def test_a_converted_checkpoint_leaves_repay_as_it_is(
+    tmp_path: Path, dtype: torch.dtype, options: dict[str, Any], own_dtype: torch.dtype, own: dict[str, Any]
+) -> None:
+    """Codec and weights decide whether it is possible, and those are the loading optimizer's."""
+    models = [torch.nn.Linear(128, 64).to(each) for each in (dtype, own_dtype)]
+    saved, fresh = (shardopt.AdamW4bit(m.parameters(), **o) for m, o in zip(models, (options, own), strict=True))
+    for param in models[0].parameters():
+        with_gradient(param, torch.ones_like(param))
+    saved.step()
+    shardopt.checkpoint.save(tmp_path, models[0], saved)
+    shardopt.checkpoint.load(tmp_path, models[1], fresh, convert=True)
+    assert fresh.param_groups[0]["repay"] == own.get("repay")
+    for param in models[1].parameters():
+        assert fresh.state[param]["step"] == 1
+        with_gradient(param, torch.ones_like(param))
+    fresh.step()

@@ -101,7 +101,7 @@ def test_many_steps_of_steady_gradients(rule: str, codec: str) -> None:
     compare(rule, codec, start(FP32, shapes), steps, [(_C.cpu_targets()[0], 1)])
 
 
-@pytest.mark.parametrize("codec", ["log8", "fp32"])
+@pytest.mark.parametrize("codec", ["log8", "companded8", "fp32"])
 @pytest.mark.parametrize("rule", RULES)
 def test_nan_propagates(rule: str, codec: str) -> None:
     params, optimizer = make(rule, codec, start(FP32, ((3, 257),)), nonfinite="propagate")
@@ -117,7 +117,7 @@ def test_nan_propagates(rule: str, codec: str) -> None:
 
 @pytest.mark.parametrize("block_size", [16, 32, 256, 1024, 4096])
 @pytest.mark.parametrize("codec", EIGHT_BIT)
-@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+@pytest.mark.parametrize("rule", ["adamw", "momentum", "repaid_adamw"])
 def test_block_sizes(rule: str, codec: str, block_size: int) -> None:
     shapes = ((2, 5000), (3, 257), (2, 4096), (2, 4097))
     steps = [gradients(t, FP32, shapes) for t in (1, 3, 4)]

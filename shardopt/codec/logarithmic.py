@@ -1,0 +1,48 @@
+"""Scales of codes that divide the range of a block's roots evenly in the bits of float32: log8's and log4's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits
+
+
+def measure_roots(x: Tensor, steps: int, most: int) -> Tensor:
+    """The largest root ``M`` of each block, and the whole number ``step`` of which so many lead to the smallest.
+
+    Args:
+        x: roots, float32, ``(..., block_size)``.
+        steps: how many.
+        most: the largest range, in units of the last bit; smaller roots are not reached.
+
+    Returns:
+        float32, ``(..., 2)``.
+    """
+    b = bits(x)
+    high = b.amax(-1)
+    low = torch.where(b > 0, b, INFINITY_BITS).amin(-1)
+    span = (high - low).clamp(max=most)
+    step = ((span + steps - 1) // steps).clamp(min=1)
+    return torch.stack([float_from_bits(high), step.float()], dim=-1)
+
+
+def are_sound_roots(codes: Tensor, scales: Tensor, steps: int, most: int) -> bool:
+    """Whether all codes stand for finite roots above zero, and those of blocks of zeros for zero.
+
+    ``M`` and ``step`` are then in the ranges of :func:`measure_roots`. Of a block of zeros, whose ``step`` is 1, and 0
+    before the first step of training, only code 0 has a value. The roots of float32's numbers are at least 2^-74.5, so
+    that all steps, however ``step`` was rounded, end above zero.
+
+    Args:
+        codes: ``(..., block_size)``.
+        scales: as :func:`measure_roots` gives them.
+        steps: as there.
+        most: as there.
+    """
+    largest, step = scales.unbind(-1)
+    top = bits(largest)
+    zero = (top == 0) & ((step == 0) | (step == 1))
+    whole = (step >= 1) & (step <= -(-most // steps)) & (step == step.round())
+    sound = zero | (whole & (top > steps * step.int()) & (largest * largest).isfinite())
+    return bool(sound.all()) and not bool(codes[zero].any())
