@@ -58,7 +58,7 @@ def bars() -> list[list[Bar]]:
             estimated("shardopt AdamW8bit, float32 weights", dtype="float32"),
             estimated("bf16 + 8 bits", **bits),
             estimated("... and release_gradients", release=True, **bits),
-            estimated("... and AdamW4bit (experimental)", "adamw4bit", release=True, **bits),
+            estimated("... and AdamW4bit (experimental)", release=True, codec="log4", **bits),
             estimated('AdamW8bit, ... and offload="state"', release=True, offload="state", **bits),
         ],
     ]
