@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from shardopt import doctor
 from shardopt.estimate import cli
 
 
@@ -19,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
-    cli.add_parser(parser.add_subparsers(required=True, metavar="command"))
+    commands = parser.add_subparsers(required=True, metavar="command")
+    cli.add_parser(commands)
+    doctor.add_parser(commands)
     args = parser.parse_args(arguments)
     status: int = args.run(args)
     return status
