@@ -194,8 +194,8 @@ def _of_cuda(facts: Facts) -> list[Finding]:
         return [*found, Finding("CUDA kernels are not in this build, though there are GPUs", again, unusable)]
     if facts.kernel_gpus < len(facts.torch_gpus):
         remedy = (
-            f"the toolkit of this build is newer than the driver: build with CUDA {facts.driver[0]} or older (CUDA_HOME), "
-            "or update the driver"
+            f"the toolkit of this build is newer than the driver: build with CUDA {facts.driver[0]} or older, or update "
+            "the driver"
         )
         found.append(_fault(f"the CUDA runtime in this build sees {facts.kernel_gpus} GPUs", remedy))
     for index, ((name, capability), failure) in enumerate(zip(facts.torch_gpus, facts.gpu_steps, strict=True)):

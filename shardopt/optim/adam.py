@@ -53,7 +53,8 @@ class AdamW(ShardedOptimizer):
         cautious_weight_decay: decay only elements that the update does not move away from zero (arXiv 2510.12402).
         repay: move each weight at once by what coding takes from its first moment, times all later steps' share of it.
             Needs float32 parameters or ``master_weight_bits``, and the codec "log4" or "log8". None: with "log4". An
-            element whose gradient is skipped is repaid all the same.
+            element whose gradient is skipped is repaid all the same. Checkpoints of :mod:`shardopt.checkpoint` leave it
+            as the optimizer has it.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:

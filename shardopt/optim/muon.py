@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from shardopt.codec import Moment
+from shardopt.codec import Moment, get_codec
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz
 from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.adam import adam_hyper
@@ -180,6 +180,11 @@ class Muon(ShardedOptimizer):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["algorithm"] == "muon" and group["eps"] == 0:
             raise ValueError("eps: got 0 for Muon, by which a gradient of zeros would be divided, expected more")
+        if get_codec(group["codec"]).shared:
+            raise ValueError(
+                f"codec: got {group['codec']!r} for a group of Muon, which does not repay what it loses, expected "
+                "another codec; step these parameters with AdamW4bit"
+            )
         if group["adjust_lr_fn"] not in (None, *_SCALES):
             raise ValueError(
                 f"adjust_lr_fn: got {group['adjust_lr_fn']!r}, expected None or one of {', '.join(map(repr, _SCALES))}"

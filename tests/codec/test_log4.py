@@ -142,6 +142,7 @@ def test_repaid_weights_are_nearer_to_the_exact_ones() -> None:
     [
         (lambda p: shardopt.Lion([p], codec="log4"), "codec: got 'log4' for Lion .* expected another codec"),
         (lambda p: shardopt.LAMB([p], codec="log4"), "codec: got 'log4' for LAMB"),
+        (lambda p: shardopt.Muon([p], algorithm="adamw", codec="log4"), "codec: got 'log4' for a group of Muon"),
         (lambda p: shardopt.AdamW4bit([p], amsgrad=True), "codec: got 'log4' .* rule 'amsgrad'"),
         (lambda p: shardopt.AdamW([p], amsgrad=True, repay=True), "repay: got True beside amsgrad"),
         (lambda p: shardopt.AdamW4bit([p], cautious=True, repay=False), "codec: got 'log4' .* 'cautious_adam'"),

@@ -1,0 +1,209 @@
+"""What a portable checkpoint holds, told without the model: sizes, ranges of values, codes, what is wrong with them.
+
+Data are read once, chunk by chunk, and verified: memory does not grow with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.data_file import check_lengths, opened, read_chunks
+from shardopt.checkpoint.index import StoredChunk, StoredTensor, load_index, noticing_replacement
+from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
+
+_OWN_NAMES = ("step", LOW_BITS, SHARED_CODES)
+
+
+@dataclass
+class Values:
+    """Values of a tensor.
+
+    Attributes:
+        nan: how many are NaN.
+        infinite: how many are infinite.
+        low: the least finite one; infinity without one.
+        high: the largest finite one; minus infinity without one.
+        counts: of uint8, how often each value occurs: int64, (256,).
+    """
+
+    nan: int = 0
+    infinite: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    counts: Tensor = field(default_factory=lambda: torch.zeros(256, dtype=torch.int64))
+
+    def add(self, x: Tensor) -> None:
+        """Takes more values: 1-D, any dtype."""
+        if x.dtype == torch.uint8:
+            self.counts += torch.bincount(x, minlength=256)
+        if not x.is_floating_point() or not x.numel():
+            return
+        low, high = (float(end) for end in torch.aminmax(x if x.dtype.itemsize > 1 else x.float()))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self.nan += int(x.isnan().sum())
+            self.infinite += int(x.isinf().sum())
+            x = x[x.isfinite()]
+            if not x.numel():
+                return
+            low, high = (float(end) for end in torch.aminmax(x))
+        self.low, self.high = min(self.low, low), max(self.high, high)
+
+    @property
+    def bits_used(self) -> float:
+        """Entropy of the codes, bits: 8 where all occur alike, less where few do most of the work."""
+        share = self.counts.double() / max(int(self.counts.sum()), 1)
+        return float(-(share[share > 0] * share[share > 0].log2()).sum())
+
+
+@dataclass
+class Parameter:
+    """A parameter of the checkpoint, or a buffer.
+
+    Attributes:
+        name: its name in the model.
+        weights: the stored tensor, if the model was saved.
+        state: the stored entries of the optimizer's state, by name.
+        options: of its param group; empty for one without.
+        values: of all these, by their names in the checkpoint; empty where they were not read.
+    """
+
+    name: str
+    weights: StoredTensor | None
+    state: dict[str, StoredTensor]
+    options: dict[str, Any]
+    values: dict[str, Values]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape, of the weights or else of the first entry that has an element for each."""
+        if self.weights is not None:
+            return self.weights.shape
+        whole = [entry.shape for key, entry in self.state.items() if key != "step" and not key.endswith("_scales")]
+        return whole[0] if whole else ()
+
+    @property
+    def codec(self) -> str:
+        """The codec of the state: "fp32" where it is not quantized, "" without state."""
+        if not self.state:
+            return ""
+        quantized = any(key.endswith("_codes") for key in self.state)
+        moments = [key for key in self.state if key not in _OWN_NAMES]
+        named = str(self.options.get("codec", "?"))
+        return named if quantized or named == "bf16" else "fp32" if moments else ""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind: weights, codes, scales, moments without codes, master low bits."""
+        found = {"weights": 0 if self.weights is None else _nbytes(self.weights)}
+        found |= dict.fromkeys(("codes", "scales", "moments", "master low bits"), 0)
+        for key, entry in self.state.items():
+            kind = "codes" if key.endswith("_codes") else "scales" if key.endswith("_scales") else "moments"
+            found["master low bits" if key == LOW_BITS else kind] += _nbytes(entry)
+        return found
+
+
+@dataclass
+class Summary:
+    """A checkpoint.
+
+    Attributes:
+        path: its folder.
+        header: as :func:`shardopt.checkpoint.read_header` gives it.
+        files: the lengths of the data files, bytes.
+        parameters: parameters and buffers, in the order of their names.
+        others: further tensors, by name: those of ``extra``, and state that belongs to no parameter.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    files: dict[str, int]
+    parameters: list[Parameter]
+    others: dict[str, StoredTensor]
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values: NaN, infinities, steps that differ."""
+        steps = set()
+        for parameter in self.parameters:
+            for key, values in parameter.values.items():
+                if values.nan or values.infinite:
+                    yield f"{key}: {values.nan:,} NaN, {values.infinite:,} infinite"
+                if key.endswith(".step"):
+                    steps.add(values.low)
+        if len(steps) > 1:
+            yield f"step counts differ: {', '.join(f'{step:g}' for step in sorted(steps))}"
+
+
+def summarize(
+    path: str | os.PathLike[str], *, values: bool = True, progress: Callable[[int], object] = lambda _: None
+) -> Summary:
+    """Reads what a portable checkpoint holds.
+
+    Args:
+        path: the folder.
+        values: whether to read the data; without, only the index.
+        progress: called with the bytes of each chunk that was read.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    folder = Path(path)
+    index = load_index(folder)
+    groups: list[dict[str, Any]] = index.header.get("param_groups", [])
+    options = {name: group["options"] for group in groups for name in group["parameters"]}
+    names = dict.fromkeys(key.removeprefix("model.") for key in index.tensors if key.startswith("model."))
+    names |= dict.fromkeys(options)
+    parameters = {
+        name: Parameter(name, index.tensors.get(f"model.{name}"), {}, options.get(name, {}), {}) for name in names
+    }
+    others = {}
+    for key, tensor in index.tensors.items():
+        name, _, entry = key.removeprefix("optimizer.").rpartition(".")
+        if key.startswith("optimizer.") and name in parameters:
+            parameters[name].state[entry] = tensor
+        elif not key.startswith("model."):
+            others[key] = tensor
+    owned = {key: tensor for key, tensor in index.tensors.items() if key not in others}
+    summary = Summary(folder, index.header, index.files, list(parameters.values()), others)
+    if values:
+        found: dict[str, Values] = defaultdict(Values)
+        with noticing_replacement(folder, index):
+            check_lengths(folder, index.files)
+            _read(folder, owned, found, progress)
+        for parameter in summary.parameters:
+            keys = [f"model.{parameter.name}", *(f"optimizer.{parameter.name}.{key}" for key in parameter.state)]
+            parameter.values.update({key: found[key] for key in keys if key in found})
+    return summary
+
+
+def _read(
+    folder: Path, tensors: dict[str, StoredTensor], found: dict[str, Values], progress: Callable[[int], object]
+) -> None:
+    by_file: dict[str, list[tuple[str, StoredChunk]]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            by_file[chunk.file].append((key, chunk))
+    with opened([folder / file for file in sorted(by_file)]) as files:
+        for file in files:
+            of_chunk = {chunk: key for key, chunk in by_file[file.path.name]}
+            with read_chunks(file, of_chunk) as chunks:
+                for chunk, data in chunks:
+                    key = of_chunk[chunk]
+                    found[key].add(data.view(tensors[key].dtype))
+                    progress(chunk.bytes)
+
+
+def _nbytes(tensor: StoredTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -1,0 +1,101 @@
+"""The command ``shardopt inspect``: tables of a portable checkpoint, and what it finds wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from shardopt.__main__ import main
+from shardopt.checkpoint import save
+from shardopt.checkpoint.summary import summarize
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64 * 128).view(64, 128).bfloat16())
+        self.bias = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.tensor([3.0, 5.0]))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = Small()
+    optimizer = shardopt.AdamW4bit(model.parameters(), master_weight_bits=24)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save(tmp_path / "saved", model, optimizer, epoch=3)
+    return tmp_path / "saved"
+
+
+def test_summary(saved: Path) -> None:
+    summary = summarize(saved)
+    by_name = {each.name: each for each in summary.parameters}
+    assert set(by_name) == {"weight", "bias", "seen"}
+    weight, bias, seen = by_name["weight"], by_name["bias"], by_name["seen"]
+    assert (weight.codec, bias.codec, seen.codec) == ("log4", "fp32", "")
+    numel = 64 * 128
+    assert weight.nbytes() == {
+        "weights": 2 * numel, "codes": numel, "scales": 12 * 64, "moments": 4, "master low bits": numel,
+    }  # fmt: skip
+    values = weight.values["optimizer.weight.moment_codes"]
+    assert int(values.counts.sum()) == numel
+    assert values.bits_used == 0  # one gradient for all
+    assert (seen.values["model.seen"].low, seen.values["model.seen"].high) == (3, 5)
+    assert weight.values["optimizer.weight.step"].low == 1
+    assert list(summary.problems()) == []
+    assert summarize(saved, values=False).parameters[0].values == {}
+
+
+def test_tables(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved)]) == 0
+    text = capsys.readouterr().out
+    for needed in ("saved by AdamW4bit", "extra: epoch", "log4", "64 x 128", "2.094", "No NaN, no infinities."):
+        assert needed in text
+    assert main(["inspect", str(saved), "--index-only"]) == 0
+    assert "The data were not read." in capsys.readouterr().out
+
+
+def test_json(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["header"]["optimizer"] == "AdamW4bit"
+    assert found["problems"] == []
+    assert {each["name"]: each["codec"] for each in found["parameters"]}["weight"] == "log4"
+
+
+def test_nan_and_infinities_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Small()
+    with torch.no_grad():
+        model.weight[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        model.seen.fill_(torch.nan)
+    save(tmp_path / "saved", model, None)
+    assert main(["inspect", str(tmp_path / "saved")]) == 1
+    text = capsys.readouterr().out
+    assert "model.weight: 1 NaN, 2 infinite" in text
+    assert "model.seen: 2 NaN, 0 infinite" in text
+
+
+def test_damage_is_an_error(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data,) = saved.glob("*.bin")
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+    assert main(["inspect", str(saved)]) == 1
+    assert "checksum" in capsys.readouterr().err
+    assert main(["inspect", str(saved / "nothing")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_plot(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
+    assert main(["inspect", str(saved), "--plot", str(tmp_path / "codes.png")]) == 0
+    assert (tmp_path / "codes.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        main(["inspect", str(saved), "--plot", "x.png", "--index-only"])
