@@ -194,7 +194,7 @@ def _of_cuda(facts: Facts) -> list[Finding]:
         return [*found, Finding("CUDA kernels are not in this build, though there are GPUs", again, unusable)]
     if facts.kernel_gpus < len(facts.torch_gpus):
         remedy = (
-            f"the toolkit of this build is newer than the driver: build with CUDA {facts.driver[0]} or older, or update "
+            f"this build is of a newer CUDA than the driver: build with CUDA {facts.driver[0]} or older, or update "
             "the driver"
         )
         found.append(_fault(f"the CUDA runtime in this build sees {facts.kernel_gpus} GPUs", remedy))

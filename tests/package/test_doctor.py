@@ -54,7 +54,7 @@ def test_a_sound_machine() -> None:
         ({"with_cuda": False, "kernel_gpus": 0, "gpu_steps": ()}, "SHARDOPT_CUDA=1"),
         (
             {"kernel_gpus": 0, "gpu_steps": ("a trial step failed: no device",)},
-            "newer than the driver: build with CUDA 13",
+            "newer CUDA than the driver: build with CUDA 13",
         ),
         ({"gpu_steps": ("a trial step failed: no kernel image",)}, "SHARDOPT_CUDA_ARCHS=90 "),
         ({"gpu_steps": ("no",), "torch_gpus": (("Tesla P100", (6, 0)),)}, "begin at compute capability 7.5"),
