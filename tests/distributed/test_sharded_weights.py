@@ -91,7 +91,7 @@ def test_sweep(ranks: Pool, rule: str, block_size: int, weights: str, world_size
 
 def _scattered(placements: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     pair = Pair("adamw", ["fp32"], [Layout(shape, (2, 1), placements, BF16)], **FORMATS["bf16 stochastic"].options)
-    with pytest.raises(RuntimeError, match="for stochastic rounding, expected every rank to hold one range of dim 0"):
+    with pytest.raises(RuntimeError, match="for rounding at random, expected every rank to hold one range of dim 0"):
         pair.step(pair.gradients(seed=1))
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import shardopt
-from helpers import CODEC_NAMES, RULES, everything
+from helpers import RULES, everything
 from ranks.models import loss_of, make_batch, make_net
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt import _C
+from shardopt.codec import CODECS
 from shardopt.kernels.dispatch import CpuCall, LossScaling, Tables, addresses
 from shardopt.kernels.streamed import EXTENT, STATE_MOVES, StreamedCall, StreamedTables
 from shardopt.kernels.transfers import HostTransfers
@@ -129,7 +130,7 @@ def test_state_that_was_loaded_later_moves_in() -> None:
 def test_steps_of_nothing_are_counted() -> None:
     """A rank may hold nothing of its parameters."""
     steps = torch.zeros(())
-    tables = Tables(np.zeros(0, dtype=_C.tensor_entry), addresses([steps]), [None] * len(CODEC_NAMES))
+    tables = Tables(np.zeros(0, dtype=_C.tensor_entry), addresses([steps]), [None] * len(CODECS))
     streamed = StreamedTables(tables, np.zeros(0, dtype=EXTENT), np.zeros(0, dtype=np.int64))
     call = StreamedCall(streamed, STATE_MOVES, HostTransfers(CHUNK), CHUNK, CpuCall)
     for _ in range(2):

@@ -21,7 +21,7 @@ from shardopt.state.slice_state import SliceState
 from wrapped import ELEMENTWISE, Custom, bits, of, parameters, quietly, same, set_gradients, trained
 
 AdamW = ELEMENTWISE["torch AdamW foreach"]
-BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise]
+BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise and not codec.shared]
 
 
 def rounded(x: Tensor, name: str, codec: str, *, signed: bool) -> Tensor:
