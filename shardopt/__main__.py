@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from shardopt import doctor
 from shardopt.checkpoint import inspect_command
 from shardopt.estimate import cli
 
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (cli, inspect_command):
+    for command in (cli, inspect_command, doctor):
         command.add_parser(commands)
     args = parser.parse_args(arguments)
     status: int = args.run(args)

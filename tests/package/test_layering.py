@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shardopt.unit",
     ),
     ("shardopt",),
+    ("shardopt.doctor",),
     ("shardopt.__main__", "shardopt.clients", "launch"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -53,9 +53,18 @@ def test_snippet(programs: Programs, snippet: str, tmp_path: Path) -> None:
 
 
 def test_first_screen_says_what_it_is() -> None:
-    first = "\n".join(README.read_text().splitlines()[:43])
+    first = "\n".join(README.read_text().splitlines()[:55])
     for needed in ("bytes per parameter", "pip install", "fully_shard", "**Works:**", "**Not yet:**"):
         assert needed in first
+
+
+def test_speeds_stand_in_the_results() -> None:
+    table = README.read_text().partition("## Speed")[2].partition("\n\n| ")[2].partition("\n\n")[0]
+    speeds = re.findall(r"\| (\d[\d.]+) \|", table)
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert len(speeds) == 7
+    for speed in speeds:
+        assert f" {speed} |" in results
 
 
 def test_the_tests_that_clients_md_names_exist() -> None:

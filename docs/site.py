@@ -1,0 +1,47 @@
+"""A hook of MkDocs: pages from outside of docs/ are part of the site, README.md as its front page.
+
+Links between pages are written for the repository, where they also work; here they get the site's paths.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+#: Files outside of docs/, and their places on the site.
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "CITATION.cff": "CITATION.cff",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "LICENSE": "LICENSE",
+    "SECURITY.md": "SECURITY.md",
+    "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
+    **{f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*")},
+}
+LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the files from outside of docs/."""
+    for path, place in OUTSIDE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Gives links the paths of the site."""
+    place = page.file.src_uri
+    path = next((outside for outside, at in OUTSIDE.items() if at == place), f"docs/{place}")
+
+    def moved(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[1]))
+        at = OUTSIDE.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(at, posixpath.dirname(place) or '.')}"
+
+    return LINK.sub(moved, markdown)

@@ -1,0 +1,280 @@
+"""The command ``shardopt doctor``: the build, the machine, versions, and a remedy for each fault."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import shardopt
+from shardopt import _C
+from shardopt.kernels.dispatch import cpu_target, use_cpu_target
+from shardopt.sharding.deepspeed import hooks
+
+#: Versions of PyTorch that were tried: [first, end).
+TORCH = ((2, 6), (2, 16))
+#: The oldest versions of the frameworks that were tried, by package.
+CLIENTS = {
+    "accelerate": "1.15",
+    "lightning": "2.6",
+    "peft": "0.21",
+    "torchtitan": "0.3",
+    "transformers": "5.23",
+    "trl": "1.16",
+}
+#: Packages that single functions use.
+OPTIONAL = ("matplotlib", "mpi4py", "safetensors")
+#: Compute capabilities that the build knows, from the oldest on.
+OLDEST_GPU = (7, 5)
+
+
+class Finding(NamedTuple):
+    """A line of the report.
+
+    Attributes:
+        text: the observation.
+        remedy: what to do about it, empty where nothing is to be done.
+        is_fault: whether something does not work; other remedies are advice.
+    """
+
+    text: str
+    remedy: str = ""
+    is_fault: bool = False
+
+
+def _fault(text: str, remedy: str) -> Finding:
+    return Finding(text, remedy, is_fault=True)
+
+
+@dataclass
+class Facts:
+    """Observations of a machine and an installation.
+
+    Attributes:
+        torch: version of PyTorch.
+        torch_cuda: version of CUDA that PyTorch was made with; None for a build without.
+        machine: the processor's architecture, as in ``platform.machine()``.
+        targets: instruction sets of the CPU kernels that this processor can run, the best first.
+        target: the one in use.
+        differing: targets whose step on the CPU has other bits than the target in use.
+        with_cuda: whether this build has CUDA kernels.
+        driver: the newest version of CUDA that the NVIDIA driver supports, as (major, minor); None without a driver.
+        driver_gpus: GPUs that the driver sees.
+        torch_gpus: name and compute capability of GPUs that PyTorch sees.
+        kernel_gpus: GPUs that the CUDA runtime in this build sees.
+        gpu_steps: result of a trial step on each GPU: "" for the CPU's bits, else what went wrong.
+        packages: versions of optional packages by name, of those that are installed.
+    """
+
+    torch: str
+    torch_cuda: str | None
+    machine: str
+    targets: Sequence[str]
+    target: str
+    differing: Sequence[str] = ()
+    with_cuda: bool = False
+    driver: tuple[int, int] | None = None
+    driver_gpus: int = 0
+    torch_gpus: Sequence[tuple[str, tuple[int, int]]] = ()
+    kernel_gpus: int = 0
+    gpu_steps: Sequence[str] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the result of ``argparse.ArgumentParser.add_subparsers``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="the build, the machine, versions, and a remedy for each fault",
+        description="Reports the build, instruction sets, GPUs, driver and versions, and takes a trial step on each "
+        "device. Ends with 1 if something does not work.",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    findings = judge(observe())
+    print(f"shardopt {shardopt.__version__} in {shardopt.__path__[0]}, Python {platform.python_version()}")
+    print(report(findings))
+    return int(any(finding.is_fault for finding in findings))
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """The findings as text, a line for each, and one for its remedy."""
+    lines = []
+    for text, remedy, is_fault in findings:
+        lines.append(f"{'FAULT' if is_fault else 'note' if remedy else 'ok':7}{text}")
+        lines += [f"{'':7}-> {remedy}"] if remedy else []
+    faults = sum(finding.is_fault for finding in findings)
+    return "\n".join([*lines, f"{faults or 'no'} fault{'' if faults == 1 else 's'} found"])
+
+
+def observe() -> Facts:
+    """Looks at this machine, and steps a small parameter on each of its devices."""
+    expected = _stepped("cpu")
+    differing = []
+    for target in _C.cpu_targets():
+        with use_cpu_target(target):
+            if not torch.equal(_stepped("cpu"), expected):
+                differing.append(target)
+    driver, driver_gpus = _driver()
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return Facts(
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        machine=platform.machine(),
+        targets=_C.cpu_targets(),
+        target=cpu_target(),
+        differing=differing,
+        with_cuda=_C.with_cuda,
+        driver=driver,
+        driver_gpus=driver_gpus,
+        torch_gpus=[(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in gpus],
+        kernel_gpus=_C.cuda_device_count() if _C.with_cuda else 0,
+        gpu_steps=[_tried(f"cuda:{i}", expected) for i in gpus] if _C.with_cuda else [],
+        packages={name: found for name in ("deepspeed", *CLIENTS, *OPTIONAL) if (found := _version_of(name))},
+    )
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """The findings, in the order of the report."""
+    return [*_of_torch(facts), *_of_cpu(facts), *_of_cuda(facts), *_of_packages(facts)]
+
+
+def _of_torch(facts: Facts) -> list[Finding]:
+    text = f"PyTorch {facts.torch}, CUDA {facts.torch_cuda or 'not in it'}; NumPy {np.__version__}"
+    tried = f"{_dotted(TORCH[0])} to before {_dotted(TORCH[1])}"
+    if _numbers(facts.torch) < TORCH[0]:
+        return [_fault(text, f"install PyTorch {tried}")]
+    if _numbers(facts.torch) >= TORCH[1]:
+        return [Finding(text, f"this version was not tried; tried are {tried}")]
+    return [Finding(text)]
+
+
+def _of_cpu(facts: Facts) -> list[Finding]:
+    found = [Finding(f"CPU kernels: {facts.target} in use, available are {', '.join(facts.targets)}")]
+    if list(facts.targets) == ["portable"]:
+        remedy = "steps are several times slower than with AVX2 or NEON; use a processor with one of these"
+        found = [Finding(f"CPU kernels: only portable ones run on this {facts.machine}", remedy)]
+    if facts.differing:
+        remedy = "build again with an unchanged CFLAGS (no -ffast-math), and report this with the compiler's version"
+        return [*found, _fault(f"a step by {', '.join(facts.differing)} has other bits than by {facts.target}", remedy)]
+    return [*found, Finding("a trial step on the CPU has the same bits by each of them")]
+
+
+def _of_cuda(facts: Facts) -> list[Finding]:
+    if facts.driver is None:
+        text = f"no NVIDIA driver; CUDA kernels are {'' if facts.with_cuda else 'not '}in this build"
+        return [Finding(text)]
+    found = [Finding(f"NVIDIA driver for CUDA {_dotted(facts.driver)}, {facts.driver_gpus} GPUs")]
+    if facts.driver_gpus == 0:
+        return [Finding(found[0].text, "check nvidia-smi and CUDA_VISIBLE_DEVICES if this machine should have a GPU")]
+    if facts.torch_cuda is None:
+        remedy = "install PyTorch for CUDA to use the GPUs: https://pytorch.org/get-started/locally"
+        found.append(Finding("PyTorch has no CUDA, though there are GPUs", remedy))
+    elif not facts.torch_gpus:
+        remedy = (
+            f"update the driver, or install PyTorch for CUDA {facts.driver[0]}; it needs a driver of its major version"
+        )
+        if facts.driver[0] >= _numbers(facts.torch_cuda)[0]:
+            remedy = "run python -c 'import torch; torch.zeros(1, device=\"cuda\")', which names the reason"
+        found.append(_fault(f"PyTorch for CUDA {facts.torch_cuda} sees no GPU", remedy))
+    if not facts.with_cuda:
+        again = "install shardopt again with nvcc on PATH and SHARDOPT_CUDA=1"
+        unusable = bool(facts.torch_gpus)
+        return [*found, Finding("CUDA kernels are not in this build, though there are GPUs", again, unusable)]
+    if facts.kernel_gpus < len(facts.torch_gpus):
+        remedy = (
+            f"this build is of a newer CUDA than the driver: build with CUDA {facts.driver[0]} or older, or update "
+            "the driver"
+        )
+        found.append(_fault(f"the CUDA runtime in this build sees {facts.kernel_gpus} GPUs", remedy))
+    for index, ((name, capability), failure) in enumerate(zip(facts.torch_gpus, facts.gpu_steps, strict=True)):
+        text = f"cuda:{index}: {name}, compute capability {_dotted(capability)}"
+        if not failure:
+            found.append(Finding(f"{text}; a trial step has the CPU's bits"))
+        elif capability < OLDEST_GPU:
+            remedy = (
+                f"kernels begin at compute capability {_dotted(OLDEST_GPU)}; keep parameters of this GPU on the CPU"
+            )
+            found.append(_fault(f"{text}; {failure}", remedy))
+        else:
+            arch = "".join(map(str, capability))
+            remedy = f"build for this GPU: SHARDOPT_CUDA=1 SHARDOPT_CUDA_ARCHS={arch} pip install --force-reinstall ."
+            found.append(_fault(f"{text}; {failure}", remedy))
+    return found
+
+
+def _of_packages(facts: Facts) -> list[Finding]:
+    found = []
+    deepspeed = facts.packages.get("deepspeed")
+    if deepspeed is not None:
+        first, end = map(_dotted, hooks.VERSIONS)
+        text, remedy = f"DeepSpeed {deepspeed}", f"pip install 'deepspeed>={first},<{end}'; others are refused"
+        found.append(Finding(text) if hooks.is_known(deepspeed) else _fault(text, remedy))
+    for name, oldest in CLIENTS.items():
+        if (version := facts.packages.get(name)) is not None:
+            old = _numbers(version) < _numbers(oldest)
+            remedy = f"tried from {oldest} on; if something fails, pip install '{name}>={oldest}'"
+            found.append(Finding(f"{name} {version}", remedy if old else ""))
+    found += [Finding(f"{name} {facts.packages[name]}") for name in OPTIONAL if name in facts.packages]
+    missing = [name for name in ("deepspeed", *CLIENTS, *OPTIONAL) if name not in facts.packages]
+    return [*found, *([Finding(f"not installed, and not needed: {', '.join(missing)}")] if missing else [])]
+
+
+def _stepped(device: str) -> Tensor:
+    """A parameter after two steps: float32, (64, 200), on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(64, 200, generator=generator).to(device))
+    optimizer = shardopt.AdamW8bit([weight], lr=1e-2)
+    for _ in range(2):
+        weight.grad = torch.randn(64, 200, generator=generator).to(device)
+        optimizer.step()
+    return weight.detach().cpu()
+
+
+def _tried(device: str, expected: Tensor) -> str:
+    """What went wrong in a step on a device; "" where it has the expected bits."""
+    try:
+        return "" if torch.equal(_stepped(device), expected) else "a trial step has other bits than on the CPU"
+    except RuntimeError as error:
+        return f"a trial step failed: {str(error).splitlines()[0]}"
+
+
+def _driver() -> tuple[tuple[int, int] | None, int]:
+    """The newest CUDA that the NVIDIA driver supports, and its number of GPUs; None and 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, 0
+    version, count = ctypes.c_int(), ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)):
+        return None, 0
+    if driver.cuInit(0) == 0:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+    return (version.value // 1000, version.value % 1000 // 10), count.value
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first numbers of a version, at most three."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
