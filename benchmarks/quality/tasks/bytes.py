@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lm import data
-from lm.model import ModelConfig, build
+from lm.model import ModelConfig
+from lm.networks import build
 from quality.task import Task
 from quality.text import TextProblem
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lm import data
-from lm.model import ModelConfig, build
+from lm.model import ModelConfig
+from lm.networks import build
 from quality.task import Task, lr_factor
 from quality.tasks import bytes as pretraining
 from quality.text import TextProblem
