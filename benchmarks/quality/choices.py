@@ -137,6 +137,12 @@ CHOICES: dict[str, Choice] = {
     "dynamic8": _coded("AdamW, dynamic8, blocks of 256", "dynamic8", block_size=256),
     "bf16": _coded("AdamW, bf16", "bf16"),
     "log4": Choice(_shardopt, {"kind": "AdamW4bit", "betas": BETAS, "eps": EPS}, "fp32", "AdamW4bit, log4"),
+    "log4_unpaid": Choice(
+        _shardopt,
+        {"kind": "AdamW4bit", "betas": BETAS, "eps": EPS, "repay": False},
+        "fp32",
+        "AdamW4bit, log4, not repaid",
+    ),
     **_rule("Lion", "Lion", 0.2),
     **_rule("Muon", "Muon", adjust_lr_fn="match_rms_adamw"),
     **_rule("AdEMAMix", "AdEMAMix", by_steps=True),
