@@ -21,7 +21,8 @@ name, text, folder, *rest = sys.argv[1:]
 steps, batch, length = int(rest[0]) if rest else 100, 4, 64
 if not dist.is_initialized():
     dist.init_process_group()
-rank, device = dist.get_rank(), torch.accelerator.current_accelerator() or torch.device("cpu")
+rank, local_rank = dist.get_rank(), dist.get_node_local_rank(fallback_rank=0)
+device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 model = shardopt.cast_model(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), torch.bfloat16).to(device)
 for layer in model.model.layers:

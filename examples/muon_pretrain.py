@@ -19,7 +19,7 @@ text, *rest = sys.argv[1:]
 steps, batch, length = int(rest[0]) if rest else 100, 8, 64
 if not dist.is_initialized():
     dist.init_process_group()
-rank, device = dist.get_rank(), torch.accelerator.current_accelerator() or torch.device("cpu")
+device = torch.device("cuda", dist.get_node_local_rank(0)) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class ByteModel(nn.Module):
@@ -48,7 +48,7 @@ optimizer = shardopt.Muon8bit(shardopt.muon_groups(model, lr=2e-2, adamw_lr=3e-3
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
 tokens = torch.frombuffer(bytearray(Path(text).read_bytes()), dtype=torch.uint8).long()
 for step in range(steps):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     starts = torch.randint(len(tokens) - length - 1, (batch,), generator=generator).tolist()
     window = torch.stack([tokens[start : start + length + 1] for start in starts]).to(device)
     loss = nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
@@ -56,5 +56,5 @@ for step in range(steps):
     optimizer.step()
     optimizer.zero_grad()
     schedule.step()
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")

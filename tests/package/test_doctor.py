@@ -103,8 +103,8 @@ def test_a_trial_step_notices_other_bits_and_failures() -> None:
     assert doctor._tried("meta", expected).startswith("a trial step failed: ")
 
 
-def test_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "shardopt", "doctor"], cwd=ROOT, capture_output=True, text=True)
+def test_command(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "shardopt", "doctor"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode == 0) == ("no faults found" in done.stdout), done.stdout + done.stderr
     assert _C.cpu_targets()[0] in done.stdout
 
