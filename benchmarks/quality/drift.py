@@ -14,7 +14,7 @@ from quality import records
 from quality.choices import CHOICES, Choice
 from quality.task import Task
 
-NAMES = ("log8", "companded8", "dynamic8", "bf16", "log4", "bnb8", "torchao8", "torchao4", "torchao_fp8")
+NAMES = ("log8", "log8_repaid", "companded8", "dynamic8", "bf16", "log4", "bnb8", "torchao8", "torchao4", "torchao_fp8")
 ROWS = 128
 #: Steps between two points of a curve.
 EVERY = 10
