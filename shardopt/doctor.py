@@ -243,7 +243,7 @@ def _stepped(device: str) -> Tensor:
 
 
 def _tried(device: str, expected: Tensor) -> str:
-    """What went wrong in a step on a device; "" where it has the expected bits."""
+    """Takes a step on a device. Returns a description of the fault; "" if the bits are the expected ones."""
     try:
         return "" if torch.equal(_stepped(device), expected) else "a trial step has other bits than on the CPU"
     except RuntimeError as error:

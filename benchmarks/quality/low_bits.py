@@ -223,7 +223,7 @@ class Moments:
 
 @cache
 def repaid_steps(beta1: float, t: int) -> float:
-    """What the first moment after step `t` adds to later AdamW updates: sum_{k>=1} beta1^k / (1 - beta1^(t+k))."""
+    """Weight of the first moment after step `t` in all later AdamW updates: sum_{k>=1} beta1^k / (1 - beta1^(t+k))."""
     return sum(beta1**k / (1 - beta1 ** (t + k)) for k in range(1, int(-40 / math.log(beta1))))
 
 

@@ -13,7 +13,7 @@ Key = tuple[str, int, str, str, float]
 
 
 def key_of(record: Record) -> Key:
-    """What makes two runs the same: optimizer, seed, digest of the task, options of the optimizer, learning rate."""
+    """The identity of a run: optimizer, seed, digest of the task, options of the optimizer, learning rate."""
     options = json.dumps(record["options"], sort_keys=True)
     return record["optimizer"], record["seed"], record["digest"], options, record["lr"]
 

@@ -146,7 +146,7 @@ class Owner:
         if not stored:
             return Forms(None, own)
         as_saved = {key: saved_options.get(key, options[key]) for key in STATE_FORMAT}
-        # What is repaid is not part of the state, and the saved weights' dtype need not be one that can be repaid.
+        # State has the same entries with repay and without. With it, some dtypes of saved weights would be refused.
         saved = SliceState.of(piece.shard, dtype, {**options, **as_saved, "repay": False}, moments)
         if stored.keys() != saved.entries.keys():
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a portable checkpoint holds, told without the model: sizes, ranges of values, codes, what is wrong with them.
+"""Summary of a portable checkpoint, without the model: sizes, ranges of values, codes, NaN and infinities.
 
 Data are read once, chunk by chunk, and verified: memory does not grow with the checkpoint.
 """
@@ -134,7 +134,7 @@ class Summary:
     others: dict[str, StoredTensor]
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values: NaN, infinities, steps that differ."""
+        """One line for each tensor with NaN or infinities, and one if step counts differ."""
         steps = set()
         for parameter in self.parameters:
             for key, values in parameter.values.items():

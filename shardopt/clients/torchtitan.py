@@ -28,7 +28,7 @@ class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc]
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
         try:
             theirs: Callable[..., Optimizer] = _theirs.OptimizersContainer._resolve_optimizer_factory(name)
-        except NotImplementedError:
+        except NotImplementedError:  # torchtitan's way to say that it does not know the name
             ours = getattr(shardopt, name, None)
             if not (isinstance(ours, type) and issubclass(ours, ShardedOptimizer)):
                 raise

@@ -88,7 +88,7 @@ class _Rule(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """What decides the options of parameters: options by pattern, in ascending order of priority, and the rule."""
+    """Options by pattern, of which later ones win, and the rule for learning rates."""
 
     patterns: Sequence[tuple[str, Mapping[str, Any]]]
     rule: _Rule | None

@@ -180,7 +180,7 @@ def test_a_capture_needs_a_step_before_it(emulated: ModuleType, monkeypatch: pyt
 @pytest.mark.parametrize("weights", ALIGNED_FORMATS)
 @pytest.mark.parametrize("codec", ["log4", "log8"])
 def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
-    """What codes lose moves weights that can hold it; blocks of any length, and long ones, which are read thrice."""
+    """Repaid where the weights can have that, in short blocks, and in long ones, which the kernel reads three times."""
     dtype, options = ALIGNED_FORMATS[weights]
     steps = [gradients(t, dtype, SHAPES) for t in (1, 2, 3, 4)]
     asked_for = "companded8" if codec == "log4" else codec
