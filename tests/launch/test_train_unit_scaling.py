@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,14 +36,38 @@ def exact(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+def largest_difference(output: Path, other: Path) -> float:
+    """Of the losses of two runs; of their last ones, where one has fewer."""
+    count = min(len(losses(output)), len(losses(other)))
+    return max(abs(a - b) for a, b in zip(losses(output)[-count:], losses(other)[-count:], strict=True))
+
+
+@pytest.fixture(scope="module")
+def own_error(exact: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], float]:
+    """Of a precision, how far its losses in one process are from float32's. Two more roundings may double that."""
+
+    @cache
+    def of(precision: str) -> float:
+        output = tmp_path_factory.mktemp(precision)
+        assert run(*U_MUP, *PRECISIONS[precision], "--backend", "single", "--data", text, "--output", output) == 0
+        return largest_difference(output, exact)
+
+    return of
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_sharded(ranks: Pool, exact: Path, text: Path, tmp_path: Path, precision: str) -> None:
+def test_sharded(
+    ranks: Pool, exact: Path, own_error: Callable[[str], float], text: Path, tmp_path: Path, precision: str
+) -> None:
     """Losses are those of float32 in one process, and a run that resumes on one rank goes on."""
     output = tmp_path / "sharded"
     options = (*U_MUP, *PRECISIONS[precision], "--data", text)
     found = run_on(ranks, 2, *options, "--backend", "fsdp2", "--output", output)
     assert losses(output)[-1] < losses(output)[0] - 0.5
-    assert losses(output) == pytest.approx(losses(exact), rel=1e-3 if precision == "fp32" else 1e-2)
+    if precision == "fp32":
+        assert losses(output) == pytest.approx(losses(exact), rel=1e-3)
+    else:
+        assert 0 < largest_difference(output, exact) <= 2 * own_error(precision)
     assert found["state_bytes_per_parameter"] < (4.5 if precision == "fp16" else 3.5)
     assert found["weight_bytes_per_parameter"] == (2 if precision == "fp16" else 4)
     resumed = (
@@ -54,7 +80,10 @@ def test_sharded(ranks: Pool, exact: Path, text: Path, tmp_path: Path, precision
     )
     assert run(*options, *resumed) == 0
     assert summary(tmp_path / "one")["verified"]["codes"] > 0
-    assert losses(tmp_path / "one") == pytest.approx(losses(output)[4:], rel=1e-3 if precision == "fp32" else 1e-2)
+    if precision == "fp32":
+        assert losses(tmp_path / "one") == pytest.approx(losses(output)[4:], rel=1e-3)
+    else:
+        assert largest_difference(tmp_path / "one", output) <= 2 * own_error(precision)
 
 
 def test_accumulation_changes_no_gradient(exact: Path, text: Path, tmp_path: Path) -> None:
@@ -67,23 +96,28 @@ def test_accumulation_changes_no_gradient(exact: Path, text: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp1", "zero_redundancy"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_other_backends(ranks: Pool, text: Path, tmp_path: Path, backend: str, precision: str) -> None:
+def test_other_backends(
+    ranks: Pool, own_error: Callable[[str], float], text: Path, tmp_path: Path, backend: str, precision: str
+) -> None:
     """Their bits are those of FSDP2, where float32 is rounded nowhere else."""
     options = (*U_MUP, *PRECISIONS[precision], "--data", text)
     run_on(ranks, 2, *options, "--backend", "fsdp2", "--output", tmp_path / "fsdp2")
     run_on(ranks, 2, *options, "--backend", backend, "--output", tmp_path / backend)
     if precision == "fp32":
         assert digests(tmp_path / backend, 8) == digests(tmp_path / "fsdp2", 8)
-    assert losses(tmp_path / backend) == pytest.approx(losses(tmp_path / "fsdp2"), rel=1e-2)
+    else:
+        assert largest_difference(tmp_path / backend, tmp_path / "fsdp2") <= 2 * own_error(precision)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_standard_parametrization(text: Path, tmp_path: Path, precision: str) -> None:
+    """It learns, with roundings that float32 has not; how well is for benchmarks to say."""
     options = (*TINY, *PRECISIONS[precision], "--backend", "single", "--data", text)
     assert run(*options, "--output", tmp_path / precision) == 0
     assert run(*TINY, "--backend", "single", "--data", text, "--output", tmp_path / "fp32") == 0
-    assert losses(tmp_path / precision) == pytest.approx(losses(tmp_path / "fp32"), rel=1e-2)
-    assert losses(tmp_path / precision) != losses(tmp_path / "fp32")
+    found, exact = losses(tmp_path / precision), losses(tmp_path / "fp32")
+    assert found != exact
+    assert found[0] - found[-1] > (exact[0] - exact[-1]) / 2 > 0
 
 
 def test_a_checkpoint_of_the_other_parametrization_is_refused(
