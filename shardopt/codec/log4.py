@@ -91,7 +91,7 @@ class Log4(Codec):
         low, high = (float_from_bits(top - (_LEVELS - q) * whole) for q in (lower, lower + 1))
         share = ((random >> 16) & 0xFFFF).float() / 65536
         goes_up = (x - low) * (x + low) > share * ((high - low) * (high + low))
-        return torch.where(x > 0, lower + goes_up, 0).to(torch.uint8)
+        return torch.where(bits(x) == 0, 0, lower + goes_up).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         byte = codes.int()
