@@ -23,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from shardopt.layout import BlockGrid, Division, LocalBlocks, Region, Shard
+from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
 from shardopt.sharding.exchange import RanksExchange, joint_group
 
 _CACHED_SHARDS = 8192
@@ -129,6 +130,39 @@ class DTensorShard(Shard):
         columns = offset[1] * math.prod(self.global_shape[2:]) if len(offset) > 1 else 0
         first = offset[0] * self.row_numel + columns if math.prod(shape) else 0
         return Region(first, shape[0], math.prod(shape[1:]), self.row_numel)
+
+    @cached_property
+    def partition(self) -> Placed | None:  # type: ignore[override]
+        return self._partition_by(self._placements, self.global_shape)
+
+    def scales_partition(self, grid: BlockGrid) -> Placed | None:
+        return self._partition_by(self._scales_placements(grid), (self.global_shape[0], grid.blocks_per_row))
+
+    def _partition_by(self, placements: Sequence[Placement], shape: Sequence[int]) -> Placed | None:
+        """The partition by these placements; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None
+        mesh, offset = self._mesh.mesh, 0
+        cuts: list[Cut] = []
+        strided: list[Cut] = []
+        for dim, placement in enumerate(placements):
+            if placement.is_replicate() or mesh.size(dim) == 1:
+                continue
+            along = mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))
+            stride = even_steps(along[0].tolist())
+            if stride is None or not bool((along - along[:, :1] == along[0] - along[0, 0]).all()):
+                return None
+            is_strided = hasattr(placement, "split_factor")  # cuts what a later dimension of the mesh has cut before
+            (strided if is_strided else cuts).append(Cut(placement.dim, mesh.size(dim), stride))  # type: ignore[attr-defined]
+            offset += coordinate[dim] * stride
+        for cut in strided:
+            counts = [other.ways for other in (*cuts, *strided) if other.dim == cut.dim]
+            if len(counts) > 2 or shape[cut.dim] % math.prod(counts):
+                return None
+        ends = sorted((stride, ways) for _, ways, stride in (*cuts, *strided))
+        if any(stride * ways > next_one for (stride, ways), (next_one, _) in itertools.pairwise(ends)):
+            return None
+        return Placed(GridPartition((*cuts, *strided)), offset)
 
     def local(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from shardopt.checkpoint.contents import contents_of, owner_for
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Stager
 from shardopt.state.slice_state import SliceState
-from versions import needs_async_save
 
 STEPS = 2
 
@@ -195,7 +194,6 @@ def _save_while_training(way: str, path: Path) -> None:
         saving.result(timeout=60)
 
 
-@needs_async_save
 @pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
 def test_async_save(ranks: Pool, tmp_path: Path, way: str) -> None:
     ranks.run(2, _save_while_training, way, tmp_path)
@@ -220,7 +218,6 @@ def _no_memory(stager: Stager, tensor: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
-@needs_async_save
 def test_async_save_without_memory_fails_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
     told, own = ranks.run(2, _save_without_memory, tmp_path)
     assert own == ("RuntimeError", "DefaultCPUAllocator: can't allocate memory")
