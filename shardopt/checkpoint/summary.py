@@ -204,7 +204,7 @@ def _read(
             of_chunk.update((chunk, key) for _, chunk in chunks)
             wanted += chunks
     with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:
-        for chunk, data in chunks_read:
+        for _, chunk, data in chunks_read:
             key = of_chunk[chunk]
             found[key].add(data.view(tensors[key].dtype))
             progress(chunk.bytes)

@@ -59,9 +59,10 @@ class FlatShard(_AssignedShard):
     ) -> None:
         super().__init__(global_shape, (max(end - start, 0),))
         self.start, self.end = start, max(end, start)
-        self.cuts = tuple(cuts)
+        self.cuts = cuts
         self.exchange = exchange
         self._division = division
+        self._equal: tuple[int, int, RanksOfRanges] | None = None
         self._partition: Placed | None = None
         self._cut_blocks: dict[int, list[int]] = {}
 
@@ -82,8 +83,11 @@ class FlatShard(_AssignedShard):
             size: elements of the whole per rank.
             ranks: the ranks.
         """
-        numbers = ranks.numbers
-        shard = cls.between(global_shape, equal_ends(first, math.prod(global_shape), size, len(numbers)), ranks)
+        numbers, numel = ranks.numbers, math.prod(global_shape)
+        start, end = (min(max((ranks.rank + i) * size - first, 0), numel) for i in range(2))
+        cuts = range((first // size + 1) * size - first, numel, size) if size else ()
+        shard = cls(global_shape, start, end, cuts, ranks)
+        shard._equal = first, size, ranks
         stride = even_steps(numbers)
         if stride is not None and size:
             rule = RangePartition(len(numbers), stride, first, size, len(global_shape))
@@ -129,8 +133,12 @@ class FlatShard(_AssignedShard):
 
     @property
     def division(self) -> Division | None:
-        holds_all = self.numel == math.prod(self.global_shape)
-        return self._division if self._division is not None or holds_all else super().division
+        numel = math.prod(self.global_shape)
+        if self._division is None and self._equal is not None:  # made for rules that need it: it names every rank
+            first, size, ranks = self._equal
+            ends = equal_ends(first, numel, size, len(ranks.numbers))
+            self._division = Division(ranks, tuple(ranges(ends)))
+        return self._division if self._division is not None or self.numel == numel else super().division
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row = grid.row_numel, grid.blocks_per_row

@@ -152,13 +152,18 @@ class DTensorShard(Shard):
             stride = even_steps(along[0].tolist())
             if stride is None or not bool((along - along[:, :1] == along[0] - along[0, 0]).all()):
                 return None
-            is_strided = hasattr(placement, "split_factor")  # cuts what a later dimension of the mesh has cut before
-            (strided if is_strided else cuts).append(Cut(placement.dim, mesh.size(dim), stride))  # type: ignore[attr-defined]
+            cut = Cut(placement.dim, mesh.size(dim), stride)  # type: ignore[attr-defined]
             offset += coordinate[dim] * stride
-        for cut in strided:
-            counts = [other.ways for other in (*cuts, *strided) if other.dim == cut.dim]
-            if len(counts) > 2 or shape[cut.dim] % math.prod(counts):
+            factor = getattr(placement, "split_factor", None)
+            if factor is None:
+                cuts.append(cut)
+                continue
+            # Cuts the parts that a later dimension of the mesh makes, which must be equal.
+            later = [mesh.size(d) for d in range(dim + 1, mesh.dim()) if getattr(placements[d], "dim", None) == cut.dim]
+            earlier = [other for other in (*cuts, *strided) if other.dim == cut.dim]
+            if earlier or later != [factor] or shape[cut.dim] % factor:
                 return None
+            strided.append(cut)
         ends = sorted((stride, ways) for _, ways, stride in (*cuts, *strided))
         if any(stride * ways > next_one for (stride, ways), (next_one, _) in itertools.pairwise(ends)):
             return None

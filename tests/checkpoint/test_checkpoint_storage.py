@@ -176,7 +176,7 @@ def test_bytes_stay_until_the_next_are_asked_for(tmp_path: Path, monkeypatch: py
     assert len(chunks) == 8
     wanted = [(0, chunk) for chunk in reversed(chunks)]
     with data_file.DataFiles(folder_at(tmp_path), index_of(tmp_path)) as files, files.chunks(wanted) as found:
-        for (chunk, data), row in zip(found, tensors["first"], strict=True):
+        for (_, chunk, data), row in zip(found, tensors["first"], strict=True):
             time.sleep(0.002)  # time for those that read ahead
             assert (chunk.shape, bits(data)) == ((1, 16), bits(row))
 

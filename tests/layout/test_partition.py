@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from ranks.layouts import _ALLOWS_UNEVEN
 from shardopt.checkpoint.rectangles import fill
 from shardopt.layout import BlockGrid, FlatShard
 from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, even_steps
+from shardopt.sharding.dtensor import DTensorShard
 
 RANKS = 24
 
@@ -113,6 +119,54 @@ def _marked(parts: list[Part], shape: tuple[int, ...]) -> torch.Tensor:
     for low, extents in parts:
         found[tuple(slice(a, a + b) for a, b in zip(low, extents, strict=True))] = True
     return found
+
+
+class _Mesh:
+    """A mesh of ranks from 5 on, as seen from one of them."""
+
+    device_type = "cpu"
+
+    def __init__(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> None:
+        self.mesh = torch.arange(5, 5 + math.prod(shape)).reshape(shape)
+        self.shape, self.ndim, self._coordinate = shape, len(shape), list(coordinate)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def get_coordinate(self) -> list[int]:
+        return self._coordinate
+
+
+def _partitions_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[bool]:
+    """For each rank, whether there is a partition; each is compared with the part that PyTorch computes."""
+    found = []
+    for coordinate in itertools.product(*map(range, mesh)):
+        shard = DTensorShard(shape, _Mesh(mesh, coordinate), placements)  # type: ignore[arg-type]
+        placed = shard.partition
+        found.append(placed is not None)
+        if placed is not None:
+            expected = [(shard.offset, tuple(shard.local_shape))] if math.prod(shard.local_shape) else []
+            assert placed.partition.parts(shape, placed.offset) == expected
+    return found
+
+
+@pytest.mark.parametrize("shape", [(97, 130), (6, 8), (40, 66), (3, 7, 12), (7,)], ids=str)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2), (3, 4), (2, 2, 2)], ids=str)
+def test_placements(shape: tuple[int, ...], mesh: tuple[int, ...]) -> None:
+    """All combinations of replicated and sharded dimensions are partitions, uneven ones too."""
+    options = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    for placements in itertools.product(options, repeat=len(mesh)):
+        assert all(_partitions_of(shape, mesh, placements))
+
+
+@pytest.mark.parametrize(("rows", "is_rule"), [(6, True), (14, True), (8, True), (7, False)])
+def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
+    """Where the ranks of tensor parallel have equal parts, which FSDP2 may cut unevenly."""
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    if is_rule or _ALLOWS_UNEVEN:
+        assert _partitions_of((rows, 5), (3, 2), placements) == [is_rule] * 6
+    assert _partitions_of((rows, 5), (3, 2), (_StridedShard(0, split_factor=3), Shard(0))) == [False] * 6
+    assert _partitions_of((rows, 5), (3,), (_StridedShard(0, split_factor=2),)) == [False] * 3
 
 
 def test_even_steps() -> None:
