@@ -85,8 +85,15 @@ class Folder(Protocol):
     def remove(self, name: str) -> None:
         """Removes a file."""
 
-    def remove_all(self) -> None:
-        """Removes the folder with all that is in it."""
+    def remove_if_empty(self) -> None:
+        """Removes the folder if nothing is in it."""
+
+    def siblings(self) -> dict[str, Folder]:
+        """Folders in the same place, this one included, by name."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
 
     def lock(self) -> Lock:
         """A lock for saves into this folder."""
@@ -167,10 +174,16 @@ class LocalFolder:
     def remove(self, name: str) -> None:
         (self._path / name).unlink()
 
-    def remove_all(self) -> None:
-        for name in sorted(os.listdir(self._path)):
-            (self._path / name).unlink()
-        self._path.rmdir()
+    def remove_if_empty(self) -> None:
+        with suppress(OSError):
+            self._path.rmdir()
+
+    def siblings(self) -> dict[str, Folder]:
+        return {path.name: LocalFolder(path) for path in Path(os.path.abspath(self._path)).parent.iterdir()}
+
+    @property
+    def name(self) -> str:
+        return Path(os.path.abspath(self._path)).name
 
     def lock(self) -> Lock:
         return FolderLock(self._path)

@@ -149,7 +149,7 @@ class DTensorShard(Shard):
             if placement.is_replicate() or mesh.size(dim) == 1:
                 continue
             along = mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))
-            stride = even_steps(along[0].tolist())
+            stride = even_steps(tuple(along[0].tolist()))
             if stride is None or not bool((along - along[:, :1] == along[0] - along[0, 0]).all()):
                 return None
             cut = Cut(placement.dim, mesh.size(dim), stride)  # type: ignore[attr-defined]

@@ -170,5 +170,5 @@ def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
 
 
 def test_even_steps() -> None:
-    assert [even_steps(x) for x in ([5], [0, 1, 2], [3, 7, 11])] == [1, 1, 4]
-    assert [even_steps(x) for x in ([2, 1], [0, 1, 3], [0, 0])] == [None, None, None]
+    assert [even_steps(x) for x in ((5,), (0, 1, 2), (3, 7, 11))] == [1, 1, 4]
+    assert [even_steps(x) for x in ((2, 1), (0, 1, 3), (0, 0))] == [None, None, None]
