@@ -3,7 +3,7 @@
 One process plays ranks of a job that saves Llama 8B or 70B (bf16 weights with 24-bit masters, AdamW8bit) under a
 sharding, and ranks of jobs on as many, half as many and twice as many ranks that load the checkpoint. Tensors are on
 the meta device; descriptions, plans, index, tables and reads are real, what other ranks tell is computed. Each row is a
-process of its own. Peak memory is how much the process's resident set grows.
+process of its own. Memory is the peak of the resident set, less what it was before: the simulation's own is in it.
 
     python benchmarks/scale.py                      # all rows, Markdown
     python benchmarks/scale.py --model 70b --sharding fsdp2 --ranks 4096
@@ -138,13 +138,14 @@ class Simulated(Ranks):
 def shards(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -> Iterator[tuple[Parameter, ShardOf]]:
     """The shard of each parameter on a rank."""
     if sharding in ("fsdp2", "hsdp", "fsdp2+tp"):
-        shape = {"fsdp2": (ranks,), "hsdp": (2, ranks // 2), "fsdp2+tp": (ranks // TP, TP)}[sharding]
+        tp = min(TP, ranks)
+        shape = {"fsdp2": (ranks,), "hsdp": (2, ranks // 2), "fsdp2+tp": (ranks // tp, tp)}[sharding]
         mesh: Any = Mesh(shape, rank)
         for parameter in parameters:
             placements: tuple[Placement, ...] = (Shard(0),) if sharding == "fsdp2" else (Replicate(), Shard(0))
             if sharding == "fsdp2+tp":
                 placements = {
-                    0: (_StridedShard(0, split_factor=TP), Shard(0)),
+                    0: (_StridedShard(0, split_factor=tp), Shard(0)),
                     1: (Shard(0), Shard(1)),
                     None: (Shard(0), Replicate()),
                 }[parameter.tp_dim]
@@ -254,7 +255,7 @@ class _OpenTable(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Seconds, and MiB by which the resident set grew at its peak."""
+    """Seconds, and MiB by which the resident set at its peak is larger than before all phases."""
 
     seconds: float
     mib: float
@@ -264,7 +265,7 @@ class Measured(NamedTuple):
 def measured(found: dict[str, Any], name: str) -> Iterator[None]:
     """Measures a phase."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
+    before = found.setdefault("resident before", _status("VmRSS"))
     begin = time.perf_counter()
     yield
     seconds = time.perf_counter() - begin
