@@ -33,7 +33,7 @@ class Target(NamedTuple):
         """Whether moments have to be encoded anew."""
         if self.saved is None or self.spec is None or not self.spec.moments:
             return False
-        return _described(self.saved) != _described(self.spec)
+        return described(self.saved) != described(self.spec)
 
     @property
     def weights(self) -> tuple[WeightFormat, WeightFormat]:
@@ -57,7 +57,7 @@ class Target(NamedTuple):
         if self.converts_state:
             assert self.saved is not None
             assert self.spec is not None
-            found.append(f"{_described(self.saved)} state for {_described(self.spec)}")
+            found.append(f"{described(self.saved)} state for {described(self.spec)}")
         if self.converts_weights:
             old, new = self.weights
             found.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
@@ -80,5 +80,6 @@ class Target(NamedTuple):
         return self.saved.decode(self.state) if self.saved is not None and self.state else None
 
 
-def _described(spec: SliceState) -> str:
+def described(spec: SliceState) -> str:
+    """The codec and block size of a state, in words."""
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name

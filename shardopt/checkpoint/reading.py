@@ -56,8 +56,8 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
             for number, chunk, data in chunks_read:
                 for target, part in reads[number, chunk]:
                     values = data.view(target.tensor.dtype).view(chunk.shape)
-                    to = target.tensor[rectangle(_inside(part, target.offsets), part[1])]
-                    to.copy_(values[rectangle(_inside(part, chunk.offsets), part[1])])
+                    to = target.tensor[rectangle(inside(part, target.offsets), part[1])]
+                    to.copy_(values[rectangle(inside(part, chunk.offsets), part[1])])
 
 
 def find_reads(
@@ -86,10 +86,10 @@ def find_reads(
         chunks_of = _chunks_in(files, index, number, {target.name for target in its_targets})
         for target in its_targets:
             for chunk in chunks_of[target.name]:
-                part = _common(target.part, (chunk.offsets, chunk.shape))
+                part = common(target.part, (chunk.offsets, chunk.shape))
                 if part is not None:
                     reads[number, chunk].append((target, part))
-                    found[target.name, target.offsets].append((_inside(part, target.offsets), part[1]))
+                    found[target.name, target.offsets].append((inside(part, target.offsets), part[1]))
     for target in targets:
         if not fill(target.tensor.shape, found[target.name, target.offsets]):
             raise unknown_content(
@@ -151,7 +151,7 @@ def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[st
     return found
 
 
-def _common(one: Part, other: Part) -> Part | None:
+def common(one: Part, other: Part) -> Part | None:
     """The rectangle that two rectangles have in common; None if there is none."""
     corners = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*one, *other, strict=True)]
     if any(low >= high for low, high in corners):
@@ -159,6 +159,6 @@ def _common(one: Part, other: Part) -> Part | None:
     return tuple(low for low, _ in corners), tuple(high - low for low, high in corners)
 
 
-def _inside(part: Part, offsets: tuple[int, ...]) -> tuple[int, ...]:
+def inside(part: Part, offsets: tuple[int, ...]) -> tuple[int, ...]:
     """Where a rectangle begins in one that begins at these offsets."""
     return tuple(a - b for a, b in zip(part[0], offsets, strict=True))

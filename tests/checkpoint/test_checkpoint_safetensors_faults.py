@@ -103,7 +103,7 @@ def test_a_dtype_that_the_file_cannot_hold(ranks: Pool, tmp_path: Path, dtype: t
 def _save_with_a_failing_writer(path: Path) -> str:
     model, optimizer = trained("fsdp", STEPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_writer, "_header", lambda tensors, metadata: {}["missing"])
+        patch.setattr(safetensors_writer, "header_of", lambda tensors, metadata: {}["missing"])
         with pytest.raises(CheckpointError) as caught:
             save_safetensors(path, model, optimizer)
     save_safetensors(path, model, optimizer)

@@ -71,6 +71,16 @@ class SafetensorsReader:
         data = self._bytes(self._data_begin + stored.begin, stored.end - stored.begin)
         return data.view(stored.dtype).view(stored.shape)
 
+    def read_range(self, name: str, first: int, end: int) -> Tensor:
+        """The elements ``[first, end)`` of a flattened tensor: 1-D, on the CPU.
+
+        Raises:
+            CheckpointError: the system cannot read the file.
+        """
+        stored = self.tensors[name]
+        size = stored.dtype.itemsize
+        return self._bytes(self._data_begin + stored.begin + first * size, (end - first) * size).view(stored.dtype)
+
     def __enter__(self) -> SafetensorsReader:
         return self
 

@@ -62,7 +62,7 @@ class SafetensorsWriter:
         self._left = list(reversed(tensors))
         self.failure: Exception | None = None
         with self._keeping_failure():
-            header = _header(tensors, metadata)
+            header = header_of(tensors, metadata)
             self._file = open(self._temporary, "xb")  # noqa: SIM115  closed by __exit__
             self._file.write(len(header).to_bytes(8, "little") + header)
 
@@ -106,7 +106,8 @@ class SafetensorsWriter:
                 os.unlink(self._temporary)
 
 
-def _header(tensors: Sequence[Description], metadata: Mapping[str, str]) -> bytes:
+def header_of(tensors: Sequence[Description], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file with these tensors in this order, without the length before it."""
     described: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in tensors:

@@ -40,7 +40,7 @@ from shardopt.state.slice_state import SliceState, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 FORMAT_VERSION = 1
-_KEY = "shardopt"  # of the metadata
+KEY = "shardopt"  # of the metadata
 _EXPECTED = "expected what save_safetensors writes; save it again"
 
 PathLike = str | os.PathLike[str]
@@ -53,16 +53,18 @@ class _Entry(NamedTuple):
     get: Callable[[], Tensor]
 
 
-class _Header(NamedTuple):
+class Header(NamedTuple):
     """The content of the metadata.
 
     Attributes:
         dequantized: whether moments are in float32.
         param_groups: parameter names and options of each group.
+        optimizer: the name of the optimizer's class; None in files of earlier versions.
     """
 
     dequantized: bool
     param_groups: list[SavedGroup]
+    optimizer: str | None
 
 
 class _Wanted(NamedTuple):
@@ -195,8 +197,13 @@ def _to_save(model: Module, optimizer: ShardedOptimizer, dequantize: bool) -> tu
     groups = [describe(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
     for group in groups if dequantize else ():
         group["options"] = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
-    header = {"format_version": FORMAT_VERSION, "dequantized": dequantize, "param_groups": groups}
-    return entries, {"format": "pt", _KEY: json.dumps(header)}
+    header = {
+        "format_version": FORMAT_VERSION,
+        "dequantized": dequantize,
+        "optimizer": type(optimizer).__name__,
+        "param_groups": groups,
+    }
+    return entries, {"format": "pt", KEY: json.dumps(header)}
 
 
 def _tensors_of(model: Module) -> dict[str, Tensor]:
@@ -246,7 +253,7 @@ def _plan(
     Raises:
         CheckpointError: the file is not of this model and optimizer.
     """
-    header = _header(path, file.metadata.get(_KEY))
+    header = header_in(path, file)
     expected = {model_key(name): value for name, value in tensors.items()}
     _check(path, file, "model", {name for name in file.tensors if name.startswith("model.")}, expected)
     entries_of: dict[str, set[str]] = {}
@@ -279,12 +286,13 @@ def _plan(
     return wanted, groups
 
 
-def _header(path: str, text: str | None) -> _Header:
-    """The content of the metadata, which may be damaged.
+def header_in(path: str, file: SafetensorsReader) -> Header:
+    """The content of a file's metadata, which may be damaged.
 
     Raises:
         CheckpointError: the file is of another kind or of a newer version, or its metadata are damaged.
     """
+    text = file.metadata.get(KEY)
     if text is None:
         raise CheckpointError(f"{path}: got a safetensors file of another kind, expected one by save_safetensors")
     try:
@@ -301,7 +309,8 @@ def _header(path: str, text: str | None) -> _Header:
         raise CheckpointError(
             f"{path}: got format version {shown(version)}, expected at most {FORMAT_VERSION}; update shardopt"
         )
-    return _Header(dequantized, checked_groups(path, groups))
+    optimizer = fields.get("optimizer")
+    return Header(dequantized, checked_groups(path, groups), optimizer if isinstance(optimizer, str) else None)
 
 
 def _saved_entries(spec: SliceState, *, dequantized: bool) -> dict[str, Tensor]:

@@ -1,0 +1,119 @@
+"""Converts a checkpoint: recognizes the format of the source, and writes another one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardopt.checkpoint.convert.portable import read_portable, write_portable
+from shardopt.checkpoint.convert.recoding import recoded
+from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
+from shardopt.checkpoint.convert.stream import PIECE_NUMEL, Checkpoint
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import PathLike
+from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.location import folder_at
+
+FORMATS = ("portable", "safetensors")
+
+
+class Converted(NamedTuple):
+    """What a conversion did.
+
+    Attributes:
+        source: the format of the source.
+        states: the conversion of each parameter whose state was encoded anew, by the parameter's name.
+        left_out: what the target cannot hold, in words.
+    """
+
+    source: str
+    states: dict[str, str]
+    left_out: list[str]
+
+
+def convert(
+    source: PathLike,
+    target: PathLike,
+    to: str = "portable",
+    *,
+    codec: str | None = None,
+    block_size: int | None = None,
+    optimizer: str | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    piece_numel: int = PIECE_NUMEL,
+) -> Converted:
+    """Converts a checkpoint between codecs and formats, without the model, in pieces of a few MiB.
+
+    Args:
+        source: a portable checkpoint, or a file of ``save_safetensors``; recognized by its files.
+        target: the path or URL of the result, where nothing is yet.
+        to: the format of the result, one of :data:`FORMATS`.
+        codec: of the moments; None keeps the source's.
+        block_size: of quantized moments; None keeps the source's.
+        optimizer: the optimizer's class, such as ``"AdamW"``, where the source does not name it.
+        progress: called with the bytes that were written, and all that will be.
+        piece_numel: elements that are in memory at a time; each takes about 60 bytes.
+
+    Raises:
+        CheckpointError: the source cannot be read, is damaged or of an unknown format, the target exists already, or
+            cannot hold what is in the source. Nothing is left at the target.
+    """
+    writers: dict[str, Any] = {"portable": _to_portable, "safetensors": write_safetensors}
+    if to not in writers:
+        raise CheckpointError(f"got the format {to!r}, expected one of {', '.join(FORMATS)}")
+    options = {key: value for key, value in (("codec", codec), ("block_size", block_size)) if value is not None}
+    _refuse_existing(target)
+    with ExitStack() as closing:
+        kind = format_of(source)
+        checkpoint = _read(kind, source, optimizer, closing)
+        checkpoint, states = recoded(checkpoint, options)
+        total = sum(each.nbytes for each in checkpoint.described.values())
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(done, total)
+
+        writers[to](checkpoint, target, piece_numel, advance)
+    return Converted(kind, states, checkpoint.left_out)
+
+
+def format_of(source: PathLike) -> str:
+    """The format of a checkpoint, by the names of its files.
+
+    Raises:
+        CheckpointError: there is nothing, or it is of no known format.
+    """
+    folder = folder_at(source)
+    text = os.fspath(source)
+    if "://" in text:
+        return "portable"
+    path = Path(text)
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder, expected a checkpoint; check the path")
+    if path.is_dir():
+        if INDEX_NAME in folder.names():
+            return "portable"
+    elif path.is_file():
+        return "safetensors"
+    raise CheckpointError(f"{path}: got no known checkpoint, expected {INDEX_NAME}; check the path")
+
+
+def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack) -> Checkpoint:
+    if kind == "portable":
+        return read_portable(folder_at(source), closing)
+    return read_safetensors(source, optimizer, closing)
+
+
+def _to_portable(checkpoint: Checkpoint, target: PathLike, numel: int, progress: Callable[[int], object]) -> None:
+    write_portable(checkpoint, folder_at(target), numel, progress)
+
+
+def _refuse_existing(target: PathLike) -> None:
+    text = os.fspath(target)
+    if folder_at(target).exists() if "://" in text else os.path.lexists(text):
+        raise CheckpointError(f"{text}: got a target that exists, expected a new path; remove it, or choose another")

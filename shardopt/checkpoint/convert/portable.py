@@ -1,0 +1,170 @@
+"""Portable checkpoints: read and written in pieces."""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint import table
+from shardopt.checkpoint.convert.recoding import add_states, of_names
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges
+from shardopt.checkpoint.data_file import DataFiles, rectangle
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import Folder
+from shardopt.checkpoint.folder_lock import LOCK_NAME
+from shardopt.checkpoint.groups import checked_groups
+from shardopt.checkpoint.index import (
+    INDEX_NAME,
+    Index,
+    StoredFile,
+    StoredTensor,
+    data_file_name,
+    dump_index,
+    load_index,
+    noticing_replacement,
+    unknown_content,
+)
+from shardopt.checkpoint.interrupts import deferred_interrupts
+from shardopt.checkpoint.reading import common, inside, stored_chunks
+from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.saving import require_little_endian
+from shardopt.checkpoint.table import StoredChunk
+from shardopt.checkpoint.wording import named
+from shardopt.layout.partition import GridPartition, rectangles_of_range
+
+_CHUNK_BYTES = 1 << 23
+_ALIGNMENT = 64  # bytes
+
+
+def read_portable(folder: Folder, closing: ExitStack) -> Checkpoint:
+    """A portable checkpoint. Data are read, and verified by their checksums, when they are needed.
+
+    Args:
+        folder: its folder.
+        closing: closes the files.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    require_little_endian()
+    index = load_index(folder)
+    with noticing_replacement(folder, index):
+        chunks = stored_chunks(folder, index)
+        files = closing.enter_context(DataFiles(folder, index))
+        tensors = {key: _lazy(files, index, key, found) for key, found in chunks.items()}
+    extra = index.header.get("extra", {})
+    checkpoint = Checkpoint(str(folder), extra=dict(extra))
+    checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+    if "param_groups" in index.header:
+        checkpoint.optimizer = index.header.get("optimizer")
+        checkpoint.groups = checked_groups(str(folder), index.header["param_groups"])
+        add_states(checkpoint, of_names(tensors))
+    return checkpoint
+
+
+def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress: Callable[[int], object]) -> None:
+    """Writes a portable checkpoint with a single data file.
+
+    Args:
+        checkpoint: what to write.
+        folder: the folder, where nothing is yet.
+        numel: elements of a piece.
+        progress: called with the bytes of each piece that was written.
+
+    Raises:
+        CheckpointError: the checkpoint could not be read or written. Nothing is left of it.
+    """
+    require_little_endian()
+    header: dict[str, Any] = {"extra": checkpoint.extra}
+    if checkpoint.optimizer is not None:
+        header |= {"optimizer": checkpoint.optimizer, "param_groups": checkpoint.groups}
+    tensors = {
+        key: StoredTensor(*checkpoint.described[key], 0, GridPartition()) for key in sorted(checkpoint.described)
+    }
+    token = secrets.token_hex(8)
+    with deferred_interrupts():
+        folder.make()
+        lock = folder.lock()
+        lock.acquire()
+        try:
+            stored = _write_data(checkpoint, folder, data_file_name(token, 0), numel, progress)
+            index = Index(header, token, [stored], tensors)
+            folder.put(INDEX_NAME, f"{INDEX_NAME}.{token}", dump_index(index))
+        except BaseException:
+            with suppress(OSError):
+                folder.remove(data_file_name(token, 0))
+            with suppress(OSError):
+                folder.remove(LOCK_NAME)
+            lock.release()
+            folder.remove_if_empty()
+            raise
+        lock.release()
+
+
+def _write_data(
+    checkpoint: Checkpoint, folder: Folder, name: str, numel: int, progress: Callable[[int], object]
+) -> StoredFile:
+    """Writes the data file with its table."""
+    described = checkpoint.described
+    numbers = {key: number for number, key in enumerate(sorted(described))}
+    chunks: list[StoredChunk] = []
+    of_chunk: list[int] = []
+    target, end = folder.create(name), 0
+    try:
+        for key, first, data in checkpoint.pieces(numel):
+            shape, itemsize = described[key].shape, data.itemsize
+            for begin, stop in ranges(shape, _CHUNK_BYTES // itemsize, first, first + data.numel()):
+                at = begin - first
+                for offsets, extents in rectangles_of_range(shape, begin, stop):
+                    size = torch.Size(extents).numel()
+                    content = data[at : at + size].contiguous().view(torch.uint8).numpy().data
+                    position = -(-end // _ALIGNMENT) * _ALIGNMENT
+                    target.write(content, position)
+                    chunks.append(StoredChunk(offsets, extents, name, position, len(content), zlib.crc32(content)))
+                    of_chunk.append(numbers[key])
+                    at, end = at + size, position + len(content)
+            progress(data.nbytes)
+        of_chunks = table.encoded(of_chunk, chunks)
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        target.write(memoryview(of_chunks), begin)
+        target.finish()
+    except BaseException:
+        target.abort()
+        raise
+    return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
+
+
+def _lazy(files: DataFiles, index: Index, key: str, chunks: list[tuple[int, StoredChunk]]) -> LazyTensor:
+    stored = index.tensors[key]
+    if not fill(stored.shape, [(chunk.offsets, chunk.shape) for _, chunk in chunks]):
+        raise unknown_content(
+            files.folder.shown(INDEX_NAME), f"chunks that do not fill {named(key)} {tuple(stored.shape)}"
+        )
+
+    def read(first: int, end: int) -> Tensor:
+        found = torch.empty(end - first, dtype=stored.dtype)
+        at = 0
+        for wanted in rectangles_of_range(stored.shape, first, end):
+            size = torch.Size(wanted[1]).numel()
+            into = found[at : at + size].view(wanted[1])
+            parts = {chunk: common(wanted, (chunk.offsets, chunk.shape)) for _, chunk in chunks}
+            with (
+                noticing_replacement(files.folder, index),
+                files.chunks([(number, chunk) for number, chunk in chunks if parts[chunk] is not None]) as read_chunks,
+            ):
+                for _, chunk, data in read_chunks:
+                    part = parts[chunk]
+                    assert part is not None
+                    values = data.view(stored.dtype).view(chunk.shape)
+                    to = into[rectangle(inside(part, wanted[0]), part[1])]
+                    to.copy_(values[rectangle(inside(part, chunk.offsets), part[1])])
+            at += size
+        return found
+
+    return LazyTensor(stored.dtype, stored.shape, read)

@@ -1,0 +1,224 @@
+"""Forms of states by the optimizer's class and options, and states encoded anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt import optim
+from shardopt.checkpoint.conversion import described
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, State, part_of_form, state_of_tensors
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.groups import OF_THE_RUN, SavedGroup
+from shardopt.checkpoint.owner import is_of_quantize_state
+from shardopt.checkpoint.wording import few, line, named, shown
+from shardopt.layout import Shard
+from shardopt.optim import ShardedOptimizer
+from shardopt.state.loaded_entries import checked_step, step_on
+from shardopt.state.slice_state import SliceState, StateDict
+
+_CPU = torch.device("cpu")
+
+#: Entries of a checkpoint, by parameter and name.
+Entries = Mapping[str, Mapping[str, LazyTensor]]
+
+
+def class_named(name: object, path: str) -> type[ShardedOptimizer]:
+    """The optimizer of this name.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    known = {key.lower(): key for key in optim.__all__ if key != "ShardedOptimizer"}
+    key = known.get(name.lower()) if isinstance(name, str) else None
+    if key is None:
+        raise CheckpointError(
+            f"{path}: got the state of {named(name)}, expected one of {', '.join(sorted(known.values()))}; name the "
+            "class with --optimizer"
+        )
+    found: type[ShardedOptimizer] = getattr(optim, key)
+    return found
+
+
+def made_optimizer(
+    kind: type[ShardedOptimizer], groups: Sequence[SavedGroup], checkpoint: Checkpoint
+) -> ShardedOptimizer:
+    """An optimizer with a checkpoint's options, of parameters without memory. It has checked the options.
+
+    Raises:
+        CheckpointError: an option is not allowed.
+    """
+    made = []
+    for group in groups:
+        tensors = [checkpoint.parameter(name) for name in group["parameters"]]
+        params = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
+        options = {key: value for key, value in group["options"].items() if key not in OF_THE_RUN or key == "repay"}
+        lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
+        made.append({"params": params, **options, **lists})
+    try:
+        return kind(made)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: {line(error)}") from error
+
+
+def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[str]) -> dict[str, SliceState]:
+    """The form of the state of each named parameter, if param groups have these options.
+
+    Raises:
+        CheckpointError: an option is not allowed, or a parameter is in no param group.
+    """
+    optimizer = made_optimizer(class_named(checkpoint.optimizer, checkpoint.path), groups, checkpoint)
+    found: dict[str, SliceState] = {}
+    wanted = set(names)
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        moments = optimizer.rule(own).moments
+        for name in group["parameters"]:
+            if name in wanted:
+                parameter = checkpoint.parameter(name)
+                shard = Shard(parameter.shape, parameter.shape)
+                # State has the same entries with repay and without.
+                found[name] = SliceState.of(shard, parameter.dtype, {**own, "repay": False}, moments)
+    if wanted - found.keys():
+        raise CheckpointError(
+            f"{checkpoint.path}: got state of {few(wanted - found.keys())} in no param group, expected each in one; "
+            "load another checkpoint"
+        )
+    return found
+
+
+def add_states(checkpoint: Checkpoint, entries: Entries) -> None:
+    """Takes the state entries of a checkpoint, which has parameters and param groups already.
+
+    Raises:
+        CheckpointError: the entries are not those of the optimizer and its options.
+    """
+    if is_of_quantize_state(checkpoint.optimizer):
+        for name, of_name in entries.items():
+            checkpoint.tensors.update({f"optimizer.{name}.{entry}": tensor for entry, tensor in of_name.items()})
+        return
+    for name, form in forms(checkpoint, checkpoint.groups, list(entries)).items():
+        found = {entry: (tensor.dtype, tensor.shape) for entry, tensor in entries[name].items()}
+        expected = {entry: (each.dtype, each.shape) for entry, each in form.entries.items()}
+        if found != expected:
+            entry = min(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+            raise CheckpointError(
+                f"{checkpoint.path}: got {_kind(found.get(entry))} for {named(entry)} of {named(name)}, expected "
+                f"{_kind(expected.get(entry))} of {checkpoint.optimizer} with its options; name another class "
+                "with --optimizer, or load another checkpoint"
+            )
+        tensors = {entry: tensor for entry, tensor in entries[name].items() if entry != "step"}
+        step = entries[name]["step"].whole()
+        checkpoint.states[name] = checked(
+            state_of_tensors(form, checked_step_count(step, name, checkpoint.path), tensors), name, checkpoint.path
+        )
+
+
+def checked_step_count(step: object, name: str, path: str) -> Tensor:
+    """A step count as states have it.
+
+    Raises:
+        CheckpointError: it is no single whole number.
+    """
+    try:
+        return step_on(_CPU, checked_step({"step": step}, name))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {line(error)}") from error
+
+
+def checked(state: State, name: str, path: str) -> State:
+    """A state whose values are checked when they are read, as a load does.
+
+    Reading raises a CheckpointError if a step could not go on from them.
+    """
+
+    def read(first: int, end: int) -> StateDict:
+        entries = state.read(first, end)
+        _check(part_of_form(state.form, first, end), entries, name, path)
+        return entries
+
+    return state._replace(read=read)
+
+
+def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, str]]:
+    """A checkpoint with other codecs or block sizes.
+
+    Moments are decoded and encoded anew where the form of a parameter's state changes, by the functions that
+    ``load(..., convert=True)`` uses; all else is as it was.
+
+    Args:
+        checkpoint: the checkpoint.
+        options: some of ``codec`` and ``block_size``.
+
+    Returns:
+        The checkpoint, and the conversion of each parameter whose state is encoded anew.
+
+    Raises:
+        CheckpointError: the checkpoint has no optimizer, or its optimizer does not take the options.
+    """
+    if not options:
+        return checkpoint, {}
+    if checkpoint.optimizer is None or is_of_quantize_state(checkpoint.optimizer):
+        raise CheckpointError(
+            f"{checkpoint.path}: got {few(options)} for a checkpoint of {checkpoint.optimizer or 'no optimizer'}, "
+            "expected one of an optimizer of shardopt; leave out --codec and --block-size"
+        )
+    groups = [{**group, "options": {**group["options"], **options}} for group in checkpoint.groups]
+    states, converted = dict(checkpoint.states), {}
+    for name, form in forms(checkpoint, groups, list(states)).items():
+        old = states[name]
+        before, after = described(old.form), described(form)
+        if old.form.moments and before != after:
+            converted[name] = f"{before} state for {after}"
+            states[name] = _encoded_anew(old, form, name, checkpoint.path)
+        else:
+            states[name] = old._replace(form=form)
+    return Checkpoint(
+        checkpoint.path,
+        checkpoint.optimizer,
+        groups,
+        checkpoint.extra,
+        checkpoint.tensors,
+        states,
+        checkpoint.left_out,
+    ), converted
+
+
+def decoded(state: State, first: int, end: int) -> dict[str, Tensor]:
+    """The moments of a range of a parameter's elements: float32, 1-D, by name."""
+    form = part_of_form(state.form, first, end)
+    moments = form.decode(state.read(first, end))
+    return {moment.name: x for moment, x in zip(form.moments, moments, strict=True)}
+
+
+def _encoded_anew(state: State, form: SliceState, name: str, path: str) -> State:
+    def read(first: int, end: int) -> StateDict:
+        old, new = part_of_form(state.form, first, end), part_of_form(form, first, end)
+        entries = state.read(first, end)
+        kept = {key: x for key, x in entries.items() if key not in old.moment_entries}
+        return {**kept, **new.encode_local(old.decode(entries))}
+
+    return checked(State(form, state.step, read), name, path)
+
+
+def _check(form: SliceState, entries: StateDict, name: str, path: str) -> None:
+    try:
+        form.check_moments(entries, name)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {line(error)}") from error
+
+
+def _kind(found: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "nothing" if found is None else f"{str(found[0]).removeprefix('torch.')} {shown(found[1])}"
+
+
+def of_names(tensors: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
+    """State entries by parameter and name, of tensors named ``optimizer.<name>.<entry>``."""
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith("optimizer."):
+            name, _, entry = key.removeprefix("optimizer.").rpartition(".")
+            found.setdefault(name, {})[entry] = tensor
+    return found

@@ -1,0 +1,233 @@
+"""A checkpoint that is read and written in pieces: ranges of elements of one tensor, or of one parameter's state.
+
+Memory then does not depend on the size of a checkpoint, or of a tensor in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.contents import model_key, state_key
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.groups import SavedGroup
+from shardopt.checkpoint.wording import named
+from shardopt.layout import FlatShard
+from shardopt.layout.partition import rectangles_of_range
+from shardopt.state.options import MAX_BLOCK_SIZE
+from shardopt.state.slice_state import SliceState, StateDict
+
+#: Elements of a piece. Converting takes at most about 60 bytes for each: see docs/checkpoints.md.
+PIECE_NUMEL = 1 << 22
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is read when it is needed.
+
+    Attributes:
+        dtype: the dtype.
+        shape: the shape.
+        read: gives the elements ``[first, end)`` of the flattened tensor: 1-D, on the CPU.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def whole(self) -> Tensor:
+        """All elements, in the tensor's shape: for small tensors."""
+        return self.read(0, self.numel).view(self.shape)
+
+
+class State(NamedTuple):
+    """The optimizer's state of one parameter, which is read when it is needed.
+
+    Attributes:
+        form: the form of the whole parameter's state.
+        step: the step count: float32, a scalar.
+        read: gives the other entries for the elements ``[first, end)`` of the flattened parameter, as
+            :func:`part_of_form` of them describes. ``first`` is where a block begins.
+    """
+
+    form: SliceState
+    step: Tensor
+    read: Callable[[int, int], StateDict]
+
+
+class Piece(NamedTuple):
+    """A range of elements of a tensor.
+
+    Attributes:
+        key: the tensor's name, as a portable checkpoint has it.
+        first: the index of the first element in the flattened tensor.
+        data: the elements, 1-D.
+    """
+
+    key: str
+    first: int
+    data: Tensor
+
+
+class Described(NamedTuple):
+    """A tensor's dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint on its way from one format to another.
+
+    Attributes:
+        path: where it is, for errors.
+        optimizer: the name of the optimizer's class; None without an optimizer.
+        groups: the param groups, with options that describe the state; empty without an optimizer.
+        extra: further values that JSON can hold.
+        tensors: parameters and buffers, ``model.<name>``, further tensors, ``extra.<key>``, and state that no class
+            describes (quantize_state's), by the names in a portable checkpoint.
+        states: the state of parameters, by the parameters' names.
+        left_out: what the target cannot hold, in words.
+    """
+
+    path: str
+    optimizer: str | None = None
+    groups: list[SavedGroup] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def described(self) -> dict[str, Described]:
+        """Dtypes and shapes of all tensors by name, in the order of :meth:`pieces`."""
+        found = {key: Described(tensor.dtype, tensor.shape) for key, tensor in self.tensors.items()}
+        for name, state in self.states.items():
+            for entry, form in state.form.entries.items():
+                found[state_key(name, entry)] = Described(form.dtype, form.shape)
+        return found
+
+    def pieces(self, numel: int) -> Iterator[Piece]:
+        """All elements of all tensors: those of one tensor ascending, those of a parameter's state by turns.
+
+        Args:
+            numel: elements of a piece, at most.
+        """
+        for key, tensor in self.tensors.items():
+            yield from pieces_of_tensor(key, tensor, numel)
+        for name, state in self.states.items():
+            yield from pieces_of_state(name, state, numel)
+
+    def parameter(self, name: str) -> LazyTensor:
+        """A parameter by its name in the model.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        found = self.tensors.get(model_key(name))
+        if found is None:
+            raise CheckpointError(
+                f"{self.path}: got state of {named(name)} and no such parameter, expected both; save both"
+            )
+        return found
+
+
+def pieces_of_tensor(key: str, tensor: LazyTensor, numel: int) -> Iterator[Piece]:
+    """The pieces of one tensor."""
+    for first, end in ranges(tensor.shape, numel):
+        yield Piece(key, first, tensor.read(first, end))
+
+
+def pieces_of_state(name: str, state: State, numel: int) -> Iterator[Piece]:
+    """The pieces of one parameter's state: for one range of its elements after another, those of all entries."""
+    yield Piece(state_key(name, "step"), 0, state.step.reshape(1))
+    for first, end in ranges(state.form.shard.global_shape, numel):
+        for entry, data in state.read(first, end).items():
+            yield Piece(state_key(name, entry), range_of_entry(state.form, entry, first, end)[0], data.reshape(-1))
+
+
+def ranges(shape: Sequence[int], most: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+    """Ranges ``[first, end)`` that make up a flattened tensor, or a range of it: whole rows, or parts of one row.
+
+    Parts of a row begin at multiples of the largest block size, so that no range cuts a block.
+
+    Args:
+        shape: the tensor's.
+        most: elements of a range, at most; at least one largest block.
+        start: where the first range begins: at a row, or where a part of a row may begin.
+        stop: where the last one ends, likewise.
+    """
+    numel, row = math.prod(shape), math.prod(shape[1:])
+    stop = numel if stop is None else stop
+    aligned = max(most // MAX_BLOCK_SIZE, 1) * MAX_BLOCK_SIZE
+    while start < stop:
+        if row <= most and start % row == 0:
+            end = start + most // row * row
+        else:
+            end = min(start + aligned, (start // row + 1) * row)
+        yield start, min(end, stop)
+        start = end
+
+
+def part_of_form(form: SliceState, first: int, end: int) -> SliceState:
+    """The form of the state of a range of a parameter's elements."""
+    return replace(form, shard=FlatShard(form.shard.global_shape, first, end))
+
+
+def range_of_entry(form: SliceState, entry: str, first: int, end: int) -> tuple[int, int]:
+    """Where a flattened state entry has what belongs to a range of the parameter's elements.
+
+    Args:
+        form: the form of the whole parameter's state.
+        entry: the entry's name.
+        first: where the range begins: at a block.
+        end: where the range ends.
+    """
+    shape, grid = form.entries[entry].shape, form.grid
+    if form.is_scales(entry):
+        width = math.prod(shape[2:])
+        return grid.block_of(first) * width, (grid.block_of(end - 1) + 1) * width
+    width = math.prod(shape[len(form.shard.global_shape) :])
+    return first * width, end * width
+
+
+def state_of_tensors(form: SliceState, step: Tensor, tensors: dict[str, LazyTensor]) -> State:
+    """The state whose entries are these tensors, one of the form's shape and dtype for each entry but the step."""
+
+    def read(first: int, end: int) -> StateDict:
+        part = part_of_form(form, first, end)
+        return {
+            entry: tensor.read(*range_of_entry(form, entry, first, end)).view(part.entries[entry].shape)
+            for entry, tensor in tensors.items()
+        }
+
+    return State(form, step, read)
+
+
+def elements(tensor: Tensor, first: int, end: int) -> Tensor:
+    """A range of a flattened tensor, 1-D; copies no more than the range."""
+    if tensor.is_contiguous():
+        return tensor.reshape(-1)[first:end]
+    parts = rectangles_of_range(tuple(tensor.shape), first, end)
+    found = [tensor[tuple(slice(a, a + n) for a, n in zip(*part, strict=True))].reshape(-1) for part in parts]
+    return torch.cat(found) if found else tensor.new_empty(0)
+
+
+def lazy(tensor: Tensor) -> LazyTensor:
+    """A tensor in memory, or mapped into it, as one that is read when it is needed."""
+    return LazyTensor(tensor.dtype, tuple(tensor.shape), lambda first, end: elements(tensor, first, end))

@@ -1,0 +1,181 @@
+"""Conversions between codecs and to and from the single file: the bits of the library's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from helpers import EIGHT_BIT
+from ranks.runs import snapshot_of
+from ranks.snapshot import assert_same
+from shardopt import checkpoint
+from shardopt.checkpoint.convert import convert
+from shardopt.checkpoint.foreign import load_safetensors, save_safetensors
+from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
+from shardopt.optim import ShardedOptimizer
+
+Make = Callable[..., tuple[nn.Module, ShardedOptimizer]]
+PIECE = 4096  # elements, so that most tensors are cut, some within rows
+
+
+class Net(nn.Module):
+    """Rows that are no multiples of blocks, one longer than a piece, float32 state, a frozen parameter, a buffer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.uneven = nn.Parameter(torch.randn(33, 301).to(dtype))
+        self.long = nn.Parameter(torch.randn(2, 3, 3001).to(dtype))
+        self.bias = nn.Parameter(torch.randn(77).to(dtype))
+        self.scalar = nn.Parameter(torch.randn(()).to(dtype))
+        self.frozen = nn.Parameter(torch.randn(5, 1000).to(dtype), requires_grad=False)
+        self.register_buffer("seen", torch.arange(3))
+
+
+def make(kind: str = "AdamW", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Net, ShardedOptimizer]:
+    torch.manual_seed(0)
+    model = Net(dtype)
+    groups = [
+        {"params": [model.uneven, model.bias], "lr": 0.1},
+        {"params": [model.scalar, model.long], "weight_decay": 0.25},
+    ]
+    return model, getattr(shardopt, kind)(groups, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        for param in model.parameters():
+            if param.requires_grad:
+                param.grad = (torch.randn(param.shape) * torch.randn(param.shape).exp()).to(param.dtype)
+        optimizer.step()
+
+
+def trained(kind: str = "AdamW", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Net, ShardedOptimizer]:
+    model, optimizer = make(kind, dtype, **options)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def assert_loads(path: Path, expected: tuple[nn.Module, ShardedOptimizer], *made: Any, **options: Any) -> None:
+    """Asserts that a portable checkpoint, loaded without conversion, is this run, which then goes on alike."""
+    model, optimizer = make(*made, **options)
+    loaded = checkpoint.load(path, model, optimizer)
+    assert loaded.converted == {}
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*expected))
+    for group, other in zip(optimizer.param_groups, expected[1].param_groups, strict=True):
+        assert {**group, "params": 0} == {**other, "params": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("AdamW", {"codec": "log8"}, {"codec": "companded8"}),
+        ("AdamW", {"codec": "log4"}, {"codec": "log8", "block_size": 64}),
+        ("AdamW", {"codec": "log8"}, {"codec": "log4"}),
+        ("AdamW", {"codec": "dynamic8", "block_size": 256}, {"block_size": 4096}),
+        ("AdEMAMix", {"codec": "log8"}, {"codec": "fp32"}),
+        ("AdEMAMix", {"codec": "fp32"}, {"codec": "log8"}),
+        ("Lion", {"codec": "bf16"}, {"codec": "dynamic8"}),
+        ("SGD", {"codec": "companded8", "momentum": 0.9}, {"codec": "bf16"}),
+        ("NAdam", {"codec": "fp32"}, {"codec": "companded8", "block_size": 16}),
+    ],
+)
+def test_other_codecs_have_the_bits_of_load_with_convert(
+    tmp_path: Path, kind: str, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    checkpoint.save(tmp_path / "saved", *trained(kind, **before), epoch=3, noise=torch.arange(4.0))
+    found = convert(tmp_path / "saved", tmp_path / "converted", **after, piece_numel=PIECE)
+    options = {**before, **after}
+    expected = make(kind, **options)
+    loaded = checkpoint.load(tmp_path / "saved", *expected, convert=True)
+    assert found.states == loaded.converted
+    assert_loads(tmp_path / "converted", expected, kind, **options)
+    extra = checkpoint.load(tmp_path / "converted", *make(kind, **options)).extra
+    assert extra["epoch"] == 3
+    assert torch.equal(extra["noise"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("codec", [*EIGHT_BIT, "log4", "bf16", "fp32"])
+def test_the_same_options_change_no_bit(tmp_path: Path, codec: str) -> None:
+    run = trained(codec=codec)
+    checkpoint.save(tmp_path / "saved", *run)
+    found = convert(tmp_path / "saved", tmp_path / "converted", codec=codec, piece_numel=PIECE)
+    assert found.states == {}
+    assert_loads(tmp_path / "converted", run, codec=codec)
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+def test_master_weights(tmp_path: Path, bits: int) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "master_weight_bits": bits}
+    checkpoint.save(tmp_path / "saved", *trained(**options))
+    convert(tmp_path / "saved", tmp_path / "converted", codec="companded8", piece_numel=PIECE)
+    expected = make(**options, codec="companded8")
+    checkpoint.load(tmp_path / "saved", *expected, convert=True)
+    assert_loads(tmp_path / "converted", expected, **options, codec="companded8")
+
+
+def test_model_alone(tmp_path: Path) -> None:
+    model = Net()
+    checkpoint.save(tmp_path / "saved", model)
+    convert(tmp_path / "saved", tmp_path / "converted", piece_numel=PIECE)
+    other = Net()
+    checkpoint.load(tmp_path / "converted", other)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    with pytest.raises(checkpoint.CheckpointError, match="no optimizer, expected one of an optimizer of shardopt"):
+        convert(tmp_path / "saved", tmp_path / "other", codec="log8")
+    assert not (tmp_path / "other").exists()
+
+
+def test_quantize_state_is_copied(tmp_path: Path) -> None:
+    def quantized() -> tuple[Net, Any]:
+        torch.manual_seed(0)
+        model = Net()
+        return model, shardopt.quantize_state(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+
+    model, optimizer = quantized()
+    step(model, optimizer)
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    convert(tmp_path / "saved", tmp_path / "converted", piece_numel=PIECE)
+    loaded = []
+    for name in ("saved", "converted"):
+        other = quantized()
+        checkpoint.load(tmp_path / name, *other)
+        step(*other)
+        loaded.append(dict(other[0].state_dict()))
+    assert_same(loaded[0], loaded[1])
+
+
+def content(path: Path) -> dict[str, Any]:
+    with SafetensorsReader(path) as file:
+        return {**{name: file.read(name) for name in file.tensors}, "metadata": file.metadata}
+
+
+@pytest.mark.parametrize("codec", ["log8", "log4", "fp32"])
+def test_safetensors(tmp_path: Path, codec: str) -> None:
+    run = trained(codec=codec)
+    checkpoint.save(tmp_path / "saved", *run)
+    file, back = tmp_path / "run.safetensors", tmp_path / "back"
+    convert(tmp_path / "saved", file, "safetensors", piece_numel=PIECE)
+    other = make(codec=codec)
+    load_safetensors(file, *other)
+    assert_same(snapshot_of(*other), snapshot_of(*run))
+    save_safetensors(tmp_path / "own.safetensors", *run)
+    assert_same(*(content(path) for path in (file, tmp_path / "own.safetensors")))
+    for source in (file, tmp_path / "own.safetensors"):
+        convert(source, back / source.name, piece_numel=PIECE)
+        assert_loads(back / source.name, run, codec=codec)
+
+
+def test_dequantized_safetensors(tmp_path: Path) -> None:
+    run = trained(codec="companded8")
+    save_safetensors(tmp_path / "run.safetensors", *run, dequantize=True)
+    convert(tmp_path / "run.safetensors", tmp_path / "converted", codec="log8", piece_numel=PIECE)
+    expected = make(codec="log8")
+    load_safetensors(tmp_path / "run.safetensors", *expected)
+    assert_loads(tmp_path / "converted", expected, codec="log8")
