@@ -12,12 +12,21 @@ from shardopt.checkpoint.convert.portable import read_portable, write_portable
 from shardopt.checkpoint.convert.recoding import recoded
 from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
 from shardopt.checkpoint.convert.stream import PIECE_NUMEL, Checkpoint
+from shardopt.checkpoint.convert.torch_file import read_torch, write_torch
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.location import folder_at
+from shardopt.checkpoint.owner import is_of_quantize_state
+from shardopt.checkpoint.wording import few
 
-FORMATS = ("portable", "safetensors")
+#: Formats that can be written.
+FORMATS = ("portable", "safetensors", "torch")
+
+#: Formats whose moments are float32.
+_FLOAT32 = ("torch",)
+
+_ZIP = b"PK\3\4"
 
 
 class Converted(NamedTuple):
@@ -48,7 +57,8 @@ def convert(
     """Converts a checkpoint between codecs and formats, without the model, in pieces of a few MiB.
 
     Args:
-        source: a portable checkpoint, or a file of ``save_safetensors``; recognized by its files.
+        source: a portable checkpoint, a file of ``save_safetensors``, or one of
+            ``torch.save({"model": ..., "optimizer": ...})``; recognized by its files.
         target: the path or URL of the result, where nothing is yet.
         to: the format of the result, one of :data:`FORMATS`.
         codec: of the moments; None keeps the source's.
@@ -61,14 +71,18 @@ def convert(
         CheckpointError: the source cannot be read, is damaged or of an unknown format, the target exists already, or
             cannot hold what is in the source. Nothing is left at the target.
     """
-    writers: dict[str, Any] = {"portable": _to_portable, "safetensors": write_safetensors}
+    writers: dict[str, Any] = {"portable": _to_portable, "safetensors": write_safetensors, "torch": write_torch}
     if to not in writers:
         raise CheckpointError(f"got the format {to!r}, expected one of {', '.join(FORMATS)}")
     options = {key: value for key, value in (("codec", codec), ("block_size", block_size)) if value is not None}
+    if to in _FLOAT32 and options:
+        raise CheckpointError(f"got {few(options)} for {to}, whose moments are float32, expected neither; leave it out")
     _refuse_existing(target)
     with ExitStack() as closing:
         kind = format_of(source)
         checkpoint = _read(kind, source, optimizer, closing)
+        if to in _FLOAT32 and checkpoint.optimizer is not None and not is_of_quantize_state(checkpoint.optimizer):
+            options = {"codec": "fp32"}
         checkpoint, states = recoded(checkpoint, options)
         total = sum(each.nbytes for each in checkpoint.described.values())
         done = 0
@@ -99,13 +113,16 @@ def format_of(source: PathLike) -> str:
         if INDEX_NAME in folder.names():
             return "portable"
     elif path.is_file():
-        return "safetensors"
+        with path.open("rb") as file:
+            return "torch" if file.read(4) == _ZIP else "safetensors"
     raise CheckpointError(f"{path}: got no known checkpoint, expected {INDEX_NAME}; check the path")
 
 
 def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack) -> Checkpoint:
     if kind == "portable":
         return read_portable(folder_at(source), closing)
+    if kind == "torch":
+        return read_torch(source, optimizer)
     return read_safetensors(source, optimizer, closing)
 
 

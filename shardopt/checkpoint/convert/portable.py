@@ -15,7 +15,6 @@ from shardopt.checkpoint import table
 from shardopt.checkpoint.convert.recoding import add_states, of_names
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges
 from shardopt.checkpoint.data_file import DataFiles, rectangle
-from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.groups import checked_groups

@@ -18,9 +18,13 @@ from shardopt.checkpoint.wording import few, line, named, shown
 from shardopt.layout import Shard
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.loaded_entries import checked_step, step_on
+from shardopt.state.options import DEFAULTS, STATE_FORMAT
 from shardopt.state.slice_state import SliceState, StateDict
 
 _CPU = torch.device("cpu")
+
+#: Options of state that is float32 throughout.
+FLOAT32 = {**{key: dict(DEFAULTS)[key] for key in STATE_FORMAT}, "codec": "fp32"}
 
 #: Entries of a checkpoint, by parameter and name.
 Entries = Mapping[str, Mapping[str, LazyTensor]]
@@ -184,13 +188,6 @@ def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpo
         states,
         checkpoint.left_out,
     ), converted
-
-
-def decoded(state: State, first: int, end: int) -> dict[str, Tensor]:
-    """The moments of a range of a parameter's elements: float32, 1-D, by name."""
-    form = part_of_form(state.form, first, end)
-    moments = form.decode(state.read(first, end))
-    return {moment.name: x for moment, x in zip(form.moments, moments, strict=True)}
 
 
 def _encoded_anew(state: State, form: SliceState, name: str, path: str) -> State:

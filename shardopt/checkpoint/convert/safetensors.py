@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.convert.guess import class_of_entries
-from shardopt.checkpoint.convert.recoding import add_states, of_names
+from shardopt.checkpoint.convert.recoding import FLOAT32, add_states, of_names
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
@@ -24,10 +24,6 @@ from shardopt.checkpoint.foreign.single_file import FORMAT_VERSION, KEY, header_
 from shardopt.checkpoint.local_folder import sync_folder
 from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.wording import few, named
-from shardopt.state.options import DEFAULTS, STATE_FORMAT
-
-#: Options of float32 state.
-FLOAT32 = {**{key: DEFAULTS[key] for key in STATE_FORMAT}, "codec": "fp32"}  # type: ignore[literal-required]
 
 
 def read_safetensors(path: PathLike, optimizer: str | None, closing: ExitStack) -> Checkpoint:
@@ -79,8 +75,8 @@ def write_safetensors(checkpoint: Checkpoint, path: PathLike, numel: int, progre
     for key, (dtype, _) in described.items():
         if dtype not in DTYPES:
             raise CheckpointError(
-                f"{checkpoint.path}: got {named(key)} of {dtype}, expected one of {', '.join(map(str, DTYPES))}; choose "
-                "another format"
+                f"{checkpoint.path}: got {named(key)} of {dtype}, expected one of {', '.join(map(str, DTYPES))}; "
+                "choose another format"
             )
     in_order = sorted(described.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each begins aligned
     metadata = {

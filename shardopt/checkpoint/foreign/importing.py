@@ -126,12 +126,12 @@ def import_state(
 def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Imports:
     """The content of the import, checked as far as one rank can."""
     sources = list(_sources(optimizer, state_dict, names))
-    peer = _recognize([state for source in sources for state in source.states])
+    peer = recognized_peer([state for source in sources for state in source.states])
     imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
     number, unwrapped = 0, []
     for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
-        taken, left_out = _hyper(optimizer, own, source.group, peer)
+        taken, left_out = taken_hyper(optimizer, own, source.group, peer)
         imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
         ids = list(range(number, number + len(own["params"])))
         number += len(ids)
@@ -202,7 +202,7 @@ def _without_none(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in state.items() if value is not None}
 
 
-def _recognize(states: Sequence[Mapping[str, Any]]) -> Peer:
+def recognized_peer(states: Sequence[Mapping[str, Any]]) -> Peer:
     """Finds the package that wrote the state."""
     found: dict[Peer, None] = {}
     for state in filter(None, states):
@@ -221,7 +221,7 @@ def _recognize(states: Sequence[Mapping[str, Any]]) -> Peer:
     return packages[0]
 
 
-def _hyper(
+def taken_hyper(
     optimizer: ShardedOptimizer, own: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The hyper-parameters of a param group that are taken over, and those that are not."""
