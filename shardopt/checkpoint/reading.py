@@ -86,7 +86,7 @@ def find_reads(
         chunks_of = _chunks_in(files, index, number, {target.name for target in its_targets})
         for target in its_targets:
             for chunk in chunks_of[target.name]:
-                part = common(target.part, (chunk.offsets, chunk.shape))
+                part = common_part(target.part, (chunk.offsets, chunk.shape))
                 if part is not None:
                     reads[number, chunk].append((target, part))
                     found[target.name, target.offsets].append((inside(part, target.offsets), part[1]))
@@ -151,7 +151,7 @@ def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[st
     return found
 
 
-def common(one: Part, other: Part) -> Part | None:
+def common_part(one: Part, other: Part) -> Part | None:
     """The rectangle that two rectangles have in common; None if there is none."""
     corners = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*one, *other, strict=True)]
     if any(low >= high for low, high in corners):

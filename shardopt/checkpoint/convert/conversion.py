@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardopt.checkpoint.convert.dcp import METADATA, read_dcp, write_dcp
 from shardopt.checkpoint.convert.portable import read_portable, write_portable
 from shardopt.checkpoint.convert.recoding import recoded
 from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
@@ -21,7 +22,7 @@ from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.wording import few
 
 #: Formats that can be written.
-FORMATS = ("portable", "safetensors", "torch")
+FORMATS = ("portable", "safetensors", "torch", "dcp")
 
 #: Formats whose moments are float32.
 _FLOAT32 = ("torch",)
@@ -58,7 +59,8 @@ def convert(
 
     Args:
         source: a portable checkpoint, a file of ``save_safetensors``, or one of
-            ``torch.save({"model": ..., "optimizer": ...})``; recognized by its files.
+            ``torch.save({"model": ..., "optimizer": ...})``, or a folder of torch.distributed.checkpoint; recognized by
+            its files.
         target: the path or URL of the result, where nothing is yet.
         to: the format of the result, one of :data:`FORMATS`.
         codec: of the moments; None keeps the source's.
@@ -71,7 +73,12 @@ def convert(
         CheckpointError: the source cannot be read, is damaged or of an unknown format, the target exists already, or
             cannot hold what is in the source. Nothing is left at the target.
     """
-    writers: dict[str, Any] = {"portable": _to_portable, "safetensors": write_safetensors, "torch": write_torch}
+    writers: dict[str, Any] = {
+        "portable": _to_portable,
+        "safetensors": write_safetensors,
+        "torch": write_torch,
+        "dcp": write_dcp,
+    }
     if to not in writers:
         raise CheckpointError(f"got the format {to!r}, expected one of {', '.join(FORMATS)}")
     options = {key: value for key, value in (("codec", codec), ("block_size", block_size)) if value is not None}
@@ -110,17 +117,24 @@ def format_of(source: PathLike) -> str:
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder, expected a checkpoint; check the path")
     if path.is_dir():
-        if INDEX_NAME in folder.names():
+        names = folder.names()
+        if INDEX_NAME in names:
             return "portable"
+        if METADATA in names:
+            return "dcp"
     elif path.is_file():
         with path.open("rb") as file:
             return "torch" if file.read(4) == _ZIP else "safetensors"
-    raise CheckpointError(f"{path}: got no known checkpoint, expected {INDEX_NAME}; check the path")
+    raise CheckpointError(
+        f"{path}: got no known checkpoint, expected one of {INDEX_NAME} or {METADATA} in it; check the path"
+    )
 
 
 def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack) -> Checkpoint:
     if kind == "portable":
         return read_portable(folder_at(source), closing)
+    if kind == "dcp":
+        return read_dcp(source, optimizer, closing)
     if kind == "torch":
         return read_torch(source, optimizer)
     return read_safetensors(source, optimizer, closing)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardopt.checkpoint import table
 from shardopt.checkpoint.convert.recoding import add_states, of_names
-from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges
-from shardopt.checkpoint.data_file import DataFiles, rectangle
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt
+from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.groups import checked_groups
@@ -30,7 +30,7 @@ from shardopt.checkpoint.index import (
     unknown_content,
 )
 from shardopt.checkpoint.interrupts import deferred_interrupts
-from shardopt.checkpoint.reading import common, inside, stored_chunks
+from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.saving import require_little_endian
 from shardopt.checkpoint.table import StoredChunk
@@ -146,24 +146,13 @@ def _lazy(files: DataFiles, index: Index, key: str, chunks: list[tuple[int, Stor
             files.folder.shown(INDEX_NAME), f"chunks that do not fill {named(key)} {tuple(stored.shape)}"
         )
 
-    def read(first: int, end: int) -> Tensor:
-        found = torch.empty(end - first, dtype=stored.dtype)
-        at = 0
-        for wanted in rectangles_of_range(stored.shape, first, end):
-            size = torch.Size(wanted[1]).numel()
-            into = found[at : at + size].view(wanted[1])
-            parts = {chunk: common(wanted, (chunk.offsets, chunk.shape)) for _, chunk in chunks}
-            with (
-                noticing_replacement(files.folder, index),
-                files.chunks([(number, chunk) for number, chunk in chunks if parts[chunk] is not None]) as read_chunks,
-            ):
-                for _, chunk, data in read_chunks:
-                    part = parts[chunk]
-                    assert part is not None
-                    values = data.view(stored.dtype).view(chunk.shape)
-                    to = into[rectangle(inside(part, wanted[0]), part[1])]
-                    to.copy_(values[rectangle(inside(part, chunk.offsets), part[1])])
-            at += size
-        return found
+    def reader(number: int, chunk: StoredChunk) -> Callable[[int, int], Tensor]:
+        def read(first: int, end: int) -> Tensor:
+            with noticing_replacement(files.folder, index), files.chunks([(number, chunk)]) as read_chunks:
+                ((_, _, data),) = read_chunks
+                return data.view(stored.dtype)[first:end].clone()
 
-    return LazyTensor(stored.dtype, stored.shape, read)
+        return read
+
+    parts = [((chunk.offsets, chunk.shape), reader(number, chunk)) for number, chunk in chunks]
+    return rebuilt(stored.dtype, stored.shape, parts)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.contents import model_key, state_key
+from shardopt.checkpoint.data_file import rectangle
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import SavedGroup
+from shardopt.checkpoint.reading import common_part, inside
 from shardopt.checkpoint.wording import named
 from shardopt.layout import FlatShard
-from shardopt.layout.partition import rectangles_of_range
+from shardopt.layout.partition import Part, rectangles_of_range
 from shardopt.state.options import MAX_BLOCK_SIZE
 from shardopt.state.slice_state import SliceState, StateDict
 
@@ -231,3 +233,39 @@ def elements(tensor: Tensor, first: int, end: int) -> Tensor:
 def lazy(tensor: Tensor) -> LazyTensor:
     """A tensor in memory, or mapped into it, as one that is read when it is needed."""
     return LazyTensor(tensor.dtype, tuple(tensor.shape), lambda first, end: elements(tensor, first, end))
+
+
+def rebuilt(
+    dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[tuple[Part, Callable[[int, int], Tensor]]]
+) -> LazyTensor:
+    """A tensor of rectangles.
+
+    Args:
+        dtype: the dtype.
+        shape: the shape.
+        chunks: rectangles that fill the tensor, each with what reads a range of its flattened elements.
+    """
+
+    def read(first: int, end: int) -> Tensor:
+        found = torch.empty(end - first, dtype=dtype)
+        at = 0
+        for offsets, extents in rectangles_of_range(shape, first, end):
+            into = found[at : at + math.prod(extents)].view(extents)
+            at += into.numel()
+            for part, read_chunk in chunks:
+                common = common_part((offsets, extents), part)
+                if common is not None:
+                    # A single index of the leading dimensions, and all of the trailing ones: a range of the chunk.
+                    begin = _index(inside(common, part[0]), part[1])
+                    values = read_chunk(begin, begin + math.prod(common[1])).view(common[1])
+                    into[rectangle(inside(common, offsets), common[1])] = values
+        return found
+
+    return LazyTensor(dtype, shape, read)
+
+
+def _index(corner: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for at, extent in zip(corner, shape, strict=True):
+        index = index * extent + at
+    return index

@@ -30,7 +30,8 @@ _LOCAL_HEADER = 30  # bytes, without the name and what follows it
 _ZIP64_FIELD = 20  # bytes
 _LARGE = 1 << 31  # bytes: such records need the fields of zip64
 
-_STORAGES: dict[torch.dtype, Any] = {
+#: The classes that files of torch.save name for dtypes.
+STORAGES: dict[torch.dtype, Any] = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
     torch.float16: torch.HalfStorage,
@@ -108,9 +109,9 @@ class TorchArchive:
         Raises:
             CheckpointError: the format has no such dtype.
         """
-        if dtype not in _STORAGES:
+        if dtype not in STORAGES:
             raise CheckpointError(
-                f"{self.path}: got a tensor of {dtype}, expected one of {', '.join(map(str, _STORAGES))}; choose "
+                f"{self.path}: got a tensor of {dtype}, expected one of {', '.join(map(str, STORAGES))}; choose "
                 "another format"
             )
         stored = StoredTensor(self._count, dtype, shape)
@@ -147,7 +148,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         if not isinstance(obj, _Storage):
             return None
-        return "storage", _STORAGES[obj.dtype], str(obj.number), "cpu", obj.numel
+        return "storage", STORAGES[obj.dtype], str(obj.number), "cpu", obj.numel
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -1,0 +1,324 @@
+"""Folders of torch.distributed.checkpoint with a model and, by ``get_state_dict``, its optimizer."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from shardopt.checkpoint.convert.dcp_metadata import metadata_in, tensor_in_zip, unpickled
+from shardopt.checkpoint.convert.state_dicts import take_state_dicts
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import PathLike
+from shardopt.checkpoint.local_folder import sync_folder
+from shardopt.checkpoint.own_files import open_own
+from shardopt.checkpoint.owner import is_of_quantize_state
+from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.wording import line, named, shown
+from shardopt.layout.partition import rectangles_of_range
+
+METADATA = ".metadata"
+_DATA_FILE = "__0_0.distcp"
+_MODEL = ("model", "model_state_dict", "app")
+_OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
+_MOST_BYTES = 1 << 26  # of a value that is no tensor
+_CHUNK_NUMEL = 1 << 21
+
+
+class _Chunk(NamedTuple):
+    """A rectangle of a tensor, and where torch.save wrote it."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class _Files:
+    """The data files of a folder, opened when they are needed."""
+
+    def __init__(self, folder: Path, closing: ExitStack) -> None:
+        self.folder, self._closing = folder, closing
+        self._open: dict[str, BinaryIO] = {}
+
+    def __getitem__(self, name: str) -> BinaryIO:
+        if name not in self._open:
+            try:
+                file = open(open_own(self.folder / name), "rb", buffering=0)  # noqa: SIM115  closed by the stack
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder / name}: cannot be opened: {error.strerror or error}; load another checkpoint"
+                ) from error
+            self._open[name] = self._closing.enter_context(file)
+        return self._open[name]
+
+    def bytes(self, name: str, begin: int, count: int) -> bytearray:
+        """Bytes of a file."""
+        found = bytearray(count)
+        view, at = memoryview(found), 0
+        while at < count:
+            read = os.preadv(self[name].fileno(), [view[at:]], begin + at)
+            if read == 0:
+                raise CheckpointError(f"{self.folder / name}: got {begin + at} bytes, expected more; it is cut off")
+            at += read
+        return found
+
+
+def read_dcp(path: PathLike, optimizer: str | None, closing: ExitStack) -> Checkpoint:
+    """A folder of ``dcp.save({"model": ..., "optimizer": ...})`` with the results of ``get_state_dict``.
+
+    Nothing is unpickled but DCP's own classes, and data are read when they are needed. DCP has no checksums.
+
+    Args:
+        path: the folder.
+        optimizer: the optimizer's class; None to find it by options and entries.
+        closing: closes the files.
+
+    Raises:
+        CheckpointError: the folder is damaged, has anything else, or is of an unknown optimizer.
+    """
+    folder = Path(path)
+    text = str(folder / METADATA)
+    found = metadata_in(text, (folder / METADATA).read_bytes())
+    files = _Files(folder, closing)
+    checkpoint = Checkpoint(os.fspath(path))
+    model: dict[str, LazyTensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    has_optimizer = False
+    for key, where in found.planner_data.items():
+        value = unpickled(lambda: _value(found, key, files, text), text)  # noqa: B023  called at once
+        path_in = where if isinstance(where, tuple) else (where,)
+        match path_in:
+            case (first, *names) if first in _MODEL and names and isinstance(value, LazyTensor):
+                model[".".join(map(str, names))] = value
+            case (first, "state", str(name), str(entry)) if first in _OPTIMIZER:
+                states.setdefault(name, {})[entry] = value
+            case (first, "param_groups", int(index), str(option)) if first in _OPTIMIZER:
+                groups.setdefault(index, {})[option] = value
+            case (first, *rest) if first in _OPTIMIZER:
+                raise CheckpointError(
+                    f"{text}: got {named('.'.join(map(str, rest)))} of an optimizer, expected state and param_groups; "
+                    "save what get_state_dict gives without flatten_optimizer_state_dict"
+                )
+            case (str(name),):
+                _take_extra(checkpoint, name, value)
+            case _:
+                checkpoint.left_out.append(named(key))
+        has_optimizer |= path_in[0] in _OPTIMIZER
+    if not model:
+        raise CheckpointError(f'{text}: got no model, expected {{"model": ..., "optimizer": ...}}; save it so')
+    in_order = [groups[index] for index in sorted(groups)] if has_optimizer else []
+    if not has_optimizer:
+        checkpoint.tensors |= {f"model.{name}": tensor for name, tensor in model.items()}
+        return checkpoint
+    for index, group in enumerate(in_order):
+        if "params" not in group:
+            raise CheckpointError(f"{text}: param group {index}: got no params, expected names; save it again")
+    take_state_dicts(checkpoint, model, states, in_order, optimizer)
+    return checkpoint
+
+
+def _value(found: metadata.Metadata, key: str, files: _Files, path: str) -> Any:
+    """A tensor, or another value, which is read at once."""
+    described = found.state_dict_metadata[key]
+    if type(described) is metadata.BytesStorageMetadata:
+        chunk = _chunk(found, metadata.MetadataIndex(key), (), (), path)
+        if chunk.length > _MOST_BYTES:
+            raise CheckpointError(f"{path}: got {chunk.length} bytes for {named(key)}, expected at most {_MOST_BYTES}")
+        data = io.BytesIO(files.bytes(chunk.file, chunk.begin, chunk.length))
+        return torch.load(data, map_location="cpu", weights_only=True)
+    dtype, shape = described.properties.dtype, _sizes(described.size)
+    if type(dtype) is not torch.dtype:
+        raise TypeError(f"dtype {shown(dtype)}")
+    chunks = []
+    for each in described.chunks:
+        index = metadata.MetadataIndex(key, torch.Size(each.offsets))
+        chunks.append(_chunk(found, index, _sizes(each.offsets), _sizes(each.sizes), path))
+    if not fill(shape, [(chunk.offsets, chunk.shape) for chunk in chunks]):
+        raise CheckpointError(f"{path}: got chunks that do not fill {named(key)} {shown(shape)}, expected all of it")
+    readers = [((chunk.offsets, chunk.shape), _reader(files, chunk, dtype)) for chunk in chunks]
+    return rebuilt(dtype, shape, readers)
+
+
+def _chunk(
+    found: metadata.Metadata,
+    index: metadata.MetadataIndex,
+    offsets: tuple[int, ...],
+    shape: tuple[int, ...],
+    path: str,
+) -> _Chunk:
+    stored = found.storage_data.get(index)
+    if (
+        type(stored) is not _StorageInfo
+        or not isinstance(stored.relative_path, str)
+        or os.path.basename(stored.relative_path) != stored.relative_path
+        or stored.relative_path in ("", ".", "..")
+        or getattr(stored, "transform_descriptors", None)
+    ):
+        raise CheckpointError(
+            f"{path}: got {shown(stored)} for {named(index.fqn)}, expected a file in the folder, written without "
+            "extensions; save it again"
+        )
+    begin, length = _sizes((stored.offset, stored.length))
+    return _Chunk(offsets, shape, stored.relative_path, begin, length)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(type(value) is int and 0 <= value < 1 << 62 for value in found):
+        raise TypeError(f"sizes {shown(found)}")
+    return found
+
+
+def _reader(files: _Files, chunk: _Chunk, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    path = str(files.folder / chunk.file)
+
+    def read(first: int, end: int) -> Tensor:
+        stored = tensor_in_zip(files[chunk.file], chunk.begin, chunk.length, path)
+        if (stored.dtype, stored.shape) != (dtype, chunk.shape):
+            raise CheckpointError(
+                f"{path}: got {stored.dtype} {shown(stored.shape)} at byte {chunk.begin}, expected {dtype} "
+                f"{shown(chunk.shape)} as {METADATA} says; save it again"
+            )
+        if stored.position is None:  # not in row-major order: all of the chunk is read
+            data = io.BytesIO(files.bytes(chunk.file, chunk.begin, chunk.length))
+            whole = unpickled(lambda: torch.load(data, map_location="cpu", weights_only=True), path)
+            return whole.contiguous().reshape(-1)[first:end]  # type: ignore[no-any-return]
+        if first == end:
+            return torch.empty(0, dtype=dtype)
+        size = dtype.itemsize
+        return torch.frombuffer(
+            files.bytes(chunk.file, stored.position + first * size, (end - first) * size), dtype=dtype
+        )
+
+    return read
+
+
+def write_dcp(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Callable[[int], object]) -> None:
+    """Writes a folder as ``dcp.save({"model": ..., "optimizer": ...})`` does with the results of ``get_state_dict``.
+
+    ``.metadata`` comes last and completes the checkpoint.
+
+    Args:
+        checkpoint: what to write.
+        path: the folder, where nothing is yet.
+        numel: elements of a piece.
+        progress: called with the bytes of each piece that was written.
+
+    Raises:
+        CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
+    """
+    if is_of_quantize_state(checkpoint.optimizer):
+        raise CheckpointError(
+            f"{checkpoint.path}: got a checkpoint of {checkpoint.optimizer}, expected one of an optimizer of shardopt; "
+            "load it, and save it with torch.distributed.checkpoint"
+        )
+    folder = Path(path)
+    made: list[Path] = []
+    try:
+        folder.mkdir(parents=True)
+        with open(folder / _DATA_FILE, "xb") as file:
+            made.append(folder / _DATA_FILE)
+            content = _write_data(checkpoint, file, numel, progress)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary = folder / f"{METADATA}.tmp"
+        with open(temporary, "xb") as file:
+            made.append(temporary)
+            pickle.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / METADATA)
+        sync_folder(folder)
+    except BaseException as error:
+        for each in made:
+            each.unlink(missing_ok=True)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{path}: got {error} while writing, expected room for the folder; choose another path"
+            ) from error
+        raise
+
+
+def _write_data(
+    checkpoint: Checkpoint, file: BinaryIO, numel: int, progress: Callable[[int], object]
+) -> metadata.Metadata:
+    tensors: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    stored: dict[metadata.MetadataIndex, Any] = {}
+
+    def add(key: str, offsets: tuple[int, ...] | None, value: Any) -> None:
+        begin = file.tell()
+        torch.save(value, file)
+        index = metadata.MetadataIndex(key, offsets, len(tensors[key].chunks) if offsets is not None else None)
+        stored[index] = _StorageInfo(_DATA_FILE, begin, file.tell() - begin)
+
+    described = checkpoint.described
+    for key, (dtype, shape) in described.items():
+        paths[_dcp_key(key)] = _path_of(key)
+        properties = metadata.TensorProperties(dtype=dtype)
+        tensors[_dcp_key(key)] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
+        if 0 in shape:
+            zeros = (0,) * len(shape)
+            add(_dcp_key(key), zeros, torch.empty(shape, dtype=dtype))
+            chunk = metadata.ChunkStorageMetadata(torch.Size(zeros), torch.Size(shape))
+            tensors[_dcp_key(key)].chunks.append(chunk)
+    for key, first, data in checkpoint.pieces(numel):
+        shape = described[key].shape
+        for begin, stop in ranges(shape, _CHUNK_NUMEL, first, first + data.numel()):
+            at = begin - first
+            for offsets, extents in rectangles_of_range(shape, begin, stop):
+                size = math.prod(extents)
+                add(_dcp_key(key), offsets, data[at : at + size].reshape(extents).clone())
+                chunk = metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(extents))
+                tensors[_dcp_key(key)].chunks.append(chunk)
+                at += size
+        progress(data.nbytes)
+    values: dict[tuple[str | int, ...], Any] = {(key,): value for key, value in checkpoint.extra.items()}
+    for index, group in enumerate(checkpoint.groups):
+        options = {key: tuple(x) if isinstance(x, list) else x for key, x in group["options"].items()}
+        for key, value in {**options, "params": list(group["parameters"])}.items():
+            values["optimizer", "param_groups", index, key] = value
+    for path, value in values.items():
+        key = ".".join(map(str, path))
+        tensors[key], paths[key] = metadata.BytesStorageMetadata(), path
+        add(key, None, value)
+    return metadata.Metadata(tensors, paths, stored, metadata.StorageMeta())
+
+
+def _path_of(key: str) -> tuple[str | int, ...]:
+    kind, _, name = key.partition(".")
+    if kind == "optimizer":
+        name, _, entry = name.rpartition(".")
+        return "optimizer", "state", name, entry
+    return ("model", name) if kind == "model" else (name,)
+
+
+def _dcp_key(key: str) -> str:
+    return ".".join(map(str, _path_of(key)))
+
+
+def _take_extra(checkpoint: Checkpoint, name: str, value: Any) -> None:
+    if isinstance(value, LazyTensor):
+        checkpoint.tensors[f"extra.{name}"] = value
+        return
+    try:
+        checkpoint.extra[name] = json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        checkpoint.left_out.append(line(name))
