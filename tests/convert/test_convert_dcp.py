@@ -68,7 +68,7 @@ def test_torchs_optimizer(tmp_path: Path) -> None:
 def _save_sharded(path: Path, codec: str) -> None:
     from ranks.runs import trained as trained_on_ranks
 
-    model, optimizer = trained_on_ranks("fsdp2", 2, "adamw", codec=codec)
+    model, optimizer = trained_on_ranks("fsdp", 2, "adamw", codec=codec)
     save(path / "dcp", model, optimizer)
     checkpoint.save(path / "saved", model, optimizer)
 

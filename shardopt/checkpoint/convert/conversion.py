@@ -14,6 +14,7 @@ from shardopt.checkpoint.convert.recoding import recoded
 from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
 from shardopt.checkpoint.convert.stream import PIECE_NUMEL, Checkpoint
 from shardopt.checkpoint.convert.torch_file import read_torch, write_torch
+from shardopt.checkpoint.convert.universal import COMMON, read_universal
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.index import INDEX_NAME
@@ -59,8 +60,8 @@ def convert(
 
     Args:
         source: a portable checkpoint, a file of ``save_safetensors``, or one of
-            ``torch.save({"model": ..., "optimizer": ...})``, or a folder of torch.distributed.checkpoint; recognized by
-            its files.
+            ``torch.save({"model": ..., "optimizer": ...})``, a folder of torch.distributed.checkpoint, or a
+            universal checkpoint of DeepSpeed; recognized by its files.
         target: the path or URL of the result, where nothing is yet.
         to: the format of the result, one of :data:`FORMATS`.
         codec: of the moments; None keeps the source's.
@@ -122,6 +123,8 @@ def format_of(source: PathLike) -> str:
             return "portable"
         if METADATA in names:
             return "dcp"
+        if (path / COMMON).is_file():
+            return "universal"
     elif path.is_file():
         with path.open("rb") as file:
             return "torch" if file.read(4) == _ZIP else "safetensors"
@@ -135,6 +138,8 @@ def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack
         return read_portable(folder_at(source), closing)
     if kind == "dcp":
         return read_dcp(source, optimizer, closing)
+    if kind == "universal":
+        return read_universal(source, optimizer)
     if kind == "torch":
         return read_torch(source, optimizer)
     return read_safetensors(source, optimizer, closing)

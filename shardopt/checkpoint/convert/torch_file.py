@@ -80,8 +80,9 @@ def loaded(path: PathLike) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError) as error:
+        reason = line(str(error).rpartition("WeightsUnpickler error:")[2], 160)
         raise CheckpointError(
-            f"{os.fspath(path)}: got a file that cannot be read ({line(error, 160)}), expected one of torch.save with "
+            f"{os.fspath(path)}: got a file that cannot be read ({reason}), expected one of torch.save with "
             "tensors, dicts, lists, texts and numbers only; save it again"
         ) from None
 

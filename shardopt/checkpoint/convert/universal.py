@@ -1,0 +1,200 @@
+"""DeepSpeed's universal checkpoints: float32 weights and Adam's moments, a folder per parameter. Source only.
+
+A universal checkpoint cannot be made of another checkpoint alone: the files ``*_model_states.pt`` have the counters and
+the config of an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, take_state_dicts
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, lazy
+from shardopt.checkpoint.convert.torch_file import loaded
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import PathLike
+from shardopt.checkpoint.wording import few, named, shown
+from shardopt.optim.loading import HELD
+from shardopt.state.options import STATE_FORMAT
+
+COMMON = "zero/optimizer_state.pt"
+_MODEL_FILES = "*model_states.pt"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_REMEDY = "make it again with deepspeed.checkpoint.ds_to_universal"
+
+
+class _Unused:
+    """Stands in for DeepSpeed's objects in a file, which are not needed."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+
+#: DeepSpeed's classes in ``optimizer_state.pt``.
+_IGNORED: list[Any] = [
+    (_Unused, f"deepspeed.runtime.{name}")
+    for name in (
+        "fp16.loss_scaler.LossScaler",
+        "fp16.loss_scaler.DynamicLossScaler",
+        "zero.config.ZeroStageEnum",
+    )
+] + [
+    (_Unused, "shardopt.sharding.deepspeed.moment_view.MomentView"),
+    (_Unused, "shardopt.sharding.deepspeed.moment_view.SavedBuffer"),
+    (dict, "shardopt.sharding.deepspeed.moment_view.SavedState"),
+    (_Unused, "torch._tensor._rebuild_from_type_v2"),
+]
+
+
+def read_universal(path: PathLike, optimizer: str | None) -> Checkpoint:
+    """A universal checkpoint of Adam or AdamW, of DeepSpeed, torch.optim or shardopt.
+
+    Weights are the float32 masters. Nothing but tensors and plain values is unpickled.
+
+    Args:
+        path: the folder, with ``zero`` and the files ``*_model_states.pt`` in it.
+        optimizer: the optimizer's class; None to take what the engine's config says.
+
+    Raises:
+        CheckpointError: the folder is damaged, or has anything else.
+    """
+    folder = Path(path)
+    with torch.serialization.safe_globals(_IGNORED):
+        common = _mapping(loaded(folder / COMMON), folder / COMMON)
+    model_files = sorted(folder.glob(_MODEL_FILES))
+    if not model_files:
+        raise CheckpointError(f"{folder}: got no {_MODEL_FILES}, expected the files of the engine's ranks; {_REMEDY}")
+    models = [_mapping(loaded(file), file) for file in model_files]
+    shapes = _shapes(models, model_files[0])
+    groups = _groups(common, shapes, folder / COMMON)
+    checkpoint = Checkpoint(os.fspath(path))
+    model: dict[str, LazyTensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for index, of_group in enumerate(shapes):
+        for name, shape in of_group.items():
+            own = _folder_of(folder, name)
+            model[name] = lazy(_param(own / "fp32.pt", shape))
+            if (own / "exp_avg.pt").is_file():
+                states[name] = {key: lazy(_param(own / f"{key}.pt", shape)) for key in _MOMENTS}
+                states[name]["step"] = _step(own, common, index, folder / COMMON)
+    for file, of_rank in zip(model_files, models, strict=True):
+        _take_others(model, of_rank, file)
+    take_state_dicts(checkpoint, model, states, groups, optimizer or _class_in_config(models[0]))
+    return checkpoint
+
+
+def _shapes(models: Sequence[Mapping[str, Any]], path: Path) -> list[dict[str, tuple[int, ...]]]:
+    """Names and shapes of each param group's parameters, of all pipeline stages."""
+    found: list[dict[str, tuple[int, ...]]] = []
+    for model in models:
+        listed = model.get("param_shapes")
+        if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
+            raise CheckpointError(f"{path}: got param_shapes as {shown(listed)}, expected a list of dicts; {_REMEDY}")
+        found += [{} for _ in range(len(listed) - len(found))]
+        for of_group, own in zip(found, listed, strict=False):
+            for name, shape in own.items():
+                of_group.setdefault(name, tuple(shape))
+    return found
+
+
+def _groups(common: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]], path: Path) -> list[dict[str, Any]]:
+    """The param groups, with the parameters' names."""
+    groups = common.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups) or not groups:
+        raise CheckpointError(f"{path}: got param_groups as {shown(groups)}, expected a list of dicts; {_REMEDY}")
+    if len(groups) == 1:
+        names = [[name for of_group in shapes for name in of_group]]
+    elif len(groups) == len(shapes):
+        names = [list(of_group) for of_group in shapes]
+    else:
+        raise CheckpointError(
+            f"{path}: got {len(groups)} param groups and {len(shapes)} sub-groups of parameters, expected as many, as "
+            "nothing else tells which belong together; load it into an engine, and save with shardopt.checkpoint.save"
+        )
+    left_out = {"params", "step", HELD, *STATE_FORMAT}  # moments are float32, whatever the engine's codec was
+    return [
+        {**{key: value for key, value in group.items() if key not in left_out}, "params": own}
+        for group, own in zip(groups, names, strict=True)
+    ]
+
+
+def _folder_of(folder: Path, name: object) -> Path:
+    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+        raise CheckpointError(f"{folder}: got a parameter {named(name)}, expected names of folders in zero; {_REMEDY}")
+    return folder / "zero" / name
+
+
+def _param(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in a file, in its shape: ZeRO 3 writes it flat."""
+    found = loaded(path) if path.is_file() else None
+    tensor = found.get("param") if isinstance(found, Mapping) else found
+    if not is_whole_tensor(tensor):
+        raise CheckpointError(f"{path}: got {type(tensor).__name__}, expected a file with a tensor; {_REMEDY}")
+    assert isinstance(tensor, Tensor)
+    if tensor.dim() == 1 and len(shape) != 1:
+        if tensor.numel() != torch.Size(shape).numel():
+            raise CheckpointError(f"{path}: got {tensor.numel()} elements, expected those of {shown(shape)}; {_REMEDY}")
+        return tensor.view(shape)
+    return tensor  # whole, where tensor parallel ranks have parts of this shape
+
+
+def _step(own: Path, common: Mapping[str, Any], index: int, path: Path) -> Any:
+    """The step count of a parameter: its own, or that of its flat buffer or param group."""
+    if (own / "step.pt").is_file():
+        return _number(loaded(own / "step.pt"))
+    states = _mapping(common.get("optimizer_state_dict", {}), path).get("state", {})
+    state = _mapping(states, path).get(index, {})
+    groups = common["param_groups"]
+    group = groups[index] if index < len(groups) else groups[0]
+    step = _mapping(state, path).get("step", group.get("step"))
+    if step is None:
+        raise CheckpointError(f"{path}: got no step count, expected one; {_REMEDY} --inject_missing_state")
+    return _number(step)
+
+
+def _number(step: Any) -> Any:
+    return lazy(step.reshape(())) if is_whole_tensor(step) and step.numel() == 1 else step
+
+
+def _take_others(model: dict[str, LazyTensor], of_rank: Mapping[str, Any], path: Path) -> None:
+    """Takes buffers and frozen parameters, which have no folder, from a rank's file."""
+    module = _mapping(of_rank.get("module") or {}, path)
+    frozen = _mapping(of_rank.get("frozen_param_shapes") or {}, path)
+    for name, tensor in module.items():
+        if name in model:
+            continue
+        if not is_whole_tensor(tensor) or (name in frozen and tuple(tensor.shape) != tuple(frozen[name])):
+            raise CheckpointError(
+                f"{path}: got {named(name)} in parts, expected buffers and frozen parameters whole; load it into an "
+                "engine, and save with shardopt.checkpoint.save"
+            )
+        model[name] = lazy(tensor)
+    missing = frozen.keys() - model.keys()
+    if missing:
+        raise CheckpointError(f"{path}: got no values of {few(missing)}, expected all that are frozen; {_REMEDY}")
+
+
+def _class_in_config(model: Mapping[str, Any]) -> str | None:
+    """The optimizer's class by the engine's config; None without one."""
+    config = model.get("ds_config")
+    described = config.get("optimizer") if isinstance(config, Mapping) else None
+    kind = described.get("type") if isinstance(described, Mapping) else None
+    if not isinstance(described, Mapping) or not isinstance(kind, str):
+        return None
+    if kind.lower() == "adam":  # DeepSpeed's and torch's of this type decay weights as AdamW unless told otherwise
+        params = described.get("params")
+        decoupled = params.get("adam_w_mode", True) if isinstance(params, Mapping) else True
+        return "AdamW" if decoupled else "Adam"
+    return kind.removesuffix("8bit").removesuffix("4bit")
+
+
+def _mapping(found: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: got {type(found).__name__}, expected a dict; {_REMEDY}")
+    return found
