@@ -141,6 +141,8 @@ def _value(found: metadata.Metadata, key: str, files: _Files, path: str) -> Any:
             raise CheckpointError(f"{path}: got {chunk.length} bytes for {named(key)}, expected at most {_MOST_BYTES}")
         data = io.BytesIO(files.bytes(chunk.file, chunk.begin, chunk.length))
         return torch.load(data, map_location="cpu", weights_only=True)
+    if type(described) is not metadata.TensorStorageMetadata:
+        raise TypeError(type(described).__name__)
     dtype, shape = described.properties.dtype, _sizes(described.size)
     if type(dtype) is not torch.dtype:
         raise TypeError(f"dtype {shown(dtype)}")
@@ -264,8 +266,9 @@ def _write_data(
     stored: dict[metadata.MetadataIndex, Any] = {}
 
     def add(key: str, offsets: tuple[int, ...] | None, value: Any) -> None:
-        begin = file.tell()
-        torch.save(value, file)
+        begin, written = file.tell(), io.BytesIO()
+        torch.save(value, written)
+        file.write(written.getbuffer())
         index = metadata.MetadataIndex(key, offsets, len(tensors[key].chunks) if offsets is not None else None)
         stored[index] = _StorageInfo(_DATA_FILE, begin, file.tell() - begin)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,6 +46,11 @@ def class_of_entries(checkpoint: Checkpoint, entries: Entries) -> str:
     return next(iter(found))
 
 
+def class_defaults(kind: type[ShardedOptimizer]) -> dict[str, Any]:
+    """The options of a class, with their defaults."""
+    made = kind([torch.empty(1, 1, device="meta")])  # type: ignore[call-arg]  of subclasses, which have defaults
+    return made.defaults
+
+
 def _own_options(kind: type[ShardedOptimizer]) -> set[str]:
-    made: Mapping[str, Any] = kind([torch.empty(1, 1, device="meta")]).defaults
-    return set(made) - DEFAULTS.keys()
+    return set(class_defaults(kind)) - DEFAULTS.keys()

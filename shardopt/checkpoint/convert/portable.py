@@ -15,6 +15,7 @@ from shardopt.checkpoint import table
 from shardopt.checkpoint.convert.recoding import add_states, of_names
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt
 from shardopt.checkpoint.data_file import DataFiles
+from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.groups import checked_groups
@@ -95,13 +96,17 @@ def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress:
             stored = _write_data(checkpoint, folder, data_file_name(token, 0), numel, progress)
             index = Index(header, token, [stored], tensors)
             folder.put(INDEX_NAME, f"{INDEX_NAME}.{token}", dump_index(index))
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):
                 folder.remove(data_file_name(token, 0))
             with suppress(OSError):
                 folder.remove(LOCK_NAME)
             lock.release()
             folder.remove_if_empty()
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"{folder}: got {error} while writing, expected room for the folder; choose another path"
+                ) from error
             raise
         lock.release()
 

@@ -63,7 +63,7 @@ def made_optimizer(
         lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
         made.append({"params": params, **options, **lists})
     try:
-        return kind(made)
+        return kind(made)  # type: ignore[call-arg]  of subclasses, which have defaults
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{checkpoint.path}: {line(error)}") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.convert.guess import class_of_entries
+from shardopt.checkpoint.convert.guess import class_defaults, class_of_entries
 from shardopt.checkpoint.convert.recoding import FLOAT32, add_states, class_named, made_optimizer
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, lazy
 from shardopt.checkpoint.errors import CheckpointError
@@ -231,10 +231,10 @@ def _imported(
 ) -> list[SavedGroup]:
     """Param groups with the hyper-parameters that the class has, as import_state takes them over."""
     kind = class_named(checkpoint.optimizer, checkpoint.path)
-    own_keys = kind([torch.empty(1, 1, device="meta")]).defaults.keys() - DEFAULTS.keys() | {"maximize", "initial_lr"}
+    own_keys = class_defaults(kind).keys() - DEFAULTS.keys() | {"maximize", "initial_lr"}
     saved = []
-    for group, own in zip(groups, names, strict=True):
-        described = describe({key: value for key, value in group.items() if key in own_keys}, own)
+    for group, params in zip(groups, names, strict=True):
+        described = describe({key: value for key, value in group.items() if key in own_keys}, params)
         saved.append({**described, "options": {**described["options"], **FLOAT32}})
     optimizer = made_optimizer(kind, saved, checkpoint)
     found = []

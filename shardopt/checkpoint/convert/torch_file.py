@@ -28,7 +28,7 @@ from shardopt.checkpoint.wording import few, line
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_state import LOW_BITS
 
-_SPOOLED = 1 << 24  # bytes of a moment in memory before its temporary file is used
+_SPOOLED = 1 << 22  # bytes of a moment in memory before its temporary file is used
 _MODEL = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
 
@@ -111,7 +111,8 @@ def write_torch(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Ca
         checkpoint.left_out.append("low bits of master weights")
     try:
         with TorchArchive(Path(path)) as archive:
-            model, extra = {}, dict(checkpoint.extra)
+            model: dict[str, Any] = {}
+            extra = dict(checkpoint.extra)
             for key, tensor in checkpoint.tensors.items():
                 kind, _, name = key.partition(".")
                 parts = _told(pieces_of_tensor(key, tensor, numel), progress)
@@ -155,7 +156,7 @@ def _moments(
     shape = state.form.shard.global_shape
     with ExitStack() as closing:
         files = {
-            moment.name: closing.enter_context(SpooledTemporaryFile(_SPOOLED, dir=archive.path.parent))
+            moment.name: closing.enter_context(SpooledTemporaryFile(_SPOOLED, dir=str(archive.path.parent)))
             for moment in state.form.moments
         }
         for key, _, data in pieces_of_state(name, state, numel):

@@ -194,7 +194,7 @@ def _class_in_config(model: Mapping[str, Any]) -> str | None:
     return kind.removesuffix("8bit").removesuffix("4bit")
 
 
-def _mapping(found: Any, path: Path) -> Mapping[str, Any]:
+def _mapping(found: Any, path: Path) -> Mapping[Any, Any]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path}: got {type(found).__name__}, expected a dict; {_REMEDY}")
     return found
