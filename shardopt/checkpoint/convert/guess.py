@@ -48,7 +48,7 @@ def class_of_entries(checkpoint: Checkpoint, entries: Entries) -> str:
 
 def class_defaults(kind: type[ShardedOptimizer]) -> dict[str, Any]:
     """The options of a class, with their defaults."""
-    made = kind([torch.empty(1, 1, device="meta")])  # type: ignore[call-arg]  of subclasses, which have defaults
+    made = kind([torch.empty(1, 1, device="meta")])  # type: ignore[call-arg]  # subclasses have defaults
     return made.defaults
 
 

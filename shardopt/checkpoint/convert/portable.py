@@ -6,6 +6,7 @@ import secrets
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import GridPartition, rectangles_of_range
 
 _CHUNK_BYTES = 1 << 23
+_RECENT = 4  # chunks in memory: a parameter's state has as many entries
 _ALIGNMENT = 64  # bytes
 
 
@@ -57,7 +59,8 @@ def read_portable(folder: Folder, closing: ExitStack) -> Checkpoint:
     with noticing_replacement(folder, index):
         chunks = stored_chunks(folder, index)
         files = closing.enter_context(DataFiles(folder, index))
-        tensors = {key: _lazy(files, index, key, found) for key, found in chunks.items()}
+        recent = lru_cache(_RECENT)(files.chunk)  # consecutive pieces often are of one chunk
+        tensors = {key: _lazy(files, recent, index, key, found) for key, found in chunks.items()}
     extra = index.header.get("extra", {})
     checkpoint = Checkpoint(str(folder), extra=dict(extra))
     checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
@@ -144,7 +147,13 @@ def _write_data(
     return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
 
 
-def _lazy(files: DataFiles, index: Index, key: str, chunks: list[tuple[int, StoredChunk]]) -> LazyTensor:
+def _lazy(
+    files: DataFiles,
+    recent: Callable[[int, StoredChunk], Tensor],
+    index: Index,
+    key: str,
+    chunks: list[tuple[int, StoredChunk]],
+) -> LazyTensor:
     stored = index.tensors[key]
     if not fill(stored.shape, [(chunk.offsets, chunk.shape) for _, chunk in chunks]):
         raise unknown_content(
@@ -153,9 +162,8 @@ def _lazy(files: DataFiles, index: Index, key: str, chunks: list[tuple[int, Stor
 
     def reader(number: int, chunk: StoredChunk) -> Callable[[int, int], Tensor]:
         def read(first: int, end: int) -> Tensor:
-            with noticing_replacement(files.folder, index), files.chunks([(number, chunk)]) as read_chunks:
-                ((_, _, data),) = read_chunks
-                return data.view(stored.dtype)[first:end].clone()
+            with noticing_replacement(files.folder, index):
+                return recent(number, chunk).view(stored.dtype)[first:end]
 
         return read
 

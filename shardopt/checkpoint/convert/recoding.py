@@ -63,7 +63,7 @@ def made_optimizer(
         lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
         made.append({"params": params, **options, **lists})
     try:
-        return kind(made)  # type: ignore[call-arg]  of subclasses, which have defaults
+        return kind(made)  # type: ignore[call-arg]  # subclasses have defaults
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{checkpoint.path}: {line(error)}") from error
 
@@ -149,12 +149,12 @@ def checked(state: State, name: str, path: str) -> State:
 def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, str]]:
     """A checkpoint with other codecs or block sizes.
 
-    Moments are decoded and encoded anew where the form of a parameter's state changes, by the functions that
-    ``load(..., convert=True)`` uses; all else is as it was.
+    Moments are decoded and encoded anew where the form of a parameter's state is not that of its options, by the
+    functions that ``load(..., convert=True)`` uses; all else is as it was.
 
     Args:
         checkpoint: the checkpoint.
-        options: some of ``codec`` and ``block_size``.
+        options: some of ``codec`` and ``block_size``, or none.
 
     Returns:
         The checkpoint, and the conversion of each parameter whose state is encoded anew.
@@ -162,9 +162,9 @@ def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpo
     Raises:
         CheckpointError: the checkpoint has no optimizer, or its optimizer does not take the options.
     """
-    if not options:
-        return checkpoint, {}
     if checkpoint.optimizer is None or is_of_quantize_state(checkpoint.optimizer):
+        if not options:
+            return checkpoint, {}
         raise CheckpointError(
             f"{checkpoint.path}: got {few(options)} for a checkpoint of {checkpoint.optimizer or 'no optimizer'}, "
             "expected one of an optimizer of shardopt; leave out --codec and --block-size"
@@ -174,7 +174,9 @@ def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpo
     for name, form in forms(checkpoint, groups, list(states)).items():
         old = states[name]
         before, after = described(old.form), described(form)
-        if old.form.moments and before != after:
+        if old.coded is not None and described(old.coded.form) == after:
+            states[name] = checked(old.coded, name, checkpoint.path)
+        elif old.form.moments and before != after:
             converted[name] = f"{before} state for {after}"
             states[name] = _encoded_anew(old, form, name, checkpoint.path)
         else:

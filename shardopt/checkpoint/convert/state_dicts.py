@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardopt.checkpoint.foreign.peer import Peer
 from shardopt.checkpoint.foreign.structure import check_structure, is_dense
 from shardopt.checkpoint.groups import SavedGroup, describe
 from shardopt.checkpoint.wording import few, kind_of, line, named, shown
+from shardopt.codec import Moment
 from shardopt.state.options import DEFAULTS, STATE_FORMAT, is_own
 
 #: Entries of a state: tensors and numbers.
@@ -66,13 +68,9 @@ def take_state_dicts(
     """
     path = checkpoint.path
     checkpoint.tensors |= {f"model.{name}": tensor for name, tensor in model.items()}
-    try:
-        hyper = {key for group in groups for key in group} - {"params", "param_names"}
-        check_structure({"state": {}, "param_groups": groups}, hyper)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: {line(error)}") from error
+    check_groups(path, groups)
     kept = {key: _entries(of_key, f"{path}: {named(key)}") for key, of_key in states.items()}
-    names = _names(path, groups, model, kept)
+    names = names_by_group(path, groups, model, kept)
     keys = [key for group in groups for key in group["params"]]
     name_of = dict(zip(keys, (name for of_group in names for name in of_group), strict=True))
     strangers = kept.keys() - name_of.keys()
@@ -87,8 +85,28 @@ def take_state_dicts(
     else:
         checkpoint.optimizer = optimizer or _class_of(path, groups, entries)
         entries = {name: _in_float32(of_name) for name, of_name in entries.items()}
-        checkpoint.groups = _imported(checkpoint, groups, names)
+        checkpoint.groups = imported_groups(checkpoint, groups, names, Peer())
     add_states(checkpoint, entries)
+
+
+def check_groups(path: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that param groups are dicts of plain values.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    with _naming(path):
+        hyper = {key for group in groups for key in group} - {"params", "param_names"}
+        check_structure({"state": {}, "param_groups": groups}, hyper)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Raises an error about a content as a CheckpointError that names where it is."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path}: {line(error)}") from error
 
 
 def lazy_tensors(path: str, tensors: Mapping[Any, Any], what: str) -> dict[str, LazyTensor]:
@@ -137,7 +155,7 @@ def _entries(entries: Mapping[str, Any], what: str) -> dict[str, LazyTensor]:
     return found
 
 
-def _names(
+def names_by_group(
     path: str, groups: Sequence[Mapping[str, Any]], model: Mapping[str, LazyTensor], states: States
 ) -> list[list[str]]:
     """The names of each param group's parameters.
@@ -226,24 +244,39 @@ def _as_float32(tensor: LazyTensor) -> LazyTensor:
     return LazyTensor(torch.float32, tensor.shape, lambda first, end: tensor.read(first, end).float())
 
 
-def _imported(
-    checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+def imported_groups(
+    checkpoint: Checkpoint,
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    peer: Peer,
+    moments: Sequence[Moment] = (),
 ) -> list[SavedGroup]:
-    """Param groups with the hyper-parameters that the class has, as import_state takes them over."""
+    """Param groups of float32 state with the hyper-parameters that the class has, as import_state takes them over.
+
+    Args:
+        checkpoint: has the parameters and the name of the class.
+        groups: the other package's.
+        names: those of each group's parameters.
+        peer: the other package.
+        moments: those of its state, which tell what its hyper-parameters mean.
+
+    Raises:
+        CheckpointError: the hyper-parameters are of another optimizer, or out of range.
+    """
     kind = class_named(checkpoint.optimizer, checkpoint.path)
     own_keys = class_defaults(kind).keys() - DEFAULTS.keys() | {"maximize", "initial_lr"}
     saved = []
     for group, params in zip(groups, names, strict=True):
-        described = describe({key: value for key, value in group.items() if key in own_keys}, params)
+        with _naming(checkpoint.path):
+            hyper = peer.hyper({**group, "params": ()}, moments)
+        described = describe({key: value for key, value in hyper.items() if key in own_keys}, params)
         saved.append({**described, "options": {**described["options"], **FLOAT32}})
     optimizer = made_optimizer(kind, saved, checkpoint)
     found = []
     for index, (group, own, params) in enumerate(zip(groups, optimizer.param_groups, names, strict=True)):
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names", *STATE_FORMAT)}
-        try:
-            taken, left_out = taken_hyper(optimizer, own, hyper, Peer())
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint.path}: param group {index}: {line(error)}") from error
+        with _naming(f"{checkpoint.path}: param group {index}"):
+            taken, left_out = taken_hyper(optimizer, own, hyper, peer)
         checkpoint.left_out += [f"{key}={shown(value)} of param group {index}" for key, value in left_out.items()]
         found.append(describe({**own, **taken}, params))
     return found

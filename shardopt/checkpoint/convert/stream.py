@@ -59,11 +59,13 @@ class State(NamedTuple):
         step: the step count: float32, a scalar.
         read: gives the other entries for the elements ``[first, end)`` of the flattened parameter, as
             :func:`part_of_form` of them describes. ``first`` is where a block begins.
+        coded: the same state in codes that decoding and encoding would change, for a target of their form.
     """
 
     form: SliceState
     step: Tensor
     read: Callable[[int, int], StateDict]
+    coded: State | None = None
 
 
 class Piece(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.contents import model_key
+from shardopt.checkpoint.convert.bitsandbytes import is_bitsandbytes, take_bitsandbytes
 from shardopt.checkpoint.convert.recoding import class_named, made_optimizer
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, lazy_tensors, take_state_dicts
 from shardopt.checkpoint.convert.stream import Checkpoint, Piece, State, lazy, pieces_of_state, pieces_of_tensor
@@ -63,6 +64,9 @@ def read_torch(path: PathLike, optimizer: str | None) -> Checkpoint:
         check_structure(states, frozenset())
     except ValueError as error:
         raise CheckpointError(f"{text}: {line(error)}") from error
+    if is_bitsandbytes(states["state"]):
+        take_bitsandbytes(checkpoint, tensors, states, optimizer)
+        return checkpoint
     entries = {
         key: {entry: lazy(x) if is_whole_tensor(x) else x for entry, x in of_key.items()}
         for key, of_key in states["state"].items()

@@ -166,6 +166,12 @@ def _kind(expected: Sequence[Moment]) -> _Kind:
     return _KINDS[names]
 
 
+def kinds_of(betas: Any, eps: Any) -> list[tuple[str, ...]]:
+    """The kinds of optimizer whose hyper-parameters these may be, by the names of their moments."""
+    known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, eps))
+    return [names for names, kind in _KINDS.items() if known and kind.fits(tuple(betas), eps)]
+
+
 def _is_zero(value: object) -> bool:
     return isinstance(value, Real) and value == 0
 

@@ -297,7 +297,7 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
     taken: StateDict = {}
     for moment in spec.moments:
-        if moment.name in coded and _is_ours(own, moment, coded[moment.name]):
+        if moment.name in coded and is_ours(own, moment, coded[moment.name]):
             taken |= _entries(own, moment, coded[moment.name])
     if all(own.codes_name(moment) in taken for moment in spec.moments):
         return taken, "exact"
@@ -311,7 +311,8 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
-def _is_ours(spec: SliceState, moment: Moment, coded: CodedMoment) -> bool:
+def is_ours(spec: SliceState, moment: Moment, coded: CodedMoment) -> bool:
+    """Whether codes and scales of another package are those of a state of this form."""
     return coded.codec == moment.codec(spec.codec).name and coded.is_laid_out_as(spec.grid)
 
 

@@ -1,0 +1,91 @@
+"""State of bitsandbytes as source: the bits of import_state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from convert_runs import PIECE
+from foreign_states import SHAPES, bitsandbytes_ademamix, bitsandbytes_squares, bitsandbytes_state, made_up
+from ranks.runs import snapshot_of
+from ranks.snapshot import assert_same
+from shardopt import checkpoint
+from shardopt.checkpoint import CheckpointError, import_state
+from shardopt.checkpoint.convert import convert
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for index, shape in enumerate(SHAPES):
+            setattr(self, f"p{index}", nn.Parameter(torch.randn(shape)))
+
+
+ADAM = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+LION = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 0, "weight_decay": 0.1}
+
+
+def saved(path: Path, make: Any, hyper: dict[str, Any]) -> dict[str, Any]:
+    states = {index: make(made_up(shape, index))[0] for index, shape in enumerate(SHAPES)}
+    state_dict = {"state": states, "param_groups": [{**hyper, "params": list(range(len(SHAPES)))}]}
+    torch.save({"model": Net().state_dict(), "optimizer": state_dict}, path)
+    return state_dict
+
+
+@pytest.mark.parametrize("own", [{}, {"codec": "log8", "block_size": 128}, {"codec": "fp32"}])
+@pytest.mark.parametrize(
+    ("kind", "make", "hyper"),
+    [
+        ("AdamW", bitsandbytes_state, ADAM),
+        ("AdamW", lambda x: bitsandbytes_state(x, size=2048), ADAM),
+        ("Lion", lambda x: bitsandbytes_state(x, count=1), LION),
+        ("SGD", lambda x: bitsandbytes_state(x, count=1), {**LION, "betas": (0.9, 0.0)}),
+        ("RMSprop", bitsandbytes_squares, {**ADAM, "betas": (0.99, 0.0)}),
+        ("AdEMAMix", bitsandbytes_ademamix, {**ADAM, "betas": (0.9, 0.99, 0.999), "alpha": 5.0}),
+    ],
+)
+def test_as_import_state(tmp_path: Path, kind: str, make: Any, hyper: dict[str, Any], own: dict[str, Any]) -> None:
+    state_dict = saved(tmp_path / "run.pt", make, hyper)
+    convert(tmp_path / "run.pt", tmp_path / "converted", **own, piece_numel=PIECE)
+    size = 2048 if state_dict["state"][0]["__bnb_optimizer_quant_state__"]["absmax1"].numel() < 16 else 256
+    options = own or {"codec": "dynamic8", "block_size": size}
+    start = {"momentum": 0.9} if kind == "SGD" else {}
+    runs = []
+    for _ in range(2):
+        model = Net()
+        runs.append((model, getattr(shardopt, kind)(model.parameters(), **options, **start)))
+    import_state(runs[0][1], state_dict)
+    checkpoint.load(tmp_path / "converted", *runs[1])
+    assert_same(snapshot_of(*runs[1]), snapshot_of(*runs[0]))
+    for key, value in runs[0][1].param_groups[0].items():
+        assert key == "params" or runs[1][1].param_groups[0][key] == value
+
+
+def _quant(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return state_dict["state"][0]["__bnb_optimizer_quant_state__"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda s: _quant(s).update(absmax1=torch.zeros(3)), "got scales of shape"),
+        (lambda s: _quant(s)["absmax2"].fill_(torch.nan), "got scales with NaN"),
+        (lambda s: _quant(s).update(state2=_quant(s)["state2"][:8]), "got scales of shape|expected a dense tensor"),
+        (lambda s: _quant(s).pop("state2"), "got state1, expected"),
+        (lambda s: s["state"][0].update(step=-3), "got step as -3"),
+        (lambda s: s["param_groups"][0].update(betas=(0.9,)), "expected those of one kind"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, change: Any, match: str) -> None:
+    state_dict = saved(tmp_path / "run.pt", bitsandbytes_state, ADAM)
+    change(state_dict)
+    torch.save({"model": Net().state_dict(), "optimizer": state_dict}, tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match=match):
+        convert(tmp_path / "run.pt", tmp_path / "converted", piece_numel=PIECE)
+    assert not (tmp_path / "converted").exists()
