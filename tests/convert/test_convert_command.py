@@ -92,6 +92,22 @@ def test_damage_leaves_nothing(saved: Path, tmp_path: Path, to: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_an_interrupt_leaves_nothing(saved: Path, tmp_path: Path, to: str) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(saved, tmp_path / "target", to, progress=interrupt, piece_numel=PIECE)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_urls_are_for_portable_checkpoints(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a path"):
+        convert(saved, "memory://target", "torch")
+
+
 def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path) -> None:
     """In a process of its own, which may write no file beyond 64 KiB."""
     program = (

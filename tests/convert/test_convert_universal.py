@@ -40,7 +40,13 @@ def _save(path: Path, settings: dict[str, Any], grouped: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "other", "grouped"), [(1, {}, True), (2, BF16, False), (3, {}, True), (3, BF16, False)]
+    ("stage", "other", "grouped"),
+    [
+        (1, {}, True),
+        (3, {}, True),
+        pytest.param(2, BF16, False, marks=pytest.mark.slow),
+        pytest.param(3, BF16, False, marks=pytest.mark.slow),
+    ],
 )
 def test_as_the_portable_checkpoint(
     deepspeed_ranks: Pool, tmp_path: Path, stage: int, other: dict[str, Any], grouped: bool

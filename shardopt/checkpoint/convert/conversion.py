@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardopt.checkpoint.convert.dcp import METADATA, read_dcp, write_dcp
 from shardopt.checkpoint.convert.portable import read_portable, write_portable
 from shardopt.checkpoint.convert.recoding import recoded
 from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
@@ -28,6 +27,7 @@ FORMATS = ("portable", "safetensors", "torch", "dcp")
 #: Formats whose moments are float32.
 _FLOAT32 = ("torch",)
 
+_DCP_METADATA = ".metadata"
 _ZIP = b"PK\3\4"
 
 
@@ -78,13 +78,15 @@ def convert(
         "portable": _to_portable,
         "safetensors": write_safetensors,
         "torch": write_torch,
-        "dcp": write_dcp,
+        "dcp": _to_dcp,
     }
     if to not in writers:
         raise CheckpointError(f"got the format {to!r}, expected one of {', '.join(FORMATS)}")
     options = {key: value for key, value in (("codec", codec), ("block_size", block_size)) if value is not None}
     if to in _FLOAT32 and options:
         raise CheckpointError(f"got {few(options)} for {to}, whose moments are float32, expected neither; leave it out")
+    if "://" in os.fspath(target) and to != "portable":
+        raise CheckpointError(f"got {target} for {to}, expected a path; write it to a disk, and copy it")
     _refuse_existing(target)
     with ExitStack() as closing:
         kind = format_of(source)
@@ -121,7 +123,7 @@ def format_of(source: PathLike) -> str:
         names = folder.names()
         if INDEX_NAME in names:
             return "portable"
-        if METADATA in names:
+        if _DCP_METADATA in names:
             return "dcp"
         if (path / COMMON).is_file():
             return "universal"
@@ -129,7 +131,7 @@ def format_of(source: PathLike) -> str:
         with path.open("rb") as file:
             return "torch" if file.read(4) == _ZIP else "safetensors"
     raise CheckpointError(
-        f"{path}: got no known checkpoint, expected one of {INDEX_NAME} or {METADATA} in it; check the path"
+        f"{path}: got no known checkpoint, expected one of {INDEX_NAME} or {_DCP_METADATA} in it; check the path"
     )
 
 
@@ -137,6 +139,8 @@ def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack
     if kind == "portable":
         return read_portable(folder_at(source), closing)
     if kind == "dcp":
+        from shardopt.checkpoint.convert.dcp import read_dcp  # imports torch.distributed.checkpoint, which takes long
+
         return read_dcp(source, optimizer, closing)
     if kind == "universal":
         return read_universal(source, optimizer)
@@ -147,6 +151,12 @@ def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack
 
 def _to_portable(checkpoint: Checkpoint, target: PathLike, numel: int, progress: Callable[[int], object]) -> None:
     write_portable(checkpoint, folder_at(target), numel, progress)
+
+
+def _to_dcp(checkpoint: Checkpoint, target: PathLike, numel: int, progress: Callable[[int], object]) -> None:
+    from shardopt.checkpoint.convert.dcp import write_dcp
+
+    write_dcp(checkpoint, target, numel, progress)
 
 
 def _refuse_existing(target: PathLike) -> None:

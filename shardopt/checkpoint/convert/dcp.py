@@ -35,6 +35,7 @@ _MODEL = ("model", "model_state_dict", "app")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
 _MOST_BYTES = 1 << 26  # of a value that is no tensor
 _CHUNK_NUMEL = 1 << 21
+_MOST_OPEN = 256  # files
 
 
 class _Chunk(NamedTuple):
@@ -62,6 +63,8 @@ class _Files:
                 raise CheckpointError(
                     f"{self.folder / name}: cannot be opened: {error.strerror or error}; load another checkpoint"
                 ) from error
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
             self._open[name] = self._closing.enter_context(file)
         return self._open[name]
 

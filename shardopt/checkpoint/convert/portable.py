@@ -31,7 +31,7 @@ from shardopt.checkpoint.index import (
     noticing_replacement,
     unknown_content,
 )
-from shardopt.checkpoint.interrupts import deferred_interrupts
+from shardopt.checkpoint.interrupts import deferred_interrupts, interruption_point
 from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.saving import require_little_endian
@@ -87,9 +87,8 @@ def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress:
     header: dict[str, Any] = {"extra": checkpoint.extra}
     if checkpoint.optimizer is not None:
         header |= {"optimizer": checkpoint.optimizer, "param_groups": checkpoint.groups}
-    tensors = {
-        key: StoredTensor(*checkpoint.described[key], 0, GridPartition()) for key in sorted(checkpoint.described)
-    }
+    described = checkpoint.described
+    tensors = {key: StoredTensor(*described[key], 0, GridPartition()) for key in sorted(described)}
     token = secrets.token_hex(8)
     with deferred_interrupts():
         folder.make()
@@ -125,6 +124,7 @@ def _write_data(
     target, end = folder.create(name), 0
     try:
         for key, first, data in checkpoint.pieces(numel):
+            interruption_point()
             shape, itemsize = described[key].shape, data.itemsize
             for begin, stop in ranges(shape, _CHUNK_BYTES // itemsize, first, first + data.numel()):
                 at = begin - first
