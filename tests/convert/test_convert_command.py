@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, convert_command
 from shardopt.checkpoint.convert import FORMATS, convert
 from shardopt.checkpoint.foreign import save_safetensors
+from shardopt.checkpoint.index import dump_index, load_index
+from shardopt.checkpoint.location import folder_at
 
 
 @pytest.fixture
@@ -89,6 +92,36 @@ def test_damage_leaves_nothing(saved: Path, tmp_path: Path, to: str) -> None:
     data.write_bytes(content)
     with pytest.raises(CheckpointError, match="checksum"):
         convert(saved, tmp_path / "target", to, piece_numel=PIECE)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda h: h.update(optimizer="Evil"), "got the state of Evil, expected one of"),
+        (lambda h: h.update(optimizer=3), "got the state of 3"),
+        (lambda h: h.update(optimizer="Lion"), "expected .* of Lion with its options"),
+        (lambda h: h.update(param_groups=3), "got param_groups as int"),
+        (lambda h: h["param_groups"].pop(), "in no param group"),
+        (lambda h: h["param_groups"][0]["parameters"].append("x"), "got state of x and no such parameter"),
+        (lambda h: h["param_groups"][0]["options"].update(codec="x"), "codec"),
+        (lambda h: h["param_groups"][0]["options"].update(codec=["x"]), "codec"),
+        (lambda h: h["param_groups"][0]["options"].update(block_size=1 << 70), "block_size"),
+        (lambda h: h["param_groups"][0]["options"].update(block_size=64), "scales of uneven"),
+        (lambda h: h["param_groups"][0]["options"].update(betas="ab"), "betas"),
+        (lambda h: h["param_groups"][0]["options"].update(params=[]), ""),
+    ],
+)
+def test_headers_that_no_save_writes(saved: Path, tmp_path: Path, change: Any, match: str) -> None:
+    """With a right checksum. An option by the name ``params`` is none, and stays one more key."""
+    index = load_index(folder_at(saved))
+    change(index.header)
+    (saved / "checkpoint.json").write_bytes(dump_index(index))
+    if not match:
+        convert(saved, tmp_path / "target", codec="fp32", piece_numel=PIECE)
+        return
+    with pytest.raises(CheckpointError, match=match):
+        convert(saved, tmp_path / "target", codec="fp32", piece_numel=PIECE)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,17 +56,15 @@ def made_optimizer(
     Raises:
         CheckpointError: an option is not allowed.
     """
-    made = []
-    for group in groups:
-        tensors = [checkpoint.parameter(name) for name in group["parameters"]]
-        params = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
-        options = {key: value for key, value in group["options"].items() if key not in OF_THE_RUN or key == "repay"}
-        lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
-        made.append({"params": params, **options, **lists})
-    try:
+    with reading(checkpoint.path):
+        made = []
+        for group in groups:
+            tensors = [checkpoint.parameter(name) for name in group["parameters"]]
+            params = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
+            options = {key: value for key, value in group["options"].items() if key not in OF_THE_RUN or key == "repay"}
+            lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
+            made.append({**options, **lists, "params": params})
         return kind(made)  # type: ignore[call-arg]  # subclasses have defaults
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: {line(error)}") from error
 
 
 def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[str]) -> dict[str, SliceState]:
@@ -78,9 +77,9 @@ def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[
     found: dict[str, SliceState] = {}
     wanted = set(names)
     for group, own in zip(groups, optimizer.param_groups, strict=True):
-        moments = optimizer.rule(own).moments
-        for name in group["parameters"]:
-            if name in wanted:
+        with reading(checkpoint.path):
+            moments = optimizer.rule(own).moments
+            for name in wanted.intersection(group["parameters"]):
                 parameter = checkpoint.parameter(name)
                 shard = Shard(parameter.shape, parameter.shape)
                 # State has the same entries with repay and without.
@@ -90,7 +89,18 @@ def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[
             f"{checkpoint.path}: got state of {few(wanted - found.keys())} in no param group, expected each in one; "
             "load another checkpoint"
         )
-    return found
+    return {name: found[name] for name in names}
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Raises an error that options or shapes from outside lead to as a CheckpointError that names where they are."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # of values that no optimizer has, of any type
+        raise CheckpointError(f"{path}: {line(error)}") from error
 
 
 def add_states(checkpoint: Checkpoint, entries: Entries) -> None:
