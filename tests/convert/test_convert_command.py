@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardopt
 from convert_runs import PIECE, assert_loads, make, trained
+from ranks.runs import snapshot_of
+from ranks.snapshot import assert_same
 from shardopt import checkpoint
 from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, convert_command
@@ -134,6 +136,20 @@ def test_an_interrupt_leaves_nothing(saved: Path, tmp_path: Path, to: str) -> No
     with pytest.raises(KeyboardInterrupt):
         convert(saved, tmp_path / "target", to, progress=interrupt, piece_numel=PIECE)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_urls(saved: Path) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'shardopt[object-stores]'")
+    convert(saved, "memory://converted/one", codec="companded8", piece_numel=PIECE)
+    convert("memory://converted/one", "memory://converted/two", codec="companded8", piece_numel=PIECE)
+    expected = make(codec="companded8")
+    checkpoint.load(saved, *expected, convert=True)
+    for name in ("one", "two"):
+        other = make(codec="companded8")
+        checkpoint.load(f"memory://converted/{name}", *other)
+        assert_same(snapshot_of(*other), snapshot_of(*expected))
+    with pytest.raises(CheckpointError, match="a target that exists"):
+        convert(saved, "memory://converted/one")
 
 
 def test_urls_are_for_portable_checkpoints(saved: Path) -> None:

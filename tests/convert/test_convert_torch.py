@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointError, import_state
-from shardopt.checkpoint.convert import convert
+from shardopt.checkpoint.convert import convert, torch_archive
 
 
 def of_torch(kind: str, named: bool = True, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -103,6 +104,20 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert all(value.data_ptr() % 64 == 0 for value in mapped["model"].values())
     convert(tmp_path / "run.pt", tmp_path / "back", piece_numel=PIECE, optimizer="AdamW")
     assert_loads(tmp_path / "back", run, codec="fp32")
+
+
+def test_large_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As records of more than 2 GiB: with the fields of zip64, and aligned."""
+    monkeypatch.setattr(torch_archive, "_LARGE", 1000)
+    model, optimizer = trained(codec="fp32")
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    convert(tmp_path / "saved", tmp_path / "run.pt", "torch", piece_numel=PIECE)
+    for options in ({}, {"mmap": True}):
+        found = torch.load(tmp_path / "run.pt", weights_only=True, **options)
+        assert_same(dict(sorted(found["model"].items())), dict(sorted(model.state_dict().items())))
+    assert all(value.data_ptr() % 64 == 0 for value in found["model"].values())
+    with zipfile.ZipFile(tmp_path / "run.pt") as archive:
+        assert archive.testzip() is None
 
 
 def test_own_state_dicts_keep_their_codes(tmp_path: Path) -> None:

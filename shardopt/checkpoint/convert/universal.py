@@ -48,7 +48,6 @@ _IGNORED: list[Any] = [
     (_Unused, "shardopt.sharding.deepspeed.moment_view.MomentView"),
     (_Unused, "shardopt.sharding.deepspeed.moment_view.SavedBuffer"),
     (dict, "shardopt.sharding.deepspeed.moment_view.SavedState"),
-    (_Unused, "torch._tensor._rebuild_from_type_v2"),
 ]
 
 
