@@ -237,7 +237,7 @@ print(most - before)
     ],
 )
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to: str, codec: str) -> None:
-    """A checkpoint of 96 MiB or more, of one tensor, in 48 MiB: four chunks of 8 MiB, and pieces of 2^17 elements."""
+    """A checkpoint of 96 MiB or more, of one tensor, in 64 MiB: five chunks of 8 MiB, and pieces of 2^17 elements."""
     for name, rows in (("run.small", 64), ("run", 8192)):
         model = torch.nn.Linear(2048, rows, bias=False)
         optimizer = shardopt.AdamW([("weight", model.weight)], codec="log8" if kind == "portable" else "fp32")
@@ -256,4 +256,4 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
     arguments = [str(tmp_path / "run"), str(tmp_path / "target"), to, codec, str(1 << 17)]
     done = subprocess.run([sys.executable, "-c", _MEMORY, *arguments], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 48 << 20
+    assert int(done.stdout) < 64 << 20
