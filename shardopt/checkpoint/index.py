@@ -255,12 +255,14 @@ def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files
     ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
     _demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
     _check_files([(ways, stride)], files)
-    if len(values) == 5:
-        return RangePartition(ways, stride, first, size, dims)
-    row_numel, block_size = _sizes(values[5], "a block", 2)
-    _demand(row_numel > 0 and block_size > 0 and dims == 2, "scales of no blocks")
-    _demand(shape[1] == -(-row_numel // block_size), "scales of other blocks")
-    return RangePartition(ways, stride, first, size, dims, (row_numel, block_size))
+    block, numel = None, math.prod(shape[:dims])
+    if len(values) == 6:
+        row_numel, block_size = _sizes(values[5], "a block", 2)
+        _demand(row_numel > 0 and block_size > 0 and dims == 2, "scales of no blocks")
+        _demand(shape[1] == -(-row_numel // block_size), "scales of other blocks")
+        block, numel = (row_numel, block_size), shape[0] * row_numel
+    _demand(first + numel < 2**63, "a range beyond all memory")
+    return RangePartition(ways, stride, first, size, dims, block)
 
 
 def unknown_content(path: str, what: str) -> CheckpointError:
