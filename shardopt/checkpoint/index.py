@@ -45,7 +45,7 @@ from shardopt.checkpoint.folder import Folder, PathLike, folder_at
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import MAX_DIMS, InvalidError
 from shardopt.checkpoint.wording import named, shown
-from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition
+from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
@@ -99,7 +99,7 @@ class StoredTensor(NamedTuple):
             return []
         if self.partition is not None:
             return [self.start + offset for offset in self.partition.holders(self.shape, part)]
-        return sorted({file for file, other in self.parts if _overlap(part, other)})
+        return sorted({file for file, other in self.parts if overlap(part, other)})
 
 
 class Index(NamedTuple):
@@ -304,11 +304,6 @@ def _plain(tensor: StoredTensor) -> dict[str, Any]:
     if tensor.partition is None:
         return {**found, "parts": [[file, *part] for file, part in tensor.parts]}
     return {**found, "start": tensor.start, **partition_to_json(tensor.partition)}
-
-
-def _overlap(one: Part, other: Part) -> bool:
-    corners = zip(*one, *other, strict=True)
-    return all(a < b + extent_b and b < a + extent_a for a, extent_a, b, extent_b in corners)
 
 
 def _demand(holds: object, what: str) -> None:
