@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardopt
+from attack.index_file import read_index, strict_tensors
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
@@ -81,6 +82,14 @@ def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str, sources: int)
     world_size, place = LAYOUTS[way][1], list(LAYOUTS).index(way)
     for before in range(1, sources + 1):
         ranks.run(world_size, _load, way, list(saved.values())[place - before], "adamw", {})
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_the_format_is_as_described(saved: dict[str, Path], way: str) -> None:
+    """A reader that knows only the description finds each element once, in the file where the rules have it."""
+    found, whole = (strict_tensors(saved[each], read_index(saved[each])) for each in (way, "single"))
+    assert isinstance(found, dict), found
+    assert found == whole
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
