@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Ranges, Shard, boxes, shard_of
 from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.state.slice_state import SliceState
 
@@ -79,7 +79,7 @@ def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
     shape = (*shard.global_shape, *behind)
     if isinstance(shard, FlatShard):
         return Chunks(shape, local.dtype, _rectangles(shard.global_shape, shard.start, shard.end, local))
-    return Chunks(shape, local.dtype, [Chunk((*shard.offset, *(0 for _ in behind)), local)])
+    return Chunks(shape, local.dtype, _boxes(shard.indices, local))
 
 
 def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
@@ -95,8 +95,9 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
         written = max(min(shard.first_written_block(grid), end), first)
         held = _rectangles(shape[:2], first, end, local)
         return Chunks(shape, local.dtype, held, _rectangles(shape[:2], written, end, local[written - first :]))
-    offsets = (shard.offset[0], shard.local_blocks(grid).first, *(0 for _ in behind))
-    return Chunks(shape, local.dtype, [Chunk(offsets, local)])
+    covered = shard.local_blocks(grid)
+    blocks = ((covered.first, covered.first + covered.per_row),)
+    return Chunks(shape, local.dtype, _boxes((shard.indices[0], blocks), local))
 
 
 def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks]:
@@ -115,6 +116,17 @@ def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks
         else:
             entries[key] = parameter_chunks(spec.shard, value)
     return entries
+
+
+def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
+    """The rectangles of a tensor of which this rank holds some indices of each dimension.
+
+    Args:
+        indices: of the leading dimensions.
+        local: the elements at these indices, with any trailing dimensions behind.
+    """
+    zeros = (0,) * (local.dim() - len(indices))
+    return [Chunk((*offsets, *zeros), local[elements]) for offsets, elements in boxes(indices)]
 
 
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:

@@ -4,6 +4,7 @@ from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Copies, Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
+from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
     Exchange,
@@ -31,6 +32,7 @@ __all__ = [
     "FlatBuffer",
     "FlatShard",
     "LocalBlocks",
+    "Ranges",
     "Ranks",
     "Rectangle",
     "Region",
@@ -40,6 +42,7 @@ __all__ = [
     "assign",
     "assign_later",
     "assigned",
+    "boxes",
     "copies_in",
     "equal_ends",
     "is_quantized",
