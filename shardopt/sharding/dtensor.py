@@ -48,13 +48,13 @@ class DTensorShard(Shard):
             raise RuntimeError(
                 f"got a parameter with placements {placements}, expected Shard or Replicate; reduce it first"
             )
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise RuntimeError(f"got a parameter on {mesh}, which this rank is not part of")
         self._mesh = mesh
         self._placements = placements
-        indices = self._indices_at(global_shape, coordinate)
-        super().__init__(global_shape, tuple(count(of_dim) for of_dim in indices))
+        coordinate = mesh.get_coordinate()
+        #: Whether this rank is part of the mesh. Where it is not, its local tensor is empty, as torch makes it.
+        self._is_here = coordinate is not None
+        indices = ((),) * len(global_shape) if coordinate is None else self._indices_at(global_shape, coordinate)
+        super().__init__(global_shape, tuple(map(count, indices)) if self._is_here else (0,))
         self.indices = indices
         self.cuts_rows = any(getattr(placement, "dim", 0) > 0 for placement in placements)
         self._blocks: dict[int, LocalBlocks] = {}
@@ -72,18 +72,20 @@ class DTensorShard(Shard):
         return tuple(indices)
 
     @cached_property
-    def holders(self) -> RanksExchange:  # type: ignore[override]
+    def holders(self) -> RanksExchange | None:  # type: ignore[override]
+        if not self._is_here:
+            return None
         return _along(self._mesh, range(self._mesh.ndim))
 
     @cached_property
     def parts(self) -> RanksExchange | None:  # type: ignore[override]
         sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
-        return _along(self._mesh, sharded) if sharded else None
+        return _along(self._mesh, sharded) if sharded and self._is_here else None
 
     @cached_property
     def division(self) -> Division | None:  # type: ignore[override]
         mesh_dims = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
-        if not mesh_dims:
+        if not mesh_dims or not self._is_here:
             return None
         mine = self._mesh.get_coordinate()
         assert mine is not None
@@ -181,7 +183,7 @@ class DTensorShard(Shard):
         return sorted(ends)
 
     def _find_blocks(self, grid: BlockGrid) -> LocalBlocks:
-        if not self._column_dims:
+        if not self._column_dims or not self._is_here:
             return LocalBlocks(0, grid.blocks_per_row, None)
         size, columns = grid.block_size, self.columns
         if self._column_ends is not None and self._is_aligned(grid, self._column_ends):
