@@ -24,7 +24,7 @@ class CutParameter(NamedTuple):
         scales: float32, ``(rows, blocks[, scales per block])``, one per moment.
         extremes: int32, ``(pieces, rows, blocks, 2)``, one per moment: this rank may hold several pieces of a block.
         old_scales: float32, ``(pieces - 1, *scales.shape)``, one per moment with scales: the kernels decode further
-            pieces of a block with these after the first piece has replaced the block's scales.
+            pieces of a block with these, as the first piece may have replaced the block's scales by then.
         others: int64, 1-D: blocks of a row of which this rank holds nothing.
     """
 
@@ -150,7 +150,7 @@ class CutBlocks:
         return bool(self._parameters) or bool(self._flat)
 
     def keep_scales(self) -> None:
-        """Copies what the kernels must find unchanged until the last of them has read it: first of all in a step."""
+        """Copies the scales of blocks of which this rank holds several pieces: before the kernels read any."""
         for cut in self._parameters:
             cut.keep_scales()
 

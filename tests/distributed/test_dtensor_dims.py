@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from helpers import CODEC_NAMES, RULES
+from pairs import slow
 from ranks.layouts import COLUMN, ROW, WHOLE, Layout, Shape
 from ranks.pool import Pool
+from ranks.snapshot import local
 from test_dtensor_step import Pair
 from weight_formats import FORMATS
 
@@ -66,13 +69,34 @@ def _sharded_as_whole(rule: str, codecs: list[str], weights: str | None, block_s
         ("adamw", ["log8"], None, 128, 4),
         ("adamw", ["log4"], "bf16 24", 128, 3),
         ("adamw", ["log8"], "bf16 stochastic", 128, 4),
-        ("muon", ["log8"], "bf16 24", 128, 4),
-        ("repaid_adamw", ["companded8"], None, 128, 4),
-        ("prodigy", ["log8"], None, 128, 4),
-        ("lamb", ["log8", "fp32"], "bf16 stochastic", 16, 2),
+        ("lamb", ["log8", "fp32"], "bf16 stochastic", 128, 2),
+        *slow(
+            [
+                ("muon", ["log8"], "bf16 24", 128, 4),
+                ("repaid_adamw", ["companded8"], None, 128, 4),
+                ("prodigy", ["log8"], None, 128, 4),
+                *((rule, [*CODEC_NAMES], None, size, n) for rule in RULES for size in (16, 128) for n in (2, 3, 4)),
+                *(("adamw", ["log8", "fp32"], each, 64, n) for each in FORMATS for n in (2, 3, 4)),
+            ]
+        ),
     ],
 )
 def test_sharded_as_whole(
     ranks: Pool, rule: str, codecs: list[str], weights: str | None, block_size: int, world_size: int
 ) -> None:
     ranks.run(world_size, _sharded_as_whole, rule, codecs, weights, block_size)
+
+
+def _scales_change_in_place() -> None:
+    """Also those that further pieces of a block are decoded with."""
+    pair = Pair("lamb", ["log8"], [Layout((5, 7, 40), (2,), (DEEP,), torch.float32)])
+    for step in range(STEPS):
+        pair.step(pair.gradients(seed=step))
+        for optimizer in (pair.whole_optimizer, pair.sharded_optimizer):
+            (state,) = optimizer.state.values()
+            local(state["exp_avg_scales"]).mul_(0.5)
+    pair.compare()
+
+
+def test_scales_that_change_in_place(ranks: Pool) -> None:
+    ranks.run(2, _scales_change_in_place)

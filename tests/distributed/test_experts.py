@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 import shardopt
 from helpers import CASES
+from pairs import slow
 from ranks.layouts import distribute, mesh_of, values
 from ranks.models import set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, assert_shards_of, entries, local, snapshot
+from shardopt.layout import shard_of
+from shardopt.step.matrices import matrices_of
 
 STEPS = 2
 OPTIONS = {"min_quantized_numel": 64, "block_size": 32}
@@ -161,23 +165,37 @@ def _load(way: str, path: Path, by_torch: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of every way."""
+def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints of every way, saved when first asked for."""
     folder = tmp_path_factory.mktemp("experts")
-    for way, (world_size, _) in WAYS.items():
-        ranks.run(world_size, _save, way, folder / way)
-    return {way: folder / way for way in WAYS}
+
+    @lru_cache
+    def save(way: str) -> Path:
+        ranks.run(WAYS[way][0], _save, way, folder / way)
+        return folder / way
+
+    return save
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("by_torch", [False, True])
-@pytest.mark.parametrize("sources", [1, pytest.param(len(WAYS), marks=pytest.mark.slow)])
-def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str, by_torch: bool, sources: int) -> None:
-    """By default each way loads what the one before it saved by us, and what the one after it saved by torch."""
-    names = [*WAYS]
-    for distance in range(1, sources + 1):
-        source = names[(names.index(way) + (distance if by_torch else -distance)) % len(names)]
-        ranks.run(WAYS[way][0], _load, way, saved[source], by_torch)
+def _round(ways: Sequence[str], distance: int) -> list[tuple[str, str]]:
+    """Each way with the one that is so many places before it."""
+    return [(way, ways[(place - distance) % len(ways)]) for place, way in enumerate(ways)]
+
+
+FEW = ("single", "fsdp of dim 2, tp", "ep", "dp tp", "fsdp ep")
+DISTANT = [pair for distance in range(len(WAYS)) for pair in _round([*WAYS], distance)]
+
+
+@pytest.mark.parametrize(
+    ("way", "source", "by_torch"),
+    [
+        *((*pair, False) for pair in _round(FEW, 1)),
+        *((*pair, True) for pair in _round(FEW, -2)),
+        *slow((*pair, by_torch) for pair in DISTANT for by_torch in (False, True)),
+    ],
+)
+def test_any_to_any(ranks: Pool, saved: Callable[[str], Path], way: str, source: str, by_torch: bool) -> None:
+    ranks.run(WAYS[way][0], _load, way, saved(source), by_torch)
 
 
 class Separate(nn.Module):
@@ -261,3 +279,18 @@ def test_experts_on_meshes_of_their_own(ranks: Pool, tmp_path: Path, everywhere:
     ranks.run(1, _save_whole, tmp_path / "whole")
     ranks.run(4, _load_apart, everywhere, tmp_path / "whole")
     ranks.run(4, _load_apart, not everywhere, tmp_path / "apart")
+
+
+def _has_no_matrices() -> None:
+    model, _ = _apart(everywhere=True, steps=0)
+    for module in model.experts.values():
+        shard = shard_of(module.weight)
+        slices = [SimpleNamespace(spec=SimpleNamespace(shard=shard), offset=0, name=None)]
+        described = SimpleNamespace(name="weight", spec=SimpleNamespace(slices=slices))
+        if not local(module.weight).numel():
+            assert not list(matrices_of(0, described, None))
+            assert (shard.holders, shard.parts, shard.division) == (None, None, None)
+
+
+def test_muon_takes_no_memory_for_experts_of_other_ranks(ranks: Pool) -> None:
+    ranks.run(4, _has_no_matrices)
