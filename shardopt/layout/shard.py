@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Copies, Division
-from shardopt.layout.ranges import Positions, Ranges, count, flattened, joined
+from shardopt.layout.ranges import Positions, Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="Shard")
@@ -79,7 +79,7 @@ class Shard:
         self.rows = local_shape[0] if local_shape else 1
         self.cols = math.prod(local_shape[1:])
         #: The indices of each dimension that this rank holds.
-        self.indices: tuple[Ranges, ...] = tuple(joined([(0, size)]) for size in self.local_shape)
+        self.indices: tuple[Ranges, ...] = tuple(((0, size),) if size else () for size in self.local_shape)
 
     @property
     def row_numel(self) -> int:
@@ -98,6 +98,8 @@ class Shard:
 
     def index_of(self, element: int) -> int:
         """The index in the flattened parameter of an element of the local tensor."""
+        if self.local_shape == self.global_shape:
+            return element
         row, col = divmod(element, self.cols)
         rows, cols = self._positions
         return rows[row] * self.row_numel + cols[col]
