@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 import shardopt.checkpoint
 from decoder import Architecture, Decoder, set_gradients
-from shardopt.checkpoint.index import read_index
+from shardopt.checkpoint.reading import read_index
 from step_cpu import commit, machine
 
 
@@ -97,7 +97,7 @@ def dcp_state_bytes(path: Path) -> int:
 
 def state_bytes(path: Path) -> int:
     stored = read_index(path)
-    return sum(chunk.bytes for name in stored if name.startswith("optimizer.") for chunk in stored[name].chunks)
+    return sum(chunk.bytes for name in stored if name.startswith("optimizer.") for chunk in stored[name])
 
 
 def make_model(numel: int, dtype: torch.dtype) -> Decoder:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -16,12 +17,14 @@ from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, pieces_of, state_chunks
 from shardopt.checkpoint.quantized.owner import QuantizedOwner
 from shardopt.checkpoint.ranks import on_every_rank
-from shardopt.layout import FlatBuffer, assigned, read_model
+from shardopt.layout import FlatBuffer, FlatShard, assigned, read_model
 from shardopt.optim import ShardedOptimizer
 from shardopt.report.memory import owner_of
 from shardopt.state.flat_encoding import encode_flat, shared_blocks
 from shardopt.state.slice_state import SliceState
 from shardopt.wrapper.optimizer import QuantizedState
+
+_CPU = torch.device("cpu")
 
 
 def owner_for(optimizer: Optimizer) -> Owner:
@@ -96,16 +99,26 @@ def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
 def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
     """The tensors of the model, by their names in a checkpoint."""
     pieces = [*(content.piece for content in contents), *buffers_of(model)]
-    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in pieces}
+    here = [piece for piece in pieces if piece.shard.is_here]
+    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in here}
 
 
 def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chunks]:
-    """The state of the optimizer, by its names in a checkpoint."""
+    """The state of the optimizer, by its names in a checkpoint.
+
+    A rank that holds no element of a flat shard does not know whether the parameter has state: it assumes so.
+    """
     tensors = {state_key("", entry): chunks for entry, chunks in owner.common_chunks().items()}
     for content in contents:
-        if content.spec is not None and content.state:
-            for entry, chunks in state_chunks(content.spec, content.state).items():
-                tensors[state_key(content.piece.name, entry)] = chunks
+        if content.spec is None or not content.spec.shard.is_here:
+            continue
+        state, is_assumed = content.state, False
+        if not state and owner.has_fixed_entries and isinstance(content.spec.shard, FlatShard):
+            is_assumed = content.spec.shard.numel == 0
+            state = content.spec.new(_CPU) if is_assumed else state
+        for entry, chunks in state_chunks(content.spec, state).items():
+            chunks.is_assumed = is_assumed
+            tensors[state_key(content.piece.name, entry)] = chunks
     return tensors
 
 

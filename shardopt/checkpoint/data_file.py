@@ -8,161 +8,211 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardopt.checkpoint import table
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.index import StoredChunk
+from shardopt.checkpoint.folder import Folder, SourceFile, TargetFile
+from shardopt.checkpoint.index import Index, StoredFile, unknown_content
 from shardopt.checkpoint.interrupts import interruption_point
-from shardopt.checkpoint.own_files import open_own, own_size
-from shardopt.checkpoint.pipeline import computed_ahead
+from shardopt.checkpoint.pipeline import AHEAD, computed_ahead
+from shardopt.checkpoint.table import StoredChunk, Table
 
 _MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
 _MOST_OPEN = 256  # files
 
-_Piece = tuple[Callable[[], Tensor], tuple[slice, ...], StoredChunk]
+_Piece = tuple[Tensor, tuple[slice, ...], StoredChunk]
 
 
 class DataFileWriter:
     """A new data file.
 
     Args:
-        path: the file, which must not exist yet.
+        name: its name.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._end = 0
         self._pieces: list[_Piece] = []
+        self._tensors: list[int] = []
 
-    def add(self, data: Callable[[], Tensor], offsets: Sequence[int], shape: Sequence[int], itemsize: int) -> slice:
+    def add(self, number: int, offsets: Sequence[int], data: Tensor) -> None:
         """Adds a chunk.
 
         Args:
-            data: returns the chunk, on any device; called when the chunk is about to be written.
-            offsets: the chunk's offsets in its global tensor.
-            shape: the chunk's shape.
-            itemsize: bytes of an element.
-
-        Returns:
-            The indices of the chunk's pieces in the result of :meth:`write`.
+            number: the number of the chunk's tensor in the order of names.
+            offsets: the chunk's offsets in that tensor.
+            data: the chunk, on any device.
         """
-        first = len(self._pieces)
-        for corner, extents in _pieces(tuple(shape), itemsize):
+        for corner, extents in _pieces(tuple(data.shape), data.itemsize):
             position = -(-self._end // _ALIGNMENT) * _ALIGNMENT
-            size = math.prod(extents) * itemsize
+            size = math.prod(extents) * data.itemsize
             self._end = position + size
             inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
-            stored = StoredChunk(inside, extents, self._path.name, position, size, crc32=0)
+            stored = StoredChunk(inside, extents, self.name, position, size, crc32=0)
             self._pieces.append((data, rectangle(corner, extents), stored))
-        return slice(first, len(self._pieces))
+            self._tensors.append(number)
 
-    def write(self) -> list[StoredChunk]:
-        """Writes all chunks to the disk. Removes the file if that fails.
+    def write(self, folder: Folder) -> StoredFile:
+        """Writes all chunks and their table into a folder. Removes the file if that fails.
 
         Raises:
             CheckpointError: the file exists already, or the system cannot write it.
         """
-        with removed_on_failure(self._path, self._end), self._path.open("xb", buffering=0) as file:
+        path, target = folder.shown(self.name), None
+        try:
+            target = folder.create(self.name)
             # One thread writes: several would wait for each other at the file.
             with computed_ahead(self._jobs()) as checked:
-                stored = [_write_chunk(file.fileno(), chunk, data) for chunk, data in checked]
-            os.fsync(file.fileno())
-            sync_folder(self._path.parent)
-        return stored
+                stored = [_written(target, chunk, data) for chunk, data in checked]
+            of_chunks = table.encoded(self._tensors, stored)
+            begin = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+            target.write(memoryview(of_chunks), begin)
+            target.finish()
+        except BaseException as error:
+            if target is not None:
+                target.abort()
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"{path}: cannot write {self._end} bytes: {error.strerror or error}; make room or choose another "
+                    "path. The previous checkpoint in this folder, if there was one, is as it was"
+                ) from error
+            raise
+        return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
 
     def _jobs(self) -> Iterator[Callable[[], tuple[StoredChunk, memoryview]]]:
         for data, part, chunk in self._pieces:
             interruption_point()
-            yield partial(_with_checksum, chunk, _bytes_of(data()[part]))
+            yield partial(_with_checksum, chunk, _bytes_of(data[part]))
 
 
-class OpenFile(NamedTuple):
-    """A data file that is open for reading."""
+class DataFiles:
+    """The data files of a checkpoint, opened when they are asked for. A context manager.
 
-    path: Path
-    descriptor: int
+    Keeps the first 256 files open, so that their bytes stay readable if another save removes the files, and opens the
+    others for a while.
 
-
-@contextmanager
-def opened(paths: Sequence[Path]) -> Iterator[Iterator[OpenFile]]:
-    """Data files, open for reading, in order.
-
-    Opens the first 256 files at once, so that their bytes stay readable if another save removes the files, and opens
-    the others one by one.
-
-    Raises:
-        CheckpointError: a file cannot be opened.
+    Args:
+        folder: the folder.
+        index: the checkpoint's index.
     """
-    descriptors: dict[Path, int] = {}
 
-    def in_turn() -> Iterator[OpenFile]:
-        for path in paths:
-            if path not in descriptors:
-                descriptors[path] = _open(path)
-            yield OpenFile(path, descriptors[path])
-            os.close(descriptors.pop(path))
+    def __init__(self, folder: Folder, index: Index) -> None:
+        self.folder, self._index = folder, index
+        self._kept: dict[int, SourceFile] = {}
+        self._passing: dict[int, SourceFile] = {}
+        #: The number of each tensor in the tables.
+        self.numbers = {name: number for number, name in enumerate(sorted(index.tensors))}
+        self._shapes = [index.tensors[name].shape for name in self.numbers]
+        self._itemsizes = [index.tensors[name].dtype.itemsize for name in self.numbers]
 
-    try:
-        for path in paths[:_MOST_OPEN]:
-            descriptors[path] = _open(path)
-        yield in_turn()
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    def __enter__(self) -> DataFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (*self._kept.values(), *self._passing.values()):
+            file.close()
+        self._kept, self._passing = {}, {}
+
+    def __getitem__(self, number: int) -> SourceFile:
+        """The file with a number, whose length is checked when it is opened.
+
+        Raises:
+            CheckpointError: the file cannot be opened, or has another length than the index says.
+        """
+        found = self._kept.get(number) or self._passing.get(number)
+        if found is None:
+            check_lengths(self.folder, self._index, [number])
+            name = self._index.file_name(number)
+            try:
+                found = self.folder.open(name)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder.shown(name)}: cannot be opened: {error}; load another checkpoint"
+                ) from error
+            if len(self._kept) < _MOST_OPEN:
+                self._kept[number] = found
+            else:
+                if len(self._passing) > AHEAD:
+                    self._passing.pop(next(iter(self._passing))).close()
+                self._passing[number] = found
+        return found
+
+    def table(self, number: int) -> Table:
+        """The table of a file.
+
+        Raises:
+            CheckpointError: the file cannot be read, or the table is damaged.
+        """
+        stored = self._index.files[number]
+        assert stored is not None  # opening it would have raised
+        path = self.folder.shown(self._index.file_name(number))
+        data = memoryview(bytearray(stored.table))
+        _read(self[number], path, data, stored.data)
+        _check(path, data, stored.data, stored.crc32)
+        try:
+            return table.decoded(bytes(data), self._shapes, self._itemsizes, stored.data)
+        except table.InvalidError as error:
+            raise unknown_content(path, str(error)) from None
+
+    @contextmanager
+    def chunks(self, wanted: Iterable[tuple[int, StoredChunk]]) -> Iterator[Iterator[tuple[int, StoredChunk, Tensor]]]:
+        """Chunks with their file numbers and their bytes (uint8), verified, in the order of files and positions.
+
+        The bytes of a chunk are valid until the next chunk is requested.
+
+        Args:
+            wanted: the chunks with the numbers of their files.
+
+        Raises:
+            CheckpointError: a file cannot be read, or the checksum of a chunk is not that of the saved bytes.
+        """
+        in_order = sorted(wanted, key=lambda item: (item[0], item[1].position))
+        longest = max((chunk.bytes for _, chunk in in_order), default=0)
+        free: list[Tensor] = []
+
+        def jobs() -> Iterator[Callable[[], Tensor]]:
+            for number, chunk in in_order:
+                interruption_point()
+                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8)
+                yield partial(_read_chunk, self[number], self.folder.shown(chunk.file), chunk, buffer)
+
+        def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
+            for (number, chunk), buffer in zip(in_order, buffers, strict=True):
+                yield number, chunk, buffer[: chunk.bytes]
+                free.append(buffer)
+
+        with computed_ahead(jobs()) as buffers:
+            yield verified(buffers)
 
 
-@contextmanager
-def read_chunks(file: OpenFile, chunks: Iterable[StoredChunk]) -> Iterator[Iterator[tuple[StoredChunk, Tensor]]]:
-    """Chunks of a data file with their bytes (uint8), verified, in the order of the file.
-
-    The bytes of a chunk are valid until the next chunk is requested.
-
-    Raises:
-        CheckpointError: the file cannot be read, or the checksum of a chunk is not that of the saved bytes.
-    """
-    in_order = sorted(chunks, key=lambda chunk: chunk.position)
-    longest = max((chunk.bytes for chunk in in_order), default=0)
-    free: list[Tensor] = []
-
-    def jobs() -> Iterator[Callable[[], Tensor]]:
-        for chunk in in_order:
-            interruption_point()
-            buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8)
-            yield partial(_read_chunk, file, chunk, buffer)
-
-    def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[StoredChunk, Tensor]]:
-        for chunk, buffer in zip(in_order, buffers, strict=True):
-            yield chunk, buffer[: chunk.bytes]
-            free.append(buffer)
-
-    with computed_ahead(jobs()) as buffers:
-        yield verified(buffers)
-
-
-def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
+def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
     """Checks that data files exist and have their full lengths.
 
     Args:
         folder: the folder of the files.
-        files: the lengths of the files in bytes, by name.
+        index: the checkpoint's index.
+        numbers: the numbers of the files.
 
     Raises:
         CheckpointError: a file does not exist or has another length.
     """
-    for name, length in files.items():
-        path = folder / name
+    for number in numbers:
+        stored, name = index.files[number], index.file_name(number)
+        path = folder.shown(name)
+        if stored is None:
+            raise unknown_content(path, "a tensor in a file that is not listed")
+        length = stored.data + stored.table
         try:
-            found = own_size(path)
+            found = folder.size(name)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: cannot be found ({error.strerror}), expected {length} bytes of data; is this a folder that "
@@ -178,56 +228,6 @@ def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
 def rectangle(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     """The index of a rectangle in a tensor."""
     return tuple(slice(offset, offset + extent) for offset, extent in zip(offsets, shape, strict=True))
-
-
-def make_folder(folder: Path) -> None:
-    """Makes a folder and its missing parents, durably: a crash does not undo that.
-
-    Raises:
-        CheckpointError: the system cannot make the folder.
-    """
-    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot make this folder: {error}; choose another path") from error
-    for path in missing:
-        sync_folder(path.parent)
-
-
-@contextmanager
-def removed_on_failure(path: Path, size: int) -> Iterator[None]:
-    """Removes a new file if writing it fails.
-
-    Args:
-        path: the file. A file that existed before stays.
-        size: bytes to be written, for the error.
-
-    Raises:
-        CheckpointError: the system cannot write the file.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, FileExistsError):
-            with suppress(OSError):
-                path.unlink()
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{path}: cannot write {size} bytes: {error.strerror or error}; make room or choose another path. The "
-                "previous checkpoint in this folder, if there was one, is as it was"
-            ) from error
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, on file systems that support that."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -256,38 +256,36 @@ def _with_checksum(chunk: StoredChunk, data: memoryview) -> tuple[StoredChunk, m
     return chunk._replace(crc32=zlib.crc32(data)), data
 
 
-def _write_chunk(file: int, chunk: StoredChunk, data: memoryview) -> StoredChunk:
-    position = chunk.position
-    while len(data):
-        written = os.pwrite(file, data, position)
-        data, position = data[written:], position + written
+def _written(target: TargetFile, chunk: StoredChunk, data: memoryview) -> StoredChunk:
+    target.write(data, chunk.position)
     return chunk
 
 
-def _open(path: Path) -> int:
-    try:
-        return open_own(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error}; load another checkpoint") from error
-
-
-def _read_chunk(file: OpenFile, chunk: StoredChunk, buffer: Tensor) -> Tensor:
-    """Reads a chunk into the buffer and verifies it."""
-    path = file.path
-    data = buffer.numpy().data[: chunk.bytes]
+def _read(file: SourceFile, path: str, data: memoryview, position: int) -> None:
+    """Fills ``data`` with the bytes at a position of a file."""
     filled = 0
-    while filled < chunk.bytes:
+    while filled < len(data):
         try:
-            count = os.preadv(file.descriptor, [data[filled:]], chunk.position + filled)
+            count = file.read_into(data[filled:], position + filled)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
         if count == 0:
             raise CheckpointError(f"{path}: ended while it was read; was another checkpoint saved there meanwhile?")
         filled += count
+
+
+def _check(path: str, data: memoryview, position: int, crc32: int) -> None:
     found = zlib.crc32(data)
-    if found != chunk.crc32:
+    if found != crc32:
         raise CheckpointError(
-            f"{path}: got checksum {found:08x} of the {chunk.bytes} bytes at {chunk.position}, expected "
-            f"{chunk.crc32:08x}: the bytes were damaged after the save; load another checkpoint"
+            f"{path}: got checksum {found:08x} of the {len(data)} bytes at {position}, expected {crc32:08x}: the bytes "
+            "were damaged after the save; load another checkpoint"
         )
+
+
+def _read_chunk(file: SourceFile, path: str, chunk: StoredChunk, buffer: Tensor) -> Tensor:
+    """Reads a chunk into the buffer and verifies it."""
+    data = buffer.numpy().data[: chunk.bytes]
+    _read(file, path, data, chunk.position)
+    _check(path, data, chunk.position, chunk.crc32)
     return buffer

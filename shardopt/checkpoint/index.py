@@ -1,74 +1,105 @@
 """The index of a checkpoint: ``checkpoint.json``, the last file of a save, which completes the checkpoint.
 
-The file is JSON, so that any program can read it::
+The file is JSON, so that any program can read it. It has one line per tensor, however many files there are::
 
-    {"format": "shardopt", "format_version": 1,
+    {"format": "shardopt", "format_version": 2,
     "header": {...},
-    "files": {"8c5d0e6f1a2b3c4d-0.bin": 8192},
+    "token": "8c5d0e6f1a2b3c4d",
+    "files": [[8192, 112, 1234567890], [8192, 112, 987654321]],
     "tensors": {
-    "weight": {"dtype": "float32", "shape": [32, 64], "chunks": [{"offsets": [0, 0], "shape": [32, 64],
-        "file": "8c5d0e6f1a2b3c4d-0.bin", "position": 0, "bytes": 8192, "crc32": 1234567890}]}},
+    "weight": {"dtype": "float32", "shape": [32, 64], "start": 0, "cuts": [[0, 2, 1]]}},
     "crc32": "0123abcd"}
 
-``files`` has the length of each data file in bytes. The last line is the CRC-32 of all bytes before. The bytes of a
-chunk are its elements in row-major order, little-endian. The chunks of a tensor cover each of its elements once; no two
-chunks share bytes. ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name)
-and ``param_groups``, a list of ``{"parameters": [names], "options": {...}}``.
+``files`` has, of the data file ``<token>-<number>.bin``, the bytes of its chunks, the bytes of its table behind them,
+and the table's CRC-32; null where there is no such file. The table (:mod:`shardopt.checkpoint.table`) says where the
+chunks are. The last line is the CRC-32 of all bytes before. The bytes of a chunk are its elements in row-major order,
+little-endian.
+
+A tensor says in which files its elements are, in one of three ways (:mod:`shardopt.layout.partition`):
+
+- ``start`` and ``cuts``: file ``start`` has the first part. Each cut ``[dim, ways, stride]`` cuts a dimension into
+  ``ways`` parts; from one part to the next the file's number grows by ``stride``. No cuts: the file has all of it.
+- ``start`` and ``range``, ``[ways, stride, first, size, dims]``: the flattened tensor is cut into ``ways`` ranges of
+  ``size`` elements of a whole in which it begins at ``first``; scales have ``[row_numel, block_size]`` as sixth.
+- ``parts``: a list of ``[file, offsets, shape]``, which cover each element once.
+
+``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name) and ``param_groups``, a
+list of ``{"parameters": [names], "options": {...}}``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
+import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
-from shardopt.checkpoint.own_files import open_own
+from shardopt.checkpoint.folder import Folder, PathLike, folder_at
 from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.table import MAX_DIMS, InvalidError
 from shardopt.checkpoint.wording import named, shown
+from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-_MAX_DIMS = 64  # of a torch.Tensor
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and not name.startswith("q")  # quantized tensors consist of more than elements
 }
 
+_TOKEN = re.compile(r"[0-9a-f]{16}")
 _DATA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,10}\.bin")
 _UNFINISHED_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.[0-9a-f]{16}")
 _LAST_LINE = re.compile(rb',\n"crc32": "([0-9a-f]{8})"}\n\Z')
 
 
-class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and the location of its bytes."""
+class StoredFile(NamedTuple):
+    """A data file: the bytes of its chunks, the bytes of the table behind them, and the table's checksum."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    position: int  # offset of the first byte in the file
-    bytes: int
+    data: int
+    table: int
     crc32: int
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint: its global shape, and the rectangles that fill it."""
+    """A tensor in a checkpoint: its global shape, and which data files have its elements.
+
+    Attributes:
+        dtype: the dtype.
+        shape: the global shape.
+        start: the number of the file with the first part.
+        partition: which parts the files have, counted from ``start``; None if ``parts`` says it.
+        parts: the number of a file and a rectangle in it, for each rectangle.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: list[StoredChunk]
+    start: int = 0
+    partition: Partition | None = None
+    parts: tuple[tuple[int, Part], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def files_of(self, part: Part) -> list[int]:
+        """The numbers of the files that have elements of a rectangle. Ascending."""
+        if 0 in part[1]:
+            return []
+        if self.partition is not None:
+            return [self.start + offset for offset in self.partition.holders(self.shape, part)]
+        return sorted({file for file, other in self.parts if _overlap(part, other)})
 
 
 class Index(NamedTuple):
@@ -76,67 +107,77 @@ class Index(NamedTuple):
 
     Attributes:
         header: the header, JSON.
-        files: the length of each data file in bytes.
+        token: what the names of the data files begin with.
+        files: the data files by their numbers; None where there is none.
         tensors: the tensors by name.
         crc32: the checksum in the last line; 0 if the index was not read from a file. Checkpoints saved into one folder
-            differ in their checksums, because names of data files are random.
+            differ in their checksums, because their tokens are random.
     """
 
     header: dict[str, Any]
-    files: dict[str, int]
+    token: str
+    files: list[StoredFile | None]
     tensors: dict[str, StoredTensor]
     crc32: int = 0
 
+    def file_name(self, number: int) -> str:
+        """The name of a data file."""
+        return data_file_name(self.token, number)
 
-def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The header of the checkpoint in a folder.
+    @property
+    def file_names(self) -> list[str]:
+        """The names of all data files."""
+        return [self.file_name(number) for number, stored in enumerate(self.files) if stored is not None]
+
+
+def data_file_name(token: str, number: int) -> str:
+    """The name of a data file."""
+    return f"{token}-{number}.bin"
+
+
+def read_header(path: PathLike) -> dict[str, Any]:
+    """The header of the checkpoint in a folder, or at a URL.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its index is damaged or of a newer format.
+        CheckpointError: there is no checkpoint, or its index is damaged or of another format version.
     """
-    return load_index(Path(path)).header
+    return load_index(folder_at(path)).header
 
 
-def read_index(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """The tensors of the checkpoint in a folder, by name.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its index is damaged or of a newer format.
-    """
-    return load_index(Path(path)).tensors
-
-
-def load_index(folder: Path) -> Index:
+def load_index(folder: Folder) -> Index:
     """Reads ``checkpoint.json``.
 
     Raises:
-        CheckpointError: the folder has no ``checkpoint.json``, or the file is damaged or of a newer format.
+        CheckpointError: the folder has no ``checkpoint.json``, or the file is damaged or of another format version.
     """
-    path = folder / INDEX_NAME
+    path = folder.shown(INDEX_NAME)
     try:
-        text = _read_file(path)
+        text = folder.read(INDEX_NAME)
     except OSError as error:
-        raise CheckpointError(_why_unreadable(path, error)) from error
+        raise CheckpointError(_why_unreadable(folder, error)) from error
     content, crc32 = _verified(path, text)
     version = content.get("format_version")
     if version != FORMAT_VERSION or type(version) is not int:
         raise CheckpointError(
-            f"{path}: got format version {shown(version)}, expected {FORMAT_VERSION}; install the version of "
-            "shardopt that saved this checkpoint, or a newer one"
+            f"{path}: got format version {shown(version)}, expected {FORMAT_VERSION}; load it with the version of "
+            "shardopt that saved it"
         )
     try:
-        files = {name: _size(length, name) for name, length in _mapping(content, "files").items()}
-        for name in files:
-            _demand(_DATA_FILE.fullmatch(name), f"data file {shown(name)}")
-        tensors = {name: _tensor(name, stored) for name, stored in _mapping(content, "tensors").items()}
-        _check_bytes(tensors, files)
-        return Index(_checked_header(content), files, tensors, crc32)
-    except _InvalidError as error:
-        raise _unknown_content(path, str(error)) from None
+        token = content.get("token")
+        _demand(isinstance(token, str) and _TOKEN.fullmatch(token), f"token {shown(token)}")
+        assert isinstance(token, str)
+        listed = content.get("files")
+        _demand(isinstance(listed, list), "files that are no list")
+        assert isinstance(listed, list)
+        files = [None if each is None else _file(each, number) for number, each in enumerate(listed)]
+        tensors = {name: _tensor(name, stored, len(files)) for name, stored in _mapping(content, "tensors").items()}
+        return Index(_checked_header(content), token, files, tensors, crc32)
+    except InvalidError as error:
+        raise unknown_content(path, str(error)) from None
 
 
 @contextmanager
-def noticing_replacement(folder: Path, index: Index) -> Iterator[None]:
+def noticing_replacement(folder: Folder, index: Index) -> Iterator[None]:
     """Checks after a CheckpointError whether another save has replaced the checkpoint that is being loaded.
 
     Raises:
@@ -163,39 +204,78 @@ def dump_index(index: Index) -> bytes:
     text = (
         f'{{"format": {json.dumps(FORMAT)}, "format_version": {FORMAT_VERSION},\n'
         f'"header": {json.dumps(index.header)},\n'
+        f'"token": {json.dumps(index.token)},\n'
         f'"files": {json.dumps(index.files)},\n'
         f'"tensors": {{\n{tensors}}}'
     ).encode()
     return text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode()
 
 
-def remove_strays(folder: Path, keep: Collection[str]) -> None:
+def remove_strays(folder: Folder, keep: Collection[str]) -> None:
     """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
 
     Leaves files that cannot be removed to the next save.
     """
-    for name in _names_in(folder):
+    for name in folder.names():
         ours = _DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name)
         if ours and name not in keep:
             with suppress(OSError):
-                (folder / name).unlink()
+                folder.remove(name)
 
 
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:  # files that cannot be listed do not matter here
-        return []
+def partition_to_json(partition: Partition) -> dict[str, Any]:
+    """A partition as JSON; see this module."""
+    if isinstance(partition, GridPartition):
+        return {"cuts": [list(cut) for cut in partition.cuts]}
+    numbers = list(partition[:-1])
+    return {"range": numbers if partition.block is None else [*numbers, list(partition.block)]}
 
 
-def _verified(path: Path, text: bytes) -> tuple[dict[str, Any], int]:
+def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files: int) -> Partition:
+    """The partition of a tensor.
+
+    Args:
+        stored: an object with ``cuts`` or ``range``.
+        shape: the tensor's.
+        files: how many ranks or files there are, at most, from the one with the first part on.
+
+    Raises:
+        InvalidError: no version of shardopt writes this.
+    """
+    if "cuts" in stored:
+        _demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
+        cuts = [Cut(*_sizes(cut, "a cut", 3)) for cut in stored["cuts"]]
+        for dim, ways, stride in cuts:
+            _demand(dim < len(shape) and ways > 0 and stride > 0, "a cut of no dimension")
+        _check_files([(ways, stride) for _, ways, stride in cuts], files)
+        return GridPartition(tuple(cuts))
+    values = stored.get("range")
+    _demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list")
+    assert isinstance(values, list)
+    ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
+    _demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
+    _check_files([(ways, stride)], files)
+    if len(values) == 5:
+        return RangePartition(ways, stride, first, size, dims)
+    row_numel, block_size = _sizes(values[5], "a block", 2)
+    _demand(row_numel > 0 and block_size > 0 and dims == 2, "scales of no blocks")
+    _demand(shape[1] == -(-row_numel // block_size), "scales of other blocks")
+    return RangePartition(ways, stride, first, size, dims, (row_numel, block_size))
+
+
+def unknown_content(path: str, what: str) -> CheckpointError:
+    """The error of a file whose checksum is right, but whose content is not."""
+    return CheckpointError(f"{path}: got content that no version of shardopt writes: {what}; load another checkpoint")
+
+
+def _verified(path: str, text: bytes) -> tuple[dict[str, Any], int]:
     """The JSON content of an index and its checksum; raises CheckpointError if the checksum does not match."""
     last_line = _LAST_LINE.search(text)
     if last_line is not None and zlib.crc32(text[: last_line.start()]) == int(last_line[1], 16):
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise _unknown_content(path, type(error).__name__) from None
+            raise unknown_content(path, type(error).__name__) from None
         if isinstance(content, dict) and content.get("format") == FORMAT:
             return content, int(last_line[1], 16)
     elif last_line is not None or FORMAT.encode() in text[:32]:
@@ -206,38 +286,32 @@ def _verified(path: Path, text: bytes) -> tuple[dict[str, Any], int]:
     raise CheckpointError(f"{path}: got a file of another kind, expected the index of a checkpoint of shardopt")
 
 
-def _read_file(path: Path) -> bytes:
-    with open(open_own(path), "rb") as file:
-        return file.read()
-
-
-def _why_unreadable(path: Path, error: OSError) -> str:
-    folder = path.parent
+def _why_unreadable(folder: Folder, error: OSError) -> str:
+    path = folder.shown(INDEX_NAME)
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path}: cannot be read: {error}"
-    if not os.path.isdir(folder):
+    if not folder.exists():
         return f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path"
-    if any(map(_DATA_FILE.fullmatch, _names_in(folder))):
+    if any(map(_DATA_FILE.fullmatch, folder.names())):
         return f"{folder}: got data without {INDEX_NAME}: saving it was never finished; load another checkpoint"
     return f"{folder}: there is no {INDEX_NAME} in it, expected a checkpoint of shardopt; check the path"
 
 
 def _plain(tensor: StoredTensor) -> dict[str, Any]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": tensor.shape, "chunks": [chunk._asdict() for chunk in tensor.chunks]}
+    found = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
+    if tensor.partition is None:
+        return {**found, "parts": [[file, *part] for file, part in tensor.parts]}
+    return {**found, "start": tensor.start, **partition_to_json(tensor.partition)}
 
 
-def _unknown_content(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: got content that no version of shardopt writes: {what}; load another checkpoint")
-
-
-class _InvalidError(Exception):
-    """The index has content that no version of shardopt writes."""
+def _overlap(one: Part, other: Part) -> bool:
+    corners = zip(*one, *other, strict=True)
+    return all(a < b + extent_b and b < a + extent_a for a, extent_a, b, extent_b in corners)
 
 
 def _demand(holds: object, what: str) -> None:
     if not holds:
-        raise _InvalidError(what)
+        raise InvalidError(what)
 
 
 def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -253,47 +327,57 @@ def _size(value: object, of: str) -> int:
     return value  # type: ignore[return-value]
 
 
-def _sizes(value: object, of: str) -> tuple[int, ...]:
-    _demand(isinstance(value, list) and len(value) <= _MAX_DIMS, f"sizes of {named(of)} that are no short list")
+def _sizes(value: object, of: str, count: int | None = None) -> tuple[int, ...]:
+    """Checks sizes: a list of whole numbers, of `count` or at most as many as a tensor has dimensions."""
+    is_list = isinstance(value, list) and (len(value) <= MAX_DIMS if count is None else len(value) == count)
+    _demand(is_list, f"sizes of {named(of)} that are no list of that length")
     return tuple(_size(each, of) for each in value)  # type: ignore[attr-defined]
 
 
-def _tensor(name: str, stored: Any) -> StoredTensor:
-    _demand(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"tensor {named(name)}")
-    dtype = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
+def _file(stored: object, number: int) -> StoredFile:
+    return StoredFile(*_sizes(stored, f"file {number}", 3))
+
+
+def dtype_named(name: object) -> torch.dtype | None:
+    """The dtype of this name in an index; None if there is none."""
+    return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def _tensor(name: str, stored: Any, files: int) -> StoredTensor:
+    _demand(isinstance(stored, dict), f"tensor {named(name)}")
+    how = stored.keys() - {"dtype", "shape"}
+    _demand(
+        len(stored) == len(how) + 2 and how in ({"start", "cuts"}, {"start", "range"}, {"parts"}),
+        f"tensor {named(name)}",
+    )
+    dtype = dtype_named(stored["dtype"])
     _demand(dtype is not None, f"a dtype of {named(name)}")
     assert dtype is not None
     shape = _sizes(stored["shape"], name)
-    _demand(math.prod(max(extent, 1) for extent in shape) < 2**63, f"a shape of {named(name)}")
-    _demand(isinstance(stored["chunks"], list), f"chunks of {named(name)}")
-    chunks = [_chunk(name, fields, dtype.itemsize) for fields in stored["chunks"]]
-    _demand(
-        fill(shape, [(c.offsets, c.shape) for c in chunks]), f"chunks that do not fill {named(name)} {shown(shape)}"
-    )
-    return StoredTensor(dtype, shape, chunks)
+    _demand(math.prod(max(extent, 1) for extent in shape) * dtype.itemsize < 2**63, f"a shape of {named(name)}")
+    if "parts" not in stored:
+        start = _size(stored["start"], name)
+        most = sys.maxsize if 0 in shape else files - start  # nobody looks for elements of an empty tensor
+        try:
+            return StoredTensor(dtype, shape, start, partition_from_json(stored, shape, most))
+        except InvalidError as error:
+            raise InvalidError(f"{error} of {named(name)} {shown(shape)}") from None
+    _demand(isinstance(stored["parts"], list), f"parts of {named(name)}")
+    parts = []
+    for part in stored["parts"]:
+        _demand(isinstance(part, list) and len(part) == 3, f"a part of {named(name)}")
+        file = _size(part[0], name)
+        _demand(file < files, f"a part of {named(name)} in a file that is not listed")
+        parts.append((file, (_sizes(part[1], name), _sizes(part[2], name))))
+    _demand(fill(shape, [part for _, part in parts]), f"parts that do not fill {named(name)} {shown(shape)}")
+    return StoredTensor(dtype, shape, parts=tuple(parts))
 
 
-def _chunk(name: str, fields: Any, itemsize: int) -> StoredChunk:
-    _demand(isinstance(fields, dict) and fields.keys() == set(StoredChunk._fields), f"a chunk of {named(name)}")
-    _demand(isinstance(fields["file"], str), f"a chunk of {named(name)}")
-    offsets, shape = _sizes(fields["offsets"], name), _sizes(fields["shape"], name)
-    numbers = [_size(fields[key], name) for key in ("position", "bytes", "crc32")]
-    _demand(numbers[1] == math.prod(shape) * itemsize, f"a chunk of {named(name)} of {numbers[1]} bytes")
-    return StoredChunk(offsets, shape, fields["file"], *numbers)
-
-
-def _check_bytes(tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> None:
-    """Checks that chunks lie within their files and share no bytes."""
-    of_file: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
-    for name, stored in tensors.items():
-        for chunk in stored.chunks:
-            _demand(chunk.file in files, f"a chunk of {named(name)} in a file that is not listed")
-            if chunk.bytes:
-                of_file[chunk.file].append((chunk.position, chunk.position + chunk.bytes))
-    for file, ranges in of_file.items():
-        ranges.sort()
-        _demand(not ranges or ranges[-1][1] <= files[file], f"chunks beyond the end of {file}")
-        _demand(all(end <= begin for (_, end), (begin, _) in pairwise(ranges)), f"chunks of {file} that overlap")
+def _check_files(strides: list[tuple[int, int]], files: int) -> None:
+    """Checks that the file of each part is listed, and that there are no more parts than files."""
+    last = sum((ways - 1) * stride for ways, stride in strides)
+    _demand(last < max(files, 0), "parts in files that are not listed")
+    _demand(math.prod(ways for ways, _ in strides) <= files, "more parts than files")
 
 
 def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:

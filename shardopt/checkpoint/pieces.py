@@ -11,8 +11,20 @@ from torch.nn import Module
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Ranges, Shard, boxes, shard_of
+from shardopt.layout import (
+    WHOLE,
+    BlockGrid,
+    FlatBuffer,
+    FlatShard,
+    Placed,
+    RangePartition,
+    Ranges,
+    Shard,
+    boxes,
+    shard_of,
+)
 from shardopt.layout.names import buffer_names, parameter_names
+from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_state import SliceState
 
 
@@ -78,8 +90,10 @@ def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
     behind = tuple(local.shape[len(shard.local_shape) :])
     shape = (*shard.global_shape, *behind)
     if isinstance(shard, FlatShard):
-        return Chunks(shape, local.dtype, _rectangles(shard.global_shape, shard.start, shard.end, local))
-    return Chunks(shape, local.dtype, _boxes(shard.indices, local))
+        held = _rectangles(shard.global_shape, shard.start, shard.end, local)
+    else:
+        held = _boxes(shard.indices, local)
+    return Chunks(shape, local.dtype, held, placed=shard.partition)
 
 
 def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
@@ -93,11 +107,12 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
     if isinstance(shard, FlatShard):
         first, end = shard.blocks(grid)
         written = max(min(shard.first_written_block(grid), end), first)
-        held = _rectangles(shape[:2], first, end, local)
-        return Chunks(shape, local.dtype, held, _rectangles(shape[:2], written, end, local[written - first :]))
+        own = _rectangles(shape[:2], written, end, local[written - first :])
+        return Chunks(shape, local.dtype, _rectangles(shape[:2], first, end, local), own, shard.scales_partition(grid))
     covered = shard.local_blocks(grid)
     blocks = ((covered.first, covered.first + covered.per_row),)
-    return Chunks(shape, local.dtype, _boxes((shard.indices[0], blocks), local))
+    held = _boxes((shard.indices[0], blocks), local)
+    return Chunks(shape, local.dtype, held, placed=shard.scales_partition(grid))
 
 
 def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks]:
@@ -110,12 +125,23 @@ def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks
     entries: dict[str, Chunks] = {}
     for key, value in state.items():
         if spec.is_whole(key):
-            entries[key] = Chunks.whole(value)
+            entries[key] = Chunks.whole(value, _of_first_element(spec.shard))
         elif spec.is_scales(key):
             entries[key] = scales_chunks(spec.shard, spec.grid, value)
         else:
             entries[key] = parameter_chunks(spec.shard, value)
     return entries
+
+
+def _of_first_element(shard: Shard) -> Placed:
+    """Where state that belongs to a parameter as a whole is: among flat shards, with the parameter's first element.
+
+    A rank without any element of the parameter has no state of it.
+    """
+    placed = shard.partition
+    if placed is None or not isinstance(placed.partition, RangePartition):
+        return WHOLE
+    return placed._replace(partition=placed.partition._replace(dims=0, block=None))
 
 
 def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
@@ -142,30 +168,8 @@ def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> li
     zeros = (0,) * len(behind)
     chunks = []
     at = 0
-    for offsets, extents in _decompose(tuple(shape), start, end):
+    for offsets, extents in rectangles_of_range(tuple(shape), start, end):
         numel = math.prod(extents)
         chunks.append(Chunk((*offsets, *zeros), local[at : at + numel].view(*extents, *behind)))
         at += numel
     return chunks
-
-
-def _decompose(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and extents of the rectangles that, in order, make up the range ``[start, end)`` of the elements."""
-    if start >= end:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = math.prod(shape[1:])
-    first, skipped = divmod(start, inner)
-    last, rest = divmod(end, inner)
-    if first == last:  # within one row
-        yield from (((first, *o), (1, *e)) for o, e in _decompose(shape[1:], skipped, rest))
-        return
-    if skipped:
-        yield from (((first, *o), (1, *e)) for o, e in _decompose(shape[1:], skipped, inner))
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if rest:
-        yield from (((last, *o), (1, *e)) for o, e in _decompose(shape[1:], 0, rest))

@@ -8,22 +8,17 @@ how shards were cut.
 
 from __future__ import annotations
 
-import inspect
 import os
-import warnings
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -38,20 +33,20 @@ from shardopt.checkpoint.contents import (
     owner_for,
     with_common_scales,
 )
-from shardopt.checkpoint.errors import ReplacedError, plain_errors
+from shardopt.checkpoint.errors import ReplacedError
+from shardopt.checkpoint.folder import Folder, PathLike, folder_at
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import buffers_of
-from shardopt.checkpoint.ranks import gathered, on_every_rank
-from shardopt.checkpoint.replicas import ReplicaPlanner
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
-from shardopt.checkpoint.staging import Staged, Stager
-from shardopt.checkpoint.storage import PortableReader, PortableWriter
+from shardopt.checkpoint.saving import Saving
+from shardopt.checkpoint.staging import Stager
 from shardopt.sharding.deepspeed.engine import has_optimizer, is_engine, opened, refresh
 
 _TRIES = 10  # attempts of a load while other saves replace the checkpoint
-_ONE_PROCESS = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of PyTorch
 
 
 class Loaded(NamedTuple):
@@ -66,7 +61,9 @@ class Loaded(NamedTuple):
     converted: dict[str, str]
 
 
-def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **extra: Any) -> None:
+def save(
+    path: PathLike, model: Module, optimizer: Optimizer | None = None, *, keep_last: int | None = None, **extra: Any
+) -> None:
     """Saves a model and its optimizer into a folder. All ranks must call this.
 
     Replaces a checkpoint in the folder; the previous checkpoint stays unchanged until the new one is complete, and if
@@ -76,31 +73,43 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     MiB, or at the end.
 
     Args:
-        path: the folder, which all ranks must see.
+        path: the folder, which all ranks must see, or a URL that the package fsspec opens, such as
+            ``s3://bucket/run/step-1000`` (the extra ``object-stores``). An object store has no locks: let only one run
+            save there.
         model: a plain model, or one wrapped by DDP, FSDP1 or FSDP2, with or without DTensor parameters; or a DeepSpeed
             engine.
         optimizer: an optimizer of shardopt or the result of :func:`shardopt.quantize_state`, or a
             ZeroRedundancyOptimizer of one; None to save the model only. A DeepSpeed engine's own may be left out.
+        keep_last: removes older checkpoints once this one is complete, so that so many are left with it; None keeps
+            all. Checkpoints of a run are folders beside each other whose names differ in the number at the end, such as
+            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count.
         extra: other values to save, the same on all ranks: tensors, and values that JSON can hold.
 
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
             save into the folder goes on. Nothing was changed, on any rank.
+        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             these, or is not that of the DeepSpeed engine.
     """
+    ranks = Ranks()
     with deferred_interrupts():
-        tensors, writer, planner = _to_save(path, model, optimizer, extra)
-        with plain_errors(writer.discard), _no_warning_of_one_process():
-            state_dict_saver.save(tensors, storage_writer=writer, planner=planner)
+        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
+        saving.run(tensors, ranks)
 
 
 def async_save(
-    path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **extra: Any
+    path: PathLike,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    *,
+    keep_last: int | None = None,
+    staging_dir: str | os.PathLike[str] | None = None,
+    **extra: Any,
 ) -> Future[None]:
-    """Copies a model and its optimizer to host memory, and saves the copy while training goes on.
+    """Copies a model and its optimizer to host memory or a local disk, and saves the copy while training goes on.
 
-    Takes as much host memory as this rank's part of the checkpoint, for as long as the returned future exists. The next
+    Takes as much memory as this rank's part of the checkpoint, for as long as the returned future exists. The next
     save, if it begins before that future is dropped, copies into the same memory, which takes a fraction of the time
     that new memory takes. All ranks must call this. Wait for one save before beginning another. The ranks communicate
     in a gloo group of their own, beside the training's collectives.
@@ -109,6 +118,9 @@ def async_save(
         path: the folder; see :func:`save` for all arguments.
         model: the model.
         optimizer: the model's optimizer.
+        keep_last: how many checkpoints stay.
+        staging_dir: a folder on a local disk of each node to which the copy goes, in place of host memory; the file has
+            no name there, so nothing is left of it if the process ends. ``path`` gets the data in the background.
         extra: other values to save.
 
     Returns:
@@ -116,56 +128,37 @@ def async_save(
         :func:`save`. The future cannot be cancelled.
 
     Raises:
-        RuntimeError: this version of PyTorch is older than 2.9. Or there is not enough host memory for the copy: other
-            ranks raise a CheckpointError that says so.
+        RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
+        CheckpointError: there is not enough room for the copy in ``staging_dir``, on any rank.
+        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             shardopt's, or is not that of the DeepSpeed engine.
     """
     global _last_saving
-    if "async_stager" not in inspect.signature(state_dict_saver.async_save).parameters:
-        raise RuntimeError(f"async_save: got PyTorch {torch.__version__}, expected 2.9 or newer; call save()")
+    ranks = Ranks()
     with deferred_interrupts():
-        tensors, writer, planner = _to_save(path, model, optimizer, extra)
-        stager = _free_stager()
-        with plain_errors(writer.discard):
-            staged = on_every_rank(lambda: stager.stage(tensors))
+        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
+        stager = _free_stager(None if staging_dir is None else Path(staging_dir))
+        staged = ranks.agree(lambda: stager.stage(tensors))
         done = _Saving(stager)
-        if not dist.is_initialized():  # permanently, because a thread of PyTorch warns at an unknown time
-            warnings.filterwarnings("ignore", _ONE_PROCESS)
-        with plain_errors(partial(_give_up, writer, done)):
-            saving = state_dict_saver.async_save(
-                staged,
-                storage_writer=writer,
-                planner=planner,
-                process_group=_group_of_saves(),
-                async_stager=Staged(),
-                no_dist=not dist.is_initialized(),
-            )
-        saving.add_done_callback(partial(_finish, writer, done))  # type: ignore[union-attr]
+        others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
+        threading.Thread(target=_run, args=(done, lambda: saving.run(staged, others)), name="shardopt save").start()
     return done
 
 
-def _finish(writer: PortableWriter, done: _Saving, saved: Future[Any]) -> None:
+def _run(done: _Saving, work: Callable[[], None]) -> None:
     try:
-        with plain_errors(partial(_give_up, writer, done)):
-            saved.result()
+        work()
     except BaseException as error:  # the waiting thread handles the error
+        done.stager.in_use = False
         done.set_exception(error)
     else:
         done.stager.in_use = False  # first, because a waiting caller may begin the next save at once
         done.set_result(None)
 
 
-def _give_up(writer: PortableWriter, done: _Saving) -> None:
-    """Removes the leftovers of a failed save."""
-    done.stager.in_use = False
-    writer.discard()
-
-
-def load(
-    path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, *, convert: bool = False
-) -> Loaded:
+def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, convert: bool = False) -> Loaded:
     """Loads a checkpoint of :func:`save`, under any sharding and number of ranks. All ranks must call this.
 
     Reads and verifies the whole checkpoint before changing anything. Takes as much host memory as this rank's part of
@@ -192,37 +185,33 @@ def load(
         TypeError: the optimizer is none that :func:`save` takes, or is not that of the DeepSpeed engine.
     """
     with deferred_interrupts():
-        loaded = _load_unreplaced(path, model, optimizer, convert)
+        loaded = _load_unreplaced(folder_at(path), model, optimizer, convert)
         if is_engine(model):
             refresh(model)
     return loaded
 
 
-def _load_unreplaced(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
+def _load_unreplaced(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
     """Loads, and starts over if another process replaces the checkpoint meanwhile."""
     for _ in range(_TRIES - 1):
         with suppress(ReplacedError), _opened(model, optimizer) as (bare, own):
-            return _load(path, bare, own, convert)
+            return _load(folder, bare, own, convert)
     with _opened(model, optimizer) as (bare, own):
-        return _load(path, bare, own, convert)
+        return _load(folder, bare, own, convert)
 
 
-def _load(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
-    index = on_every_rank(lambda: load_index(Path(path)))
-    if len(set(gathered(index.crc32))) > 1:
+def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
+    ranks = Ranks()
+    index = ranks.agree(lambda: load_index(folder))
+    if len(set(ranks.gathered(index.crc32.to_bytes(4, "little")))) > 1:
         raise ReplacedError(
-            f"{path}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
+            f"{folder}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
             "and does nobody save into it?"
         )
-    restoration = on_every_rank(lambda: Restoration(path, index, model, optimizer))
-    claimed = gathered(restoration.claimed)
-    on_every_rank(lambda: restoration.plan(claimed, convert=convert))
-    with plain_errors(), _no_warning_of_one_process():
-        state_dict_loader.load(
-            restoration.tensors,
-            storage_reader=PortableReader(path, index),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        )
+    restoration = ranks.agree(lambda: Restoration(folder, index, model, optimizer))
+    claimed = ranks.gathered(restoration.claimed)
+    ranks.agree(lambda: restoration.plan(claimed, convert=convert))
+    ranks.agree(lambda: read_tensors(folder, index, restoration.tensors))
     restoration.convert()
     restoration.commit()
     return Loaded(restoration.extra, restoration.converted)
@@ -256,10 +245,11 @@ class _Saving(Future[None]):
 _last_saving: weakref.ref[_Saving] | None = None
 
 
-def _free_stager() -> Stager:
+def _free_stager(folder: Path | None) -> Stager:
     """The last save's stager, if that save's future still exists and its copies are written; else a new stager."""
     last = None if _last_saving is None else _last_saving()
-    return Stager() if last is None or last.stager.in_use else last.stager
+    is_free = last is not None and not last.stager.in_use and last.stager.folder == folder
+    return last.stager if last is not None and is_free else Stager(folder)
 
 
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -277,22 +267,19 @@ def _group_of_saves() -> dist.ProcessGroup | None:
     return _groups_of_saves[world]
 
 
-@contextmanager
-def _no_warning_of_one_process() -> Iterator[None]:
-    """Suppresses torch.distributed.checkpoint's warning that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _ONE_PROCESS)
-        yield
-
-
 def _to_save(
-    path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None, extra: dict[str, Any]
-) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
-    """The tensors to save, their writer and their planner. All ranks must call this."""
+    folder: Folder,
+    model: Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any],
+    keep_last: int | None,
+    ranks: Ranks,
+) -> tuple[Saving, dict[str, Chunks]]:
+    """The save, and this rank's tensors. All ranks must call this."""
     with _opened(model, optimizer) as (bare, own):
-        owner, contents = on_every_rank(lambda: _read(bare, own))
+        owner, contents = ranks.agree(lambda: _read(bare, own))
         common = with_common_scales(contents)
-        return on_every_rank(lambda: _described(path, bare, owner, common, extra))
+        return ranks.agree(lambda: _described(folder, bare, owner, common, extra, keep_last))
 
 
 def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
@@ -301,13 +288,14 @@ def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, lis
 
 
 def _described(
-    path: str | os.PathLike[str],
+    folder: Folder,
     model: Module,
     owner: Owner | None,
     contents: Sequence[Content],
     extra: dict[str, Any],
-) -> tuple[dict[str, Any], PortableWriter, ReplicaPlanner]:
-    tensors: dict[str, Any] = model_chunks(model, contents)
+    keep_last: int | None,
+) -> tuple[Saving, dict[str, Chunks]]:
+    tensors = model_chunks(model, contents)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
     if owner is not None:
         tensors.update(optimizer_chunks(owner, contents))
@@ -318,4 +306,4 @@ def _described(
         if isinstance(value, Tensor):
             tensors[f"extra.{key}"] = Chunks.whole(value)
     buffers = {model_key(piece.name) for piece in buffers_of(model)}
-    return tensors, PortableWriter(path, header), ReplicaPlanner(buffers)
+    return Saving(folder, header, buffers, keep_last), tensors

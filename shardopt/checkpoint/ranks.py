@@ -1,48 +1,109 @@
-"""Agreement of all ranks on success or failure."""
+"""Agreement of all ranks on success or failure, and messages of a few bytes between them. Nothing is pickled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 
 T = TypeVar("T")
 
 
-def on_every_rank(work: Callable[[], T]) -> T:
-    """Calls a function on every rank, and raises on all of them if it raised on any.
+class Ranks:
+    """The ranks that save or load a checkpoint together.
 
-    Raises:
-        ReplacedError: the function raised ReplacedError on one rank or more, and no other error on any rank.
-        CheckpointError: the function raised on another rank only. The message has the first such rank's error.
-        Exception: the function's own error, on each rank where it raised.
+    Args:
+        group: their process group; None for all ranks, or for one process without torch.distributed.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return work()
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as raised:  # any exception: the other ranks must not wait for this rank
-        error = raised
-    messages = gathered(None if error is None else f"{type(error).__name__}: {error}")
-    replaced = gathered(isinstance(error, ReplacedError)) if any(messages) else []
-    kind = ReplacedError if messages.count(None) + replaced.count(True) == len(messages) else CheckpointError
-    if error is not None:
-        raise kind(str(error)) if isinstance(error, ReplacedError) else error
-    failed = {rank: message for rank, message in enumerate(messages) if message is not None}
-    if failed:
-        rank, message = next(iter(failed.items()))
-        raise kind(f"got an error on rank {rank} and {len(failed) - 1} others, nothing was done: {message}")
-    return result
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        is_alone = not dist.is_initialized()
+        self.rank = 0 if is_alone else dist.get_rank(group)
+        self.size = 1 if is_alone else dist.get_world_size(group)
+
+    def gathered(self, message: bytes) -> list[bytes]:
+        """The message of each rank. All ranks must call this."""
+        if self.size == 1:
+            return [message]
+        length = self._numbers([len(message)])
+        lengths = torch.cat(self._all_gathered(length)).tolist()
+        sent = torch.zeros(max(lengths), dtype=torch.uint8)
+        sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
+        if not sent.numel():
+            return [b""] * self.size
+        found = torch.stack(self._all_gathered(sent.to(self._device))).cpu().numpy()
+        return [row[:size].tobytes() for row, size in zip(found, lengths, strict=True)]
+
+    def from_rank(self, source: int, message: bytes) -> bytes:
+        """The message of one rank, to which other ranks pass anything. All ranks must call this."""
+        if self.size == 1:
+            return message
+        length = self._numbers([len(message)])
+        self._broadcast(length, source)
+        sent = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        if self.rank == source:
+            sent.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent)
+        if sent.numel():
+            self._broadcast(sent, source)
+        return sent.cpu().numpy().tobytes()
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Calls a function on every rank, and raises on all of them if it raised on any. All ranks must call this.
+
+        Raises:
+            ReplacedError: the function raised ReplacedError on one rank or more, and no other error on any rank.
+            CheckpointError: the function raised on another rank only. The message has the first such rank's error.
+            BaseException: the function's own error, on each rank where it raised.
+        """
+        if self.size == 1:
+            return work()
+        error: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
+            error = raised
+        outcome = 0 if error is None else 1 if isinstance(error, ReplacedError) else 2
+        outcomes = torch.cat(self._all_gathered(self._numbers([outcome]))).tolist()
+        if not any(outcomes):
+            return result
+        kind = CheckpointError if 2 in outcomes else ReplacedError
+        failed = [rank for rank, of in enumerate(outcomes) if of]
+        message = "" if error is None else f"{type(error).__name__}: {error}"
+        first = self.from_rank(failed[0], message.encode(errors="replace")).decode()
+        if error is not None:
+            raise kind(str(error)) if isinstance(error, ReplacedError) else error
+        raise kind(f"got an error on rank {failed[0]} and {len(failed) - 1} others, nothing was done: {first}")
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the group's back end takes tensors, the host if it can."""
+        group = dist.group.WORLD if self._group is None else self._group
+        assert group is not None
+        devices = {device.type for device in group._device_types}
+        if "cpu" in devices or not devices:
+            return torch.device("cpu")
+        kind = sorted(devices)[0]
+        return torch.device(kind, getattr(torch, kind).current_device())
+
+    def _numbers(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _all_gathered(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(found, tensor, group=self._group)
+        return found
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        source = source if self._group is None else dist.get_global_rank(self._group, source)
+        dist.broadcast(tensor, source, self._group)
 
 
-def gathered(value: T) -> list[T]:
-    """The value of each rank. All ranks must call this."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def on_every_rank(work: Callable[[], T]) -> T:
+    """Calls a function on all ranks; see :meth:`Ranks.agree`."""
+    return Ranks().agree(work)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from shardopt.checkpoint.contents import (
 from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import apply, checked_groups, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
 from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
@@ -49,7 +48,7 @@ class Restoration:
     :meth:`commit`.
 
     Args:
-        path: the checkpoint.
+        folder: the checkpoint's folder.
         index: the index of the checkpoint.
         model: the model.
         optimizer: the model's optimizer; None to load the model only.
@@ -59,11 +58,14 @@ class Restoration:
         TypeError: the optimizer is neither shardopt's nor of quantize_state.
     """
 
-    def __init__(self, path: str | os.PathLike[str], index: Index, model: Module, optimizer: Optimizer | None) -> None:
-        self._path = Path(path)
+    def __init__(self, folder: Folder, index: Index, model: Module, optimizer: Optimizer | None) -> None:
+        self._folder = folder
+        self._path = str(folder)
         self._index = index
         if "extra" not in index.header:
-            raise CheckpointError(f"{path}: got a checkpoint that shardopt.checkpoint.save did not write, expected one")
+            raise CheckpointError(
+                f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
+            )
         self._owner = None if optimizer is None else owner_for(optimizer)
         self._contents = contents_of(model, self._owner)
         self._buffers = [
@@ -118,9 +120,9 @@ class Restoration:
         return {**self._index.header["extra"], **self._extra_tensors}
 
     @property
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Chunks]:
         """The tensors to read into, by the names in the checkpoint."""
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, Chunks] = {}
         for target in self._targets:
             piece = target.content.piece
             tensors[model_key(piece.name)] = parameter_chunks(piece.shard, target.values)
@@ -209,18 +211,23 @@ class Restoration:
 
     def _check_lengths(self, tensors: Sequence[StoredTensor]) -> None:
         """Checks that the checkpoint has the bytes of tensors, before memory is allocated for them."""
-        files = {chunk.file: self._index.files[chunk.file] for stored in tensors for chunk in stored.chunks}
-        with noticing_replacement(self._path, self._index):
-            check_lengths(self._path, files)
+        files = {file for stored in tensors for file in stored.files_of(((0,) * len(stored.shape), stored.shape))}
+        if sum(stored.nbytes for stored in tensors) > sum(stored.data for stored in self._index.files if stored):
+            raise CheckpointError(
+                f"{self._path}: got tensors of more bytes than the data files have, expected no more; load another "
+                "checkpoint"
+            )
+        with noticing_replacement(self._folder, self._index):
+            check_lengths(self._folder, self._index, sorted(files))
 
     def _check_tensors(self) -> None:
         """Checks that the checkpoint has each tensor to read, in the dtype and shape of the tensor to read into."""
         for name, target in self.tensors.items():
             stored = self._index.tensors[name]
-            if (stored.dtype, stored.shape) != (target.dtype, tuple(target.shape)):
+            if (stored.dtype, stored.shape) != (target.dtype, target.shape):
                 raise CheckpointError(
                     f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
-                    f"{target.dtype} and {tuple(target.shape)}; load another checkpoint"
+                    f"{target.dtype} and {target.shape}; load another checkpoint"
                 )
 
     def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -10,14 +10,16 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.data_file import check_lengths, opened, read_chunks
-from shardopt.checkpoint.index import StoredChunk, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.data_file import DataFiles
+from shardopt.checkpoint.folder import Folder, folder_at
+from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.reading import stored_chunks
+from shardopt.checkpoint.table import StoredChunk
 from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
 
 _OWN_NAMES = ("step", LOW_BITS, SHARED_CODES)
@@ -107,11 +109,11 @@ class Parameter:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by kind: weights, codes, scales, moments without codes, master low bits."""
-        found = {"weights": 0 if self.weights is None else _nbytes(self.weights)}
+        found = {"weights": 0 if self.weights is None else self.weights.nbytes}
         found |= dict.fromkeys(("codes", "scales", "moments", "master low bits"), 0)
         for key, entry in self.state.items():
             kind = "codes" if key.endswith("_codes") else "scales" if key.endswith("_scales") else "moments"
-            found["master low bits" if key == LOW_BITS else kind] += _nbytes(entry)
+            found["master low bits" if key == LOW_BITS else kind] += entry.nbytes
         return found
 
 
@@ -127,7 +129,7 @@ class Summary:
         others: further tensors, by name: those of ``extra``, and state that belongs to no parameter.
     """
 
-    path: Path
+    path: str
     header: dict[str, Any]
     files: dict[str, int]
     parameters: list[Parameter]
@@ -159,7 +161,7 @@ def summarize(
     Raises:
         CheckpointError: it cannot be read, or is damaged.
     """
-    folder = Path(path)
+    folder = folder_at(path)
     index = load_index(folder)
     groups: list[dict[str, Any]] = index.header.get("param_groups", [])
     options = {name: group["options"] for group in groups for name in group["parameters"]}
@@ -176,12 +178,12 @@ def summarize(
         elif not key.startswith("model."):
             others[key] = tensor
     owned = {key: tensor for key, tensor in index.tensors.items() if key not in others}
-    summary = Summary(folder, index.header, index.files, list(parameters.values()), others)
+    files = {index.file_name(i): each.data + each.table for i, each in enumerate(index.files) if each is not None}
+    summary = Summary(str(folder), index.header, files, list(parameters.values()), others)
     if values:
         found: dict[str, Values] = defaultdict(Values)
         with noticing_replacement(folder, index):
-            check_lengths(folder, index.files)
-            _read(folder, owned, found, progress)
+            _read(folder, index, owned, found, progress)
         for parameter in summary.parameters:
             keys = [f"model.{parameter.name}", *(f"optimizer.{parameter.name}.{key}" for key in parameter.state)]
             parameter.values.update({key: found[key] for key in keys if key in found})
@@ -189,21 +191,20 @@ def summarize(
 
 
 def _read(
-    folder: Path, tensors: dict[str, StoredTensor], found: dict[str, Values], progress: Callable[[int], object]
+    folder: Folder,
+    index: Index,
+    tensors: dict[str, StoredTensor],
+    found: dict[str, Values],
+    progress: Callable[[int], object],
 ) -> None:
-    by_file: dict[str, list[tuple[str, StoredChunk]]] = defaultdict(list)
-    for key, tensor in tensors.items():
-        for chunk in tensor.chunks:
-            by_file[chunk.file].append((key, chunk))
-    with opened([folder / file for file in sorted(by_file)]) as files:
-        for file in files:
-            of_chunk = {chunk: key for key, chunk in by_file[file.path.name]}
-            with read_chunks(file, of_chunk) as chunks:
-                for chunk, data in chunks:
-                    key = of_chunk[chunk]
-                    found[key].add(data.view(tensors[key].dtype))
-                    progress(chunk.bytes)
-
-
-def _nbytes(tensor: StoredTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
+    of_chunk: dict[StoredChunk, str] = {}
+    wanted: list[tuple[int, StoredChunk]] = []
+    for key, chunks in stored_chunks(folder, index).items():
+        if key in tensors:
+            of_chunk.update((chunk, key) for _, chunk in chunks)
+            wanted += chunks
+    with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:
+        for _, chunk, data in chunks_read:
+            key = of_chunk[chunk]
+            found[key].add(data.view(tensors[key].dtype))
+            progress(chunk.bytes)

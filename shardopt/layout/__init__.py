@@ -4,6 +4,7 @@ from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Copies, Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
+from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
 from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
@@ -25,13 +26,18 @@ from shardopt.layout.shard import (
 )
 
 __all__ = [
+    "WHOLE",
     "BlockGrid",
     "Copies",
     "Division",
     "Exchange",
     "FlatBuffer",
     "FlatShard",
+    "GridPartition",
     "LocalBlocks",
+    "Partition",
+    "Placed",
+    "RangePartition",
     "Ranges",
     "Ranks",
     "Rectangle",

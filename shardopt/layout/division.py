@@ -63,6 +63,10 @@ class Ranks(Protocol):
         """This one's place among them."""
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """Their numbers among all ranks of the job."""
+
+    @property
     def device_type(self) -> str:
         """Of the tensors that they pass around."""
 

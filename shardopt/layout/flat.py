@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Division, Ranks, ranges
+from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Exchange, Shard
 
@@ -58,9 +59,11 @@ class FlatShard(_AssignedShard):
     ) -> None:
         super().__init__(global_shape, (max(end - start, 0),))
         self.start, self.end = start, max(end, start)
-        self.cuts = tuple(cuts)
+        self.cuts = cuts
         self.exchange = exchange
         self._division = division
+        self._equal: tuple[int, int, RanksOfRanges] | None = None
+        self._partition: Placed | None = None
         self._cut_blocks: dict[int, list[int]] = {}
 
     @classmethod
@@ -69,6 +72,43 @@ class FlatShard(_AssignedShard):
         cuts = sorted({end for end in ends if 0 < end < ends[-1]})
         division = Division(ranks, tuple(ranges(ends)))
         return cls(global_shape, ends[ranks.rank], ends[ranks.rank + 1], cuts, ranks, division)
+
+    @classmethod
+    def equal(cls, global_shape: tuple[int, ...], first: int, size: int, ranks: RanksOfRanges) -> FlatShard:
+        """This rank's shard, where each rank has as much of a whole that several parameters are flattened into.
+
+        Args:
+            global_shape: the parameter's.
+            first: where in the whole the parameter begins.
+            size: elements of the whole per rank.
+            ranks: the ranks.
+        """
+        numbers, numel = ranks.numbers, math.prod(global_shape)
+        start, end = (min(max((ranks.rank + i) * size - first, 0), numel) for i in range(2))
+        cuts = range((first // size + 1) * size - first, numel, size) if size else ()
+        shard = cls(global_shape, start, end, cuts, ranks)
+        shard._equal = first, size, ranks
+        stride = even_steps(numbers)
+        if stride is not None and size:
+            rule = RangePartition(len(numbers), stride, first, size, len(global_shape))
+            shard._partition = Placed(rule, ranks.rank * stride)
+        return shard
+
+    @property
+    def partition(self) -> Placed | None:
+        return WHOLE if self._partition is None and self.holds_all else self._partition
+
+    def scales_partition(self, grid: BlockGrid) -> Placed | None:
+        placed = self.partition
+        if placed is None or not isinstance(placed.partition, RangePartition):
+            return placed
+        of_blocks = placed.partition._replace(dims=2, block=(grid.row_numel, grid.block_size))
+        return Placed(of_blocks, placed.offset)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether no other rank holds any of the parameter's elements."""
+        return self.exchange is None and self.numel == math.prod(self.global_shape)
 
     @property
     def numel(self) -> int:
@@ -92,8 +132,12 @@ class FlatShard(_AssignedShard):
 
     @property
     def division(self) -> Division | None:
-        holds_all = self.numel == math.prod(self.global_shape)
-        return self._division if self._division is not None or holds_all else super().division
+        numel = math.prod(self.global_shape)
+        if self._division is None and self._equal is not None:  # made for rules that need it: it names every rank
+            first, size, ranks = self._equal
+            ends = equal_ends(first, numel, size, len(ranks.numbers))
+            self._division = Division(ranks, tuple(ranges(ends)))
+        return self._division if self._division is not None or self.numel == numel else super().division
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row = grid.row_numel, grid.blocks_per_row

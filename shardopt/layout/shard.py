@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Copies, Division
+from shardopt.layout.partition import WHOLE, Placed
 from shardopt.layout.ranges import Positions, Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
 
@@ -69,6 +70,9 @@ class Shard:
 
     #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
     cuts_rows = False
+
+    #: Whether this rank is one of those that the parameter is divided among.
+    is_here = True
 
     #: Whether the moments stay float32, whatever the options say.
     float32_state = False
@@ -180,6 +184,18 @@ class Shard:
                 f"expected {type(self).__name__}.division to say which ranks hold the rest; define it"
             )
         return None
+
+    @property
+    def partition(self) -> Placed | None:
+        """Which ranks hold which parts, as a rule, and this rank's offset in it.
+
+        None where no such rule is known: a checkpoint then lists the parts.
+        """
+        return WHOLE if self.local_shape == self.global_shape else None
+
+    def scales_partition(self, grid: BlockGrid) -> Placed | None:
+        """The same of the scales. Where several ranks hold a block's scales, the rule has one of them."""
+        return self.partition
 
     def local(self, tensor: Tensor) -> Tensor:
         """The plain tensor with this rank's part of a parameter, gradient, codes or scales."""

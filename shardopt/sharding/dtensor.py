@@ -25,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardopt.layout import BlockGrid, Division, LocalBlocks, Region, Shard
+from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
 from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
 from shardopt.sharding.exchange import RanksExchange, joint_group
 
@@ -51,10 +52,9 @@ class DTensorShard(Shard):
         self._mesh = mesh
         self._placements = placements
         coordinate = mesh.get_coordinate()
-        #: Whether this rank is part of the mesh. Where it is not, its local tensor is empty, as torch makes it.
-        self._is_here = coordinate is not None
+        self.is_here = coordinate is not None  # where it is not, the local tensor is empty, as torch makes it
         indices = ((),) * len(global_shape) if coordinate is None else self._indices_at(global_shape, coordinate)
-        super().__init__(global_shape, tuple(map(count, indices)) if self._is_here else (0,))
+        super().__init__(global_shape, tuple(map(count, indices)) if self.is_here else (0,))
         self.indices = indices
         self.cuts_rows = any(getattr(placement, "dim", 0) > 0 for placement in placements)
         self._blocks: dict[int, LocalBlocks] = {}
@@ -73,19 +73,19 @@ class DTensorShard(Shard):
 
     @cached_property
     def holders(self) -> RanksExchange | None:  # type: ignore[override]
-        if not self._is_here:
+        if not self.is_here:
             return None
         return _along(self._mesh, range(self._mesh.ndim))
 
     @cached_property
     def parts(self) -> RanksExchange | None:  # type: ignore[override]
         sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
-        return _along(self._mesh, sharded) if sharded and self._is_here else None
+        return _along(self._mesh, sharded) if sharded and self.is_here else None
 
     @cached_property
     def division(self) -> Division | None:  # type: ignore[override]
         mesh_dims = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
-        if not mesh_dims or not self._is_here:
+        if not mesh_dims or not self.is_here:
             return None
         mine = self._mesh.get_coordinate()
         assert mine is not None
@@ -115,6 +115,45 @@ class DTensorShard(Shard):
         between = zip(sizes[1:last], strides[1:last], strict=True)
         cols = math.prod(sizes[max(last, 1) :])
         return Region(first, sizes[0], cols, self.row_numel, tuple(between))
+
+    @cached_property
+    def partition(self) -> Placed | None:  # type: ignore[override]
+        return self._partition_by(self._placements, self.global_shape)
+
+    def scales_partition(self, grid: BlockGrid) -> Placed | None:
+        return self._partition_by(self._scales_placements(grid), (self.global_shape[0], grid.blocks_per_row))
+
+    def _partition_by(self, placements: Sequence[Placement], shape: Sequence[int]) -> Placed | None:
+        """The partition by these placements; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
+        coordinate = self._mesh.get_coordinate()
+        if coordinate is None:
+            return None
+        mesh, offset = self._mesh.mesh, 0
+        cuts: list[Cut] = []
+        strided: list[Cut] = []
+        for dim, placement in enumerate(placements):
+            if placement.is_replicate() or mesh.size(dim) == 1:
+                continue
+            along = mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))
+            stride = even_steps(tuple(along[0].tolist()))
+            if stride is None or not bool((along - along[:, :1] == along[0] - along[0, 0]).all()):
+                return None
+            cut = Cut(placement.dim, mesh.size(dim), stride)  # type: ignore[attr-defined]
+            offset += coordinate[dim] * stride
+            factor = getattr(placement, "split_factor", None)
+            if factor is None:
+                cuts.append(cut)
+                continue
+            # Cuts the parts that a later dimension of the mesh makes, which must be equal.
+            later = [mesh.size(d) for d in range(dim + 1, mesh.dim()) if getattr(placements[d], "dim", None) == cut.dim]
+            earlier = [other for other in (*cuts, *strided) if other.dim == cut.dim]
+            if earlier or later != [factor] or shape[cut.dim] % factor:
+                return None
+            strided.append(cut)
+        ends = sorted((stride, ways) for _, ways, stride in (*cuts, *strided))
+        if any(stride * ways > next_one for (stride, ways), (next_one, _) in itertools.pairwise(ends)):
+            return None
+        return Placed(GridPartition((*cuts, *strided)), offset)
 
     def local(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -183,7 +222,7 @@ class DTensorShard(Shard):
         return sorted(ends)
 
     def _find_blocks(self, grid: BlockGrid) -> LocalBlocks:
-        if not self._column_dims or not self._is_here:
+        if not self._column_dims or not self.is_here:
             return LocalBlocks(0, grid.blocks_per_row, None)
         size, columns = grid.block_size, self.columns
         if self._column_ends is not None and self._is_aligned(grid, self._column_ends):

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import (
     all_to_all_single,
     broadcast,
     get_global_rank,
+    get_process_group_ranks,
     get_rank,
     get_world_size,
     new_group,
@@ -64,6 +65,12 @@ class RanksExchange:
         """This rank's place in the group, of which there must be one."""
         (only,) = self.groups
         return get_rank(only)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers in the world of the ranks in the group, of which there must be one."""
+        (only,) = self.groups
+        return tuple(get_process_group_ranks(only))
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]

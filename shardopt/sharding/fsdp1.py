@@ -27,7 +27,6 @@ from shardopt.layout import (
     UnknownShardError,
     assign,
     assign_later,
-    equal_ends,
 )
 from shardopt.layout.names import canonical_modules
 from shardopt.optim.stable_embedding import StableEmbedding
@@ -151,12 +150,11 @@ def _whole(shape: tuple[int, ...]) -> FlatShard:
 def _ranges(handle: Any) -> list[FlatShard]:
     """The shards of a unit's original parameters."""
     flat = handle.flat_param
-    size, world_size = flat._sharded_size.numel(), handle.world_size
+    size = flat._sharded_size.numel()
     exchange = RanksExchange((handle.process_group,), handle.device.type)
     found = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
-        numel = torch.Size(shape).numel()
-        shard = FlatShard.between(tuple(shape), equal_ends(first, numel, size, world_size), exchange)
+        shard = FlatShard.equal(tuple(shape), first, size, exchange)
         known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
         expected = (shard.start, shard.end) if shard.numel else (0, 0)
         if known != expected:

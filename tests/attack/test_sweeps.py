@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import shardopt
-from versions import needs_async_save
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attacks fork, and read /proc")
 
@@ -27,8 +26,6 @@ COUNTS = {
     "damage": (30, 1500),
     "kills": (6, 400),
 }
-
-NAMES = [pytest.param(name, marks=needs_async_save) if name in ("pairs", "kills") else name for name in COUNTS]
 
 
 def run(sweeps: Mapping[str, int], seconds: float) -> dict[str, str]:
@@ -59,16 +56,15 @@ def assert_no_faults(printed: str) -> None:
 @pytest.fixture(scope="module")
 def few() -> dict[str, str]:
     """The output of a few attacks of each sweep, from one process: its start takes longer than they do."""
-    skipped = ("pairs", "kills") if needs_async_save.args[0] else ()
-    return run({name: few for name, (few, _) in COUNTS.items() if name not in skipped}, seconds=1200)
+    return run({name: few for name, (few, _) in COUNTS.items()}, seconds=1200)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COUNTS)
 def test_sweep(few: dict[str, str], name: str) -> None:
     assert_no_faults(few[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COUNTS)
 def test_sweep_in_full(name: str) -> None:
     assert_no_faults(run({name: COUNTS[name][1]}, seconds=7200)[name])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import Future
@@ -10,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shardopt
-from shardopt.checkpoint import CheckpointError, portable
+from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.data_file import DataFileWriter
+from shardopt.checkpoint.folder import Folder
 from test_portable_checkpoint_single import everything, same, step_with, trained
-from versions import needs_async_save
 
 
-@needs_async_save
 def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     model, optimizer = trained()
     expected = everything(model, optimizer)
@@ -36,16 +36,15 @@ def memory_of(saving: Future[None]) -> int:
     return saving.stager._buffer.data_ptr()
 
 
-@needs_async_save
 def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
     """As long as its future is there, and not before it is complete."""
     model, optimizer = trained()
     expected, saves = [], []
     may_write = threading.Event()
 
-    def write_later(writer: DataFileWriter, write: Any = DataFileWriter.write) -> Any:
+    def write_later(writer: DataFileWriter, folder: Folder, write: Any = DataFileWriter.write) -> Any:
         may_write.wait()
-        return write(writer)
+        return write(writer, folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DataFileWriter, "write", write_later)
@@ -72,16 +71,15 @@ def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
     assert memory() is None
 
 
-@needs_async_save
 def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save takes other memory as long as the copies are being written."""
     model, optimizer = trained()
     expected = everything(model, optimizer)
     may_write = threading.Event()
 
-    def write_later(writer: DataFileWriter, write: Any = DataFileWriter.write) -> Any:
+    def write_later(writer: DataFileWriter, folder: Folder, write: Any = DataFileWriter.write) -> Any:
         may_write.wait()
-        return write(writer)
+        return write(writer, folder)
 
     monkeypatch.setattr(DataFileWriter, "write", write_later)
     first = shardopt.checkpoint.async_save(tmp_path / "first", model, optimizer)
@@ -98,7 +96,6 @@ def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(everything(other, fresh), expected)
 
 
-@needs_async_save
 def test_async_save_tells_its_errors(tmp_path: Path) -> None:
     model, optimizer = trained()
     (tmp_path / "file").write_text("")
@@ -107,11 +104,39 @@ def test_async_save_tells_its_errors(tmp_path: Path) -> None:
         saving.result()
 
 
-def test_async_save_of_older_versions_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_on_a_local_disk(tmp_path: Path) -> None:
+    """In a file without a name, which the next save takes again."""
+    staging = tmp_path / "staging"
+    staging.mkdir()
     model, optimizer = trained()
-    monkeypatch.setattr(torch, "__version__", "2.8.0")
-    monkeypatch.setattr(portable.state_dict_saver, "async_save", lambda state_dict, *, process_group=None: None)
-    message = r"async_save: got PyTorch 2\.8\.0, expected 2\.9 or newer; call save\(\)"
-    with pytest.raises(RuntimeError, match=message):
-        shardopt.checkpoint.async_save(tmp_path / "checkpoint", model, optimizer)
-    assert not (tmp_path / "checkpoint").exists()
+    expected, saves = [], []
+    for number in range(2):
+        expected.append(everything(model, optimizer))
+        saves.append(
+            shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer, staging_dir=staging, epoch=number)
+        )
+        step_with(model, optimizer, number)
+        saves[-1].result()
+        assert os.listdir(staging) == []
+    assert memory_of(saves[0]) == memory_of(saves[1])
+    for number in range(2):
+        other, fresh = trained(seed=7, steps=0)
+        assert shardopt.checkpoint.load(tmp_path / str(number), other, fresh).extra == {"epoch": number}
+        assert same(everything(other, fresh), expected[number])
+    in_memory = shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer)
+    in_memory.result()
+    assert memory_of(in_memory) != memory_of(saves[1])
+
+
+def test_no_room_for_copies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match=r"nowhere: cannot stage \d+ bytes: No such file"):
+        shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=tmp_path / "nowhere")
+
+    def refuse(*args: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot stage \d+ bytes: No space left .*; make room or choose another"):
+        shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=tmp_path)
+    assert os.listdir(tmp_path) == []

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import shardopt
-from shardopt.checkpoint import data_file, restore
+from shardopt.checkpoint import restore
+from shardopt.checkpoint.folder import LocalFolder
 from shardopt.checkpoint.interrupts import deferred_interrupts, interruption_point
-from shardopt.checkpoint.storage import PortableWriter
+from shardopt.checkpoint.saving import Saving
 
 
 def _interrupt() -> None:
@@ -135,13 +136,13 @@ def test_during_the_change_of_model_and_optimizer(tmp_path: Path, monkeypatch: p
 def test_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, other = _run(0), _run(1)
     shardopt.checkpoint.save(tmp_path, *saved)
-    read = data_file._open
+    opened = LocalFolder.open
 
-    def interrupted(path: Path) -> int:
+    def interrupted(self: LocalFolder, name: str) -> Any:
         _interrupt()
-        return read(path)
+        return opened(self, name)
 
-    monkeypatch.setattr(data_file, "_open", interrupted)
+    monkeypatch.setattr(LocalFolder, "open", interrupted)
     threads = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         shardopt.checkpoint.load(tmp_path, *other)
@@ -155,7 +156,7 @@ def test_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: 
     old, new = _run(0), _run(1)
     shardopt.checkpoint.save(tmp_path, *old)
     name = "_commit" if commits else "_write"
-    original = getattr(PortableWriter, name)
+    original = getattr(Saving, name)
 
     def interrupted(*args: Any) -> Any:
         _interrupt()
@@ -163,7 +164,7 @@ def test_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: 
 
     threads = threading.active_count()
     with monkeypatch.context() as context:
-        context.setattr(PortableWriter, name, interrupted)
+        context.setattr(Saving, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             shardopt.checkpoint.save(tmp_path, *new)
     assert threading.active_count() == threads

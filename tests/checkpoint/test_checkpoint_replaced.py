@@ -12,6 +12,7 @@ import torch.distributed as dist
 import shardopt
 from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError, portable
+from shardopt.checkpoint.folder import Folder, LocalFolder, folder_at
 from shardopt.checkpoint.index import Index, load_index
 from shardopt.checkpoint.restore import Restoration
 
@@ -74,26 +75,21 @@ def test_data_that_are_gone_without_a_new_checkpoint(tmp_path: Path) -> None:
 def test_open_files_outlive_their_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a load has opened its files, a save that removes them changes nothing for it."""
     shardopt.checkpoint.save(tmp_path, *_run(0), number=0)
-    read = portable.PortableReader.read_data
-    loads = []
+    read, opened, loads = portable.read_tensors, LocalFolder.open, []
 
-    def replacing(self: Any, *args: Any) -> Any:
-        from shardopt.checkpoint import data_file
+    def open_and_replace(self: LocalFolder, name: str) -> Any:
+        file = opened(self, name)
+        monkeypatch.setattr(LocalFolder, "open", opened)
+        shardopt.checkpoint.save(tmp_path, *_run(1), number=1)
+        return file
 
-        opened = data_file._open
-
-        def open_and_replace(path: Path) -> int:
-            descriptor = opened(path)
-            monkeypatch.setattr(data_file, "_open", opened)
-            shardopt.checkpoint.save(tmp_path, *_run(1), number=1)
-            return descriptor
-
+    def replacing(*args: Any) -> None:
         loads.append(1)
         if len(loads) == 1:
-            monkeypatch.setattr(data_file, "_open", open_and_replace)
-        return read(self, *args)
+            monkeypatch.setattr(LocalFolder, "open", open_and_replace)
+        read(*args)
 
-    monkeypatch.setattr(portable.PortableReader, "read_data", replacing)
+    monkeypatch.setattr(portable, "read_tensors", replacing)
     loaded = _run(20)
     assert shardopt.checkpoint.load(tmp_path, *loaded).extra == {"number": 0}
     assert _content(*loaded) == _content(*_run(0))
@@ -102,12 +98,12 @@ def test_open_files_outlive_their_removal(tmp_path: Path, monkeypatch: pytest.Mo
 
 def _load_with_an_old_index_on_one_rank(path: Path) -> tuple[Any, int]:
     """Rank 1 sees the folder as it was before the last save, for the first time."""
-    old: list[Index] = [load_index(path)]
+    old: list[Index] = [load_index(folder_at(path))]
     dist.barrier()
     shardopt.checkpoint.save(path, *_run(1), number=1)
     reads = []
 
-    def read(folder: Path) -> Index:
+    def read(folder: Folder) -> Index:
         reads.append(folder)
         return old.pop() if old and dist.get_rank() == 1 else load_index(folder)
 

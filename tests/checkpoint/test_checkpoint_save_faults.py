@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -13,26 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 
 from checkpoint_folder import (
     assert_holds,
     assert_only,
     flip,
+    index_of,
     save,
     saved,
     the_data_file,
-    values_of,
 )
-from shardopt.checkpoint import data_file, folder_lock
+from shardopt.checkpoint import CheckpointError, data_file, folder_lock, retries
 from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.data_file import DataFileWriter
+from shardopt.checkpoint.folder import folder_at
 from shardopt.checkpoint.folder_lock import LOCK_NAME
-from shardopt.checkpoint.index import INDEX_NAME, load_index
-from shardopt.checkpoint.storage import CheckpointError, PortableReader, PortableWriter, plain_errors
+from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.reading import read_tensors
+from shardopt.checkpoint.saving import Saving
+from shardopt.layout.partition import Cut, GridPartition, Placed
 from test_checkpoint_faults import _write
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def _raise(error: BaseException) -> Any:
@@ -86,11 +86,39 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 def test_any_other_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     saved(tmp_path, seed=1)
     with monkeypatch.context() as context:
-        context.setattr(dcp.DefaultSavePlanner, "lookup_object", lambda *args: _raise(error))
-        expected = CheckpointError if isinstance(error, Exception) else KeyboardInterrupt
-        with pytest.raises(expected):
+        context.setattr(data_file, "_bytes_of", lambda *args: _raise(error))
+        with pytest.raises(type(error)):
             saved(tmp_path, seed=2)
     assert_only(tmp_path, seed=1)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_errors_that_pass_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """As of a network file system, in reading: so often, and not more often."""
+    saved(tmp_path)
+    monkeypatch.setattr(retries, "_PAUSES", (0.0, 0.0, 0.0))
+    for name in ("preadv", "open"):
+        original, failures = getattr(os, name), [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * calls
+
+        def failing(*args: Any, original: Any = original, failures: list[OSError] = failures, **kwargs: Any) -> Any:
+            return _raise(failures.pop()) if failures else original(*args, **kwargs)
+
+        with monkeypatch.context() as context:
+            context.setattr(os, name, failing)
+            assert_holds(tmp_path)
+            assert failures == []
+            failures += [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * 4
+            with pytest.raises(CheckpointError, match=r"cannot be .*Stale"):
+                assert_holds(tmp_path)
+
+
+def test_errors_that_do_not_pass_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    calls = []
+    monkeypatch.setattr(os, "preadv", lambda *args: calls.append(args) or _raise(OSError(errno.EACCES, "no")))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        assert_holds(tmp_path)
+    assert len(calls) == 1
 
 
 def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +139,7 @@ def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_only(tmp_path, seed=2)
 
 
-def test_strays(tmp_path: Path) -> None:
+def test_strays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left by saves that died. Only what has our names is removed, and nothing that may be in use."""
     saved(tmp_path)
     strays = ["0123456789abcdef-0.bin", "0123456789abcdef-17.bin", f"{INDEX_NAME}.0123456789abcdef"]
@@ -119,7 +147,7 @@ def test_strays(tmp_path: Path) -> None:
     for name in [*strays, *others]:
         _write(tmp_path, name, "text")
     saved(tmp_path, seed=1)
-    assert sorted(os.listdir(tmp_path)) == sorted([*load_index(tmp_path).files, INDEX_NAME, LOCK_NAME, *others])
+    assert sorted(os.listdir(tmp_path)) == sorted([*index_of(tmp_path).file_names, INDEX_NAME, LOCK_NAME, *others])
     for name in others:
         (tmp_path / name).unlink()
     assert_only(tmp_path, seed=1)
@@ -128,10 +156,11 @@ def test_strays(tmp_path: Path) -> None:
     index = (tmp_path / INDEX_NAME).read_bytes()
     flip(tmp_path / INDEX_NAME, 100)  # what it had is not known now, but may be again
     with pytest.raises(CheckpointError):
-        save(tmp_path, {"first": 1})
-    writer = PortableWriter(tmp_path, {})
-    writer.prepare_global_plan([])
-    writer.discard()
+        save(tmp_path, {"half": Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(2, 2))])})
+    with monkeypatch.context() as context:
+        _no_room(context)
+        with pytest.raises(CheckpointError):
+            saved(tmp_path, seed=2)
     assert data.exists()
     (tmp_path / INDEX_NAME).write_bytes(index)
     assert_only(tmp_path, seed=1)
@@ -181,7 +210,7 @@ def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkey
     """The save's own error is told, and the lock is given back."""
     saved(tmp_path)
 
-    def commit(writer: PortableWriter, text: bytes) -> None:
+    def commit(*args: Any) -> None:
         monkeypatch.setattr(Path, "exists", stale)
         monkeypatch.setattr(os, "open", stale)
         raise CheckpointError("the first error")
@@ -189,7 +218,8 @@ def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkey
     def stale(*args: Any, **kwargs: Any) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(PortableWriter, "_commit", commit)
+    monkeypatch.setattr(retries, "_PAUSES", (0.0,))
+    monkeypatch.setattr(Saving, "_commit", commit)
     with pytest.raises(CheckpointError, match="the first error") as caught:
         saved(tmp_path, seed=1)
     monkeypatch.undo()
@@ -197,11 +227,6 @@ def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkey
     saved(tmp_path, seed=1)
     assert_only(tmp_path, seed=1)
     assert caught.tb  # the error keeps the writer, whose end would give the lock back, too
-
-
-def test_what_fails_after_an_error_does_not_hide_it() -> None:
-    with pytest.raises(ValueError, match="the first"), plain_errors(partial(int, "no number")):
-        raise ValueError("the first")
 
 
 def test_a_stray_that_stays_is_no_error(tmp_path: Path) -> None:
@@ -212,77 +237,74 @@ def test_a_stray_that_stays_is_no_error(tmp_path: Path) -> None:
     assert_only(tmp_path)
 
 
-def test_discard_keeps_what_was_committed(tmp_path: Path) -> None:
-    writer = PortableWriter(tmp_path, {"seed": 0})
-    tensors = {"first": values_of((8, 16), torch.float32), "second": values_of((8, 4), torch.uint8)}
-    writer.discard()
-    dcp.save(tensors, storage_writer=writer)
-    writer.discard()
+def test_an_error_after_the_commit_keeps_what_was_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = Saving._commit
+
+    def late(saving: Saving, *args: Any) -> None:
+        commit(saving, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Saving, "_commit", late)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path)
     assert_only(tmp_path)
 
 
 def test_data_of_another_save_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system without locks, where a second save removes the first one's data."""
     saved(tmp_path, seed=1)
-    finish, old = PortableWriter.finish, the_data_file(tmp_path)
+    commit, old = Saving._commit, the_data_file(tmp_path)
 
-    def late(writer: PortableWriter, **kwargs: Any) -> None:
+    def late(saving: Saving, *args: Any) -> None:
         for path in set(tmp_path.glob("*.bin")) - {old}:
             path.unlink()
-        finish(writer, **kwargs)
+        commit(saving, *args)
 
-    monkeypatch.setattr(PortableWriter, "finish", late)
+    monkeypatch.setattr(Saving, "_commit", late)
     with pytest.raises(CheckpointError, match=r"cannot be found .* left alone by other saves"):
         saved(tmp_path, seed=3)
     assert_only(tmp_path, seed=1)
 
 
 def test_saving_what_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="TypeError: got lr, which is no tensor") as caught:
-        save(tmp_path, {"lr": 1.0})
-    assert isinstance(caught.value.__cause__, CheckpointException)
     half = Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(2, 2))])
     with pytest.raises(CheckpointError, match=r"got chunks of half to save that do not fill its shape \(4, 2\)"):
         save(tmp_path, {"half": half})
     twice = [Chunk((0, 0), torch.zeros(3, 2)), Chunk((2, 0), torch.zeros(2, 2))]
-    with pytest.raises(CheckpointError, match="ValueError: Failed to validate global plan"):
+    with pytest.raises(CheckpointError, match=r"got chunks of twice to save that do not fill .* or overlap"):
         save(tmp_path, {"twice": Chunks((4, 2), torch.float32, twice)})
+    other = Placed(GridPartition((Cut(0, 2, 1),)), 0)
+    with pytest.raises(CheckpointError, match=r"got whole in parts .* describes its partition wrongly"):
+        save(tmp_path, {"whole": Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(4, 2))], placed=other)})
+    with pytest.raises(CheckpointError, match="got chunks of upper to save that do not fill"):
+        save(tmp_path, {"upper": Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(2, 2))], placed=other)})
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot make this folder"):
         save(tmp_path / "file" / "folder", {"tensor": torch.zeros(2)})
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters,
-    reason="this version of PyTorch's save takes no use_collectives",
-)
-def test_saving_without_collectives(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="got use_collectives=False"):
-        dcp.save({"a": torch.zeros(2)}, storage_writer=PortableWriter(tmp_path, {}), use_collectives=False)
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_data_file_is_never_overwritten(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(CheckpointError, match="File exists"):
-        data_file.DataFileWriter(the_data_file(tmp_path)).write()
+        DataFileWriter(the_data_file(tmp_path).name).write(folder_at(tmp_path))
     assert_only(tmp_path)
 
 
 def test_big_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
     monkeypatch.setattr(sys, "byteorder", "big")
-    for make in (partial(PortableWriter, tmp_path, {}), partial(PortableReader, tmp_path)):
+    for make in (
+        partial(Saving, folder_at(tmp_path), {}),
+        partial(read_tensors, folder_at(tmp_path), index_of(tmp_path), {}),
+    ):
         with pytest.raises(CheckpointError, match="expected a little-endian one"):
             make()
 
 
-def test_plain_errors() -> None:
-    failures = {3: CheckpointError("full"), 0: ValueError("other"), 1: CheckpointError("full")}
-    called: list[int] = []
-    with pytest.raises(CheckpointError) as caught, plain_errors(lambda: called.append(1)):
-        raise CheckpointException("write", {rank: (error, None) for rank, error in failures.items()})  # type: ignore[misc]
-    assert str(caught.value) == "rank 0: ValueError: other\nrank 1, 3: full"
-    assert called == [1]
-    with pytest.raises(ZeroDivisionError), plain_errors():
-        raise ZeroDivisionError
+def test_one_process_needs_no_group() -> None:
+    ranks = Ranks()
+    assert (ranks.rank, ranks.size) == (0, 1)
+    assert ranks.gathered(b"message") == [ranks.from_rank(0, b"message")] == [b"message"]
+    with pytest.raises(KeyboardInterrupt):
+        ranks.agree(lambda: _raise(KeyboardInterrupt()))

@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,25 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from checkpoint_folder import Cuts, assert_only, bits, cut, flip, load, save, saved, the_data_file, values_of
-from shardopt.checkpoint import data_file
+from checkpoint_folder import Cuts, assert_only, bits, cut, flip, index_of, load, save, saved, the_data_file, values_of
+from shardopt.checkpoint import data_file, read_header
 from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.folder import folder_at
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.pipeline import computed_ahead
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.reading import read_index
+from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
-from shardopt.checkpoint.storage import (
-    CheckpointError,
-    PortableReader,
-    PortableWriter,
-    plain_errors,
-    read_header,
-    read_index,
-)
-from versions import needs_async_save
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 DTYPES = [torch.uint8, torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 
@@ -58,10 +51,11 @@ def check_round_trip(path: Path, dtype: torch.dtype, cases: Sequence[tuple[tuple
     save(path, {name: cut(tensor, saved_cuts[name]) for name, tensor in tensors.items()})
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     load(path, {name: cut(tensor, loaded_cuts[name]) for name, tensor in targets.items()})
-    for name, stored in read_index(path).items():
+    for name, chunks in read_index(path).items():
+        stored = index_of(path).tensors[name]
         assert bits(targets[name]) == bits(tensors[name]), shapes[name]
         assert (stored.shape, stored.dtype) == (shapes[name], dtype)
-        assert all(chunk.position % 64 == 0 and chunk.bytes <= data_file._MAX_BYTES for chunk in stored.chunks)
+        assert all(chunk.position % 64 == 0 and chunk.bytes <= data_file._MAX_BYTES for chunk in chunks)
     assert set(read_index(path)) == set(shapes)
 
 
@@ -88,36 +82,33 @@ def test_views_of_any_strides(tmp_path: Path) -> None:
 def test_what_stands_in_the_folder(tmp_path: Path) -> None:
     tensors = saved(tmp_path)
     content = json.loads((tmp_path / INDEX_NAME).read_text())
-    assert (content["format"], content["format_version"]) == ("shardopt", 1)
+    assert (content["format"], content["format_version"]) == ("shardopt", 2)
     data = the_data_file(tmp_path).read_bytes()
-    assert content["files"] == {the_data_file(tmp_path).name: len(data)}
-    for name, stored in content["tensors"].items():
-        found = b"".join(data[chunk["position"] :][: chunk["bytes"]] for chunk in stored["chunks"])
-        assert found == bits(tensors[name])
+    ((of_chunks, of_table, crc32),) = content["files"]
+    assert the_data_file(tmp_path).name == content["token"] + "-0.bin"
+    assert of_chunks + of_table == len(data)
+    assert zlib.crc32(data[of_chunks:]) == crc32
+    for name, chunks in read_index(tmp_path).items():
+        assert content["tensors"][name]["parts"] == [[0, list(c.offsets), list(c.shape)] for c in chunks]
+        assert b"".join(data[chunk.position :][: chunk.bytes] for chunk in chunks) == bits(tensors[name])
 
 
 def test_header(tmp_path: Path) -> None:
     header = {"text": "a\u00e9\u2028", "numbers": [1, -2.5e-300, 2**60], "nested": {"none": None, "yes": True}}
-    writer = PortableWriter(tmp_path / "new" / "folder", header)
+    saving = Saving(folder_at(tmp_path / "new" / "folder"), header)
     expected = json.loads(json.dumps(header))
     header["text"] = "changed afterwards"
-    dcp.save({"tensor": torch.ones(2)}, storage_writer=writer)
+    saving.run({"tensor": Chunks.whole(torch.ones(2))}, Ranks())
     assert read_header(tmp_path / "new" / "folder") == expected
-    reader = PortableReader(tmp_path / "new" / "folder")
-    reader.read_metadata()
-    assert reader.header == expected
     with pytest.raises(TypeError, match="JSON"):
-        PortableWriter(tmp_path, {"tensor": torch.ones(2)})
+        Saving(folder_at(tmp_path), {"tensor": torch.ones(2)})
 
 
 def test_written_is_less_than_held(tmp_path: Path) -> None:
     """The written part may begin where the held one does."""
     values = values_of((6, 4), torch.float32)
     upper = Chunks((6, 4), torch.float32, [Chunk((0, 0), values[:5])], [Chunk((0, 0), values[:2])])
-    items = upper.__create_write_items__("name", upper)
-    assert [upper.__get_tensor_shard__(item.index).shape for item in items] == [(2, 4)]
-    (chunk,) = upper.__create_chunk_list__()
-    assert chunk.sizes == (5, 4)
+    assert [tuple(x.shape) for x in (upper.written[0, 0], upper.held[0, 0])] == [(2, 4), (5, 4)]
     whole = Chunks(
         (6, 4), torch.float32, [Chunk((0, 0), values)], [Chunk((0, 0), values[:2]), Chunk((2, 0), values[2:])]
     )
@@ -144,14 +135,6 @@ def test_chunks_refuse(chunks: list[Chunk]) -> None:
         Chunks((4, 4), torch.float32, chunks)
 
 
-def test_chunks_are_nothing_to_compute_with() -> None:
-    chunks = Chunks((4, 4), torch.float32, [])
-    assert (chunks.size(), chunks.dtype, chunks.device.type) == ((4, 4), torch.float32, "cpu")
-    assert "(4, 4)" in repr(chunks)
-    with pytest.raises(TypeError, match="got Chunks"):
-        torch.Tensor.sum(chunks)
-
-
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
 
@@ -165,7 +148,8 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_only_what_is_needed_is_read_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = saved(tmp_path)
-    needed, other = read_index(tmp_path)["first"].chunks
+    needed, other = read_index(tmp_path)["first"]
+    table = index_of(tmp_path).files[0].data
     flip(the_data_file(tmp_path), other.position)
     read: list[int] = []
     preadv = os.preadv
@@ -178,7 +162,7 @@ def test_only_what_is_needed_is_read_and_only_once(tmp_path: Path, monkeypatch: 
     target = torch.zeros(8, 16)
     parts = [Chunk((0, 0), target[:2]), Chunk((2, 3), target[2:3, 3:]), Chunk((3, 0), target[3:4])]
     load(tmp_path, {"first": Chunks((8, 16), torch.float32, parts)})
-    assert read == [needed.position]
+    assert read == [table, needed.position]
     expected = tensors["first"].clone()
     expected[2, :3] = 0
     expected[4:] = 0
@@ -188,13 +172,11 @@ def test_only_what_is_needed_is_read_and_only_once(tmp_path: Path, monkeypatch: 
 def test_bytes_stay_until_the_next_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_file, "_MAX_BYTES", 64)
     tensors = saved(tmp_path)
-    chunks = read_index(tmp_path)["first"].chunks
+    chunks = read_index(tmp_path)["first"]
     assert len(chunks) == 8
-    with (
-        data_file.opened([the_data_file(tmp_path)]) as files,
-        data_file.read_chunks(next(files), reversed(chunks)) as found,
-    ):
-        for (chunk, data), row in zip(found, tensors["first"], strict=True):
+    wanted = [(0, chunk) for chunk in reversed(chunks)]
+    with data_file.DataFiles(folder_at(tmp_path), index_of(tmp_path)) as files, files.chunks(wanted) as found:
+        for (_, chunk, data), row in zip(found, tensors["first"], strict=True):
             time.sleep(0.002)  # time for those that read ahead
             assert (chunk.shape, bits(data)) == ((1, 16), bits(row))
 
@@ -207,37 +189,13 @@ def test_reads_and_writes_that_do_a_part(tmp_path: Path, monkeypatch: pytest.Mon
     assert_only(tmp_path)
 
 
-@needs_async_save
-def test_async_save(tmp_path: Path) -> None:
-    """Values are saved as they are at the call, whatever happens to the tensors then."""
-    tensors = {"first": values_of((8, 16), torch.float32), "second": values_of((8, 4), torch.uint8)}
-    state = {"first": cut(tensors["first"], ((3,), (5,))), "second": tensors["second"]}
-    stager = Stager()
-    writer = PortableWriter(tmp_path, {"seed": 0})
-    future = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
-    for tensor in tensors.values():
-        tensor.zero_()
-    with plain_errors():
-        future.result()
-    assert_only(tmp_path)
-
-    writer = PortableWriter(tmp_path / INDEX_NAME, {})
-    future = dcp.async_save({"lr": torch.ones(2)}, storage_writer=writer, async_stager=stager, no_dist=True)
-    with pytest.raises(CheckpointError, match="cannot make this folder"), plain_errors():
-        future.result()
-    with pytest.raises(TypeError, match="got float for lr, expected Chunks or a plain tensor"):
-        dcp.async_save({"lr": 1.0}, storage_writer=writer, async_stager=stager, no_dist=True)
-    assert_only(tmp_path)
-
-
 def test_staged_chunks_are_those_written() -> None:
     values = torch.arange(24.0).view(6, 4)
     chunks = Chunks((6, 4), torch.float32, [Chunk((0, 0), values)], [Chunk((0, 2), values[:, 2:])])
     staged = Stager().stage({"name": chunks})["name"]
     values.zero_()
-    (item,) = staged.__create_write_items__("name", staged)
-    copy = staged.__get_tensor_shard__(item.index)
-    assert (item.index.offset, copy.tolist()) == ((0, 2), [[4.0 * row + 2, 4.0 * row + 3] for row in range(6)])
+    ((offsets, copy),) = staged.written.items()
+    assert (offsets, copy.tolist()) == ((0, 2), [[4.0 * row + 2, 4.0 * row + 3] for row in range(6)])
     assert copy.untyped_storage().nbytes() == 64  # of the 48 that are written and no more
 
 
@@ -249,7 +207,8 @@ def test_a_stager_uses_its_memory_again() -> None:
 
     def staged(tensors: dict[str, torch.Tensor]) -> set[int]:
         """The addresses of the memory with the copies."""
-        copies = {name: chunks.written.values() for name, chunks in stager.stage(tensors).items()}
+        held = {name: Chunks.whole(tensor) for name, tensor in tensors.items()}
+        copies = {name: chunks.written.values() for name, chunks in stager.stage(held).items()}
         assert {k: [bits(x) for x in v] for k, v in copies.items()} == {
             k: [bits(x)] if x.numel() else [] for k, x in tensors.items()
         }

@@ -311,7 +311,7 @@ def _newer(folder: Path) -> None:
     import zlib
 
     text = (folder / "checkpoint.json").read_bytes().rpartition(b',\n"crc32"')[0]
-    text = text.replace(b'"format_version": 1', b'"format_version": 99')
+    text = text.replace(b'"format_version": 2', b'"format_version": 99')
     (folder / "checkpoint.json").write_bytes(text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode())
 
 

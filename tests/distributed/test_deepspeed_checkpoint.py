@@ -32,7 +32,6 @@ from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.sharding.deepspeed.engine import opened
-from versions import needs_async_save
 
 STEPS = 3
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -343,7 +342,6 @@ def _async_save(path: Path, stage: int) -> None:
     _load(path, _config(stage))
 
 
-@needs_async_save
 @pytest.mark.parametrize("stage", [1, 3])
 def test_async_save(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
     deepspeed_ranks.run(2, _async_save, tmp_path, stage)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardopt
+from checkpoint_folder import index_of
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
@@ -19,7 +20,6 @@ from shardopt.checkpoint.contents import contents_of, owner_for
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Stager
 from shardopt.state.slice_state import SliceState
-from versions import needs_async_save
 
 STEPS = 2
 
@@ -82,6 +82,12 @@ def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str, sources: int)
     world_size, place = LAYOUTS[way][1], list(LAYOUTS).index(way)
     for before in range(1, sources + 1):
         ranks.run(world_size, _load, way, list(saved.values())[place - before], "adamw", {})
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_layouts_are_stored_as_rules(saved: dict[str, Path], way: str) -> None:
+    """Not as a list of parts, which would grow with the number of ranks."""
+    assert all(stored.partition is not None for stored in index_of(saved[way]).tensors.values())
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -195,7 +201,6 @@ def _save_while_training(way: str, path: Path) -> None:
         saving.result(timeout=60)
 
 
-@needs_async_save
 @pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
 def test_async_save(ranks: Pool, tmp_path: Path, way: str) -> None:
     ranks.run(2, _save_while_training, way, tmp_path)
@@ -220,7 +225,6 @@ def _no_memory(stager: Stager, tensor: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
-@needs_async_save
 def test_async_save_without_memory_fails_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
     told, own = ranks.run(2, _save_without_memory, tmp_path)
     assert own == ("RuntimeError", "DefaultCPUAllocator: can't allocate memory")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.folder import folder_at
 from shardopt.checkpoint.folder_lock import LOCK_NAME
-from shardopt.checkpoint.index import INDEX_NAME, load_index
-from shardopt.checkpoint.replicas import ReplicaPlanner
-from shardopt.checkpoint.storage import PortableReader, PortableWriter, plain_errors, read_header
+from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, read_header
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.reading import read_tensors
+from shardopt.checkpoint.saving import Saving
 
 #: Places to cut the dimensions of a tensor at.
 Cuts = tuple[tuple[int, ...], ...]
@@ -46,16 +47,23 @@ def cut(tensor: Tensor, cuts: Cuts) -> Chunks:
     return Chunks(tensor.shape, tensor.dtype, chunks)
 
 
-def save(path: Path, tensors: dict[str, Any], header: dict[str, Any] | None = None) -> None:
-    writer = PortableWriter(path, {} if header is None else header)
-    with plain_errors(writer.discard):
-        dcp.save(tensors, storage_writer=writer, planner=ReplicaPlanner())
+def save(path: Path, tensors: Mapping[str, Chunks | Tensor], header: dict[str, Any] | None = None) -> None:
+    ranks = Ranks()
+    ranks.agree(lambda: Saving(folder_at(path), {} if header is None else header)).run(_chunks(tensors), ranks)
 
 
-def load(path: Path, tensors: dict[str, Any]) -> None:
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    with plain_errors():
-        dcp.load(tensors, storage_reader=PortableReader(path), planner=planner)
+def load(path: Path, tensors: Mapping[str, Chunks | Tensor]) -> None:
+    folder, ranks = folder_at(path), Ranks()
+    index = ranks.agree(lambda: load_index(folder))
+    ranks.agree(lambda: read_tensors(folder, index, _chunks(tensors)))
+
+
+def index_of(path: Path) -> Index:
+    return load_index(folder_at(path))
+
+
+def _chunks(tensors: Mapping[str, Chunks | Tensor]) -> dict[str, Chunks]:
+    return {name: x if isinstance(x, Chunks) else Chunks.whole(x) for name, x in tensors.items()}
 
 
 def saved(path: Path, seed: int = 0) -> dict[str, Tensor]:
@@ -77,11 +85,11 @@ def assert_holds(path: Path, seed: int = 0) -> None:
 def assert_only(path: Path, seed: int = 0) -> None:
     """It can, and nothing else is in the folder."""
     assert_holds(path, seed)
-    assert sorted(os.listdir(path)) == sorted([*load_index(path).files, INDEX_NAME, LOCK_NAME])
+    assert sorted(os.listdir(path)) == sorted([*index_of(path).file_names, INDEX_NAME, LOCK_NAME])
 
 
 def the_data_file(path: Path) -> Path:
-    (name,) = load_index(path).files
+    (name,) = index_of(path).file_names
     return path / name
 
 

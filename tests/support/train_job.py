@@ -13,6 +13,7 @@ from typing import Any
 import train
 from lm import checkpoint
 from ranks.pool import Pool
+from shardopt.checkpoint.folder import folder_at
 from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,6 @@ def pid_of_rank(output: Path, rank: int) -> int:
 
 def edit_header(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Changes what the job saved with a checkpoint."""
-    index = load_index(path)
+    index = load_index(folder_at(path))
     edit(index.header["extra"]["job"])
     (path / INDEX_NAME).write_bytes(dump_index(index))

@@ -175,7 +175,7 @@ class QuantizedOwner(Owner):
         what, shard, entries = f"{path}: {named(piece.name)}", piece.shard, self._entries
         quantized = _coded(stored)
         kept: dict[str, Kept] = {}
-        for key, (entry_dtype, shape, _) in stored.items():
+        for key, (entry_dtype, shape, *_) in stored.items():
             if key.removesuffix("_codes") not in quantized and key.removesuffix("_scales") not in quantized:
                 is_whole = shape != shard.global_shape or not shape or ":" in key
                 kept[key] = Kept(EntryFormat(shape if is_whole else shard.local_shape, entry_dtype, (0,)), is_whole)

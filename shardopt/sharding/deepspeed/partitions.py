@@ -18,7 +18,6 @@ from shardopt.layout import (
     FlatShard,
     Segment,
     assign,
-    equal_ends,
     keep_float32_state,
     keeps_float32_state,
 )
@@ -98,11 +97,10 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
         group: the ranks that hold the ranges.
         names: of the model's parameters.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     segments = []
     for param, first in zip(params, offsets, strict=True):
-        ends = equal_ends(first, param.numel(), size, world_size)
-        shard = _shard(param, tuple(param.shape), ends, group)
+        shard = _shard(param, tuple(param.shape), first, size, group)
         number, name = names[id(param)]
         segments.append(Segment.within(name, number, shard, first, rank * size))
     return FlatBuffer(size, segments)
@@ -110,25 +108,23 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
 
 def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
     """A partition that is made of a range of each parameter (ZeRO 3)."""
-    world_size = dist.get_world_size(group)
     segments = []
     sizes = [int(param.partition_numel()) for param in params]
     for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
-        ends = equal_ends(0, int(param.ds_numel), size, world_size)
         number, name = names[id(param)]
-        segments.append(Segment(name, number, _shard(param, tuple(param.ds_shape), ends, group), offset))
+        segments.append(Segment(name, number, _shard(param, tuple(param.ds_shape), 0, size, group), offset))
     return FlatBuffer(sum(sizes), segments)
 
 
-def _shard(param: Tensor, shape: tuple[int, ...], ends: Sequence[int], group: Any) -> FlatShard:
-    """The range of a parameter of this global shape between two of ``ends``, where the ranks' ranges end."""
-    numel = torch.Size(shape).numel()
-    if ends[-1] != numel:
+def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: Any) -> FlatShard:
+    """The range of a parameter of this global shape on this rank; see :meth:`FlatShard.equal`."""
+    end, numel = size * dist.get_world_size(group), torch.Size(shape).numel()
+    if first + numel > end:
         raise RuntimeError(
-            f"got partitions that end at {ends[-1]} of a parameter with {numel} elements, expected all of them; this "
-            "version of DeepSpeed partitions in a way that shardopt does not know"
+            f"got partitions that end at {end - first} of a parameter with {numel} elements, expected all of them; "
+            "this version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    shard = FlatShard.between(shape, ends, RanksExchange((group,), _device_type(group)))
+    shard = FlatShard.equal(shape, first, size, RanksExchange((group,), _device_type(group)))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 

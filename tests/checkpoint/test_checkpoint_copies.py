@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from checkpoint_folder import values_of
-from shardopt.checkpoint import replicas
-from shardopt.checkpoint.replicas import digest
+from shardopt.checkpoint import copies
+from shardopt.checkpoint.copies import digest
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
@@ -38,7 +38,7 @@ def test_each_flipped_bit_and_each_pair_of_them_changes_it(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_signs_change_it(dtype: torch.dtype) -> None:
     """Of columns, of rows, of everything, in tensors of several sums."""
-    tensor = torch.ones(3 * replicas._WORDS * 8 // dtype.itemsize // 64, 64, dtype=dtype)
+    tensor = torch.ones(3 * copies._WORDS * 8 // dtype.itemsize // 64, 64, dtype=dtype)
     found = {digest(tensor), digest(-tensor)}
     for step in (2, 3, 4, 8):
         for dim in (0, 1):
@@ -51,15 +51,15 @@ def test_signs_change_it(dtype: torch.dtype) -> None:
 
 
 def test_exchanged_parts_change_it() -> None:
-    tensor = torch.arange(3 * replicas._WORDS)
-    words, in_cache = replicas._WORDS, replicas._WORDS_IN_CACHE
+    tensor = torch.arange(3 * copies._WORDS)
+    words, in_cache = copies._WORDS, copies._WORDS_IN_CACHE
     found = [digest(tensor), digest(tensor.roll(1)), digest(tensor.roll(words)), digest(tensor.roll(in_cache))]
     found += [digest(tensor[:-1]), digest(tensor.float())]
     assert len(set(found)) == len(found)
 
 
 def test_it_is_of_the_bytes_wherever_they_lie() -> None:
-    for length in (0, 1, 7, 8, 9, 1000, 8 * replicas._WORDS_IN_CACHE + 11):
+    for length in (0, 1, 7, 8, 9, 1000, 8 * copies._WORDS_IN_CACHE + 11):
         data = values_of((length + 3,), torch.uint8)
         assert digest(data[3:]) == digest(data[3:].clone())
         assert digest(data[::2]) == digest(data[::2].clone())

@@ -1,0 +1,140 @@
+"""Tensors that several ranks hold: the ranks compare them, by digests, and one of them writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.wording import few
+
+_REMEDY = (
+    "expected one tensor by one name; name modules that differ between ranks differently (pipeline stages and experts "
+    "keep their names in the whole model), or make copies alike with torch.distributed.broadcast"
+)
+_WORDS = 1 << 20  # words of 8 bytes per sum
+_WORDS_IN_CACHE = 1 << 16  # words at a time on the CPU, for its cache
+
+
+class Copies(NamedTuple):
+    """Tensors of which several ranks hold the same parts, and must have the same bits.
+
+    Attributes:
+        names: the tensors'.
+        starts: for each rank, the rank that holds the first part of the rank's copy; -1 where a rank has no copy.
+    """
+
+    names: list[str]
+    starts: npt.NDArray[np.int64]
+
+
+def digests(copies: Sequence[Copies], tensors: Mapping[str, Chunks], rank: int) -> list[int]:
+    """One digest of this rank's parts of all tensors in each element of ``copies``; 0 where it has none."""
+    found = []
+    for names, starts in copies:
+        combined = 0
+        for name in names if starts[rank] >= 0 else ():
+            combined = _combined(combined, _of_chunks(tensors[name]))
+        found.append(combined)
+    return found
+
+
+def check_digests(
+    copies: Sequence[Copies], of_ranks: Sequence[Sequence[int]], tensors: Mapping[str, Chunks], ranks: Ranks
+) -> None:
+    """Checks that all ranks that hold the same parts have the same bits. All ranks must call this.
+
+    Args:
+        copies: the tensors.
+        of_ranks: the result of :func:`digests` on each rank.
+        tensors: what this rank holds, by name.
+        ranks: the ranks.
+
+    Raises:
+        CheckpointError: on all ranks: bits differ. The message has the tensors' names.
+    """
+    for number, (names, starts) in enumerate(copies):
+        if _are_alike([values[number] for values in of_ranks], starts):
+            continue
+        own = [_of_chunks(tensors[name]) for name in names] if starts[ranks.rank] >= 0 else [0] * len(names)
+        of_names = [np.frombuffer(x, "<u8") for x in ranks.gathered(np.array(own, "<u8").tobytes())]
+        pairs = enumerate(names)
+        refuse({name for i, name in pairs if not _are_alike([int(x[i]) for x in of_names], starts)}, "values")
+
+
+def _are_alike(of_ranks: Sequence[int], starts: npt.NDArray[np.int64]) -> bool:
+    """Whether the values of ranks at the same offset in their copies are the same."""
+    found: dict[int, int] = {}
+    return all(
+        found.setdefault(rank - start, of_ranks[rank]) == of_ranks[rank]
+        for rank, start in enumerate(starts.tolist())
+        if start >= 0
+    )
+
+
+def _of_chunks(chunks: Chunks) -> int:
+    found = 0
+    for tensor in chunks.written.values():
+        found = _combined(found, digest(tensor))
+    return found
+
+
+def _combined(first: int, second: int) -> int:
+    return (first * 0x9E3779B97F4A7C15 + second + 1) % 2**64
+
+
+def digest(tensor: Tensor) -> int:
+    """A 64-bit digest of a tensor's bytes, computed on the tensor's device.
+
+    Each half of a word of 8 bytes has a random weight of 64 bits, so that a difference in any number of bytes is missed
+    with a probability of 2**-32 over the weights. One weight for the whole word would miss pairs of flipped top bits,
+    which are signs of floats: twice 2**63 times an odd number is 0.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    weights = _weights(data.device)
+    whole = data.numel() // 8 * 8
+    sums = []
+    if whole:
+        # A view of int64 needs an offset that is a multiple of 8 bytes, which a slice may not have.
+        aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
+        sums = [_sum(words, *weights) for words in torch.split(aligned.view(torch.int64), _WORDS)]
+    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    rest[: data.numel() - whole] = data[whole:]
+    found = data.numel()
+    for value in torch.stack([*sums, rest.view(torch.int64)[0]]).tolist():
+        found = (found * 0x9E3779B97F4A7C15 + value) % 2**64
+    return found
+
+
+def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
+    """The sum of the words' halves, each times its weight; an upper half's weight is ``(weight << 32) + more``."""
+    length = _WORDS_IN_CACHE if words.device.type == "cpu" else _WORDS
+    parts = zip(*(torch.split(of[: len(words)], length) for of in (words, weights, more_of_upper)), strict=True)
+    return torch.stack([(x * weight).sum() + ((x >> 32) * more).sum() for x, weight, more in parts]).sum()
+
+
+@cache
+def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Odd random numbers, the same on every rank and device."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator)
+    first, second = (numbers | 1).to(device)
+    return first, second
+
+
+def refuse(names: Collection[str], what: str) -> None:
+    """Raises an error if there are any names of tensors that differ.
+
+    Raises:
+        CheckpointError: there are.
+    """
+    if names:
+        raise CheckpointError(f"got different {what} of {few(names)} on different ranks, {_REMEDY}")

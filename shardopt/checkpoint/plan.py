@@ -1,0 +1,340 @@
+"""The plan of a save: which rank writes which tensors.
+
+Every rank makes the plan by itself, from what it holds and the partitions of its tensors. Ranks that describe the same
+tensors, which are all of them unless there are pipeline stages or experts, only tell each other a digest of the
+description and the rank with which each kind of partition begins: some 100 bytes, whatever the model. Where
+descriptions differ, one rank of each kind sends its own to all.
+
+A tensor that several ranks hold is written once: a small one by the first rank that has it, so that a load finds all of
+them in one file; large ones by ranks in turn, so that each writes about as much.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.copies import Copies, digest, refuse
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.groups import union
+from shardopt.checkpoint.index import StoredTensor, dtype_named, partition_from_json, partition_to_json
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.table import InvalidError
+from shardopt.layout.partition import Part, Partition
+
+_SPREAD_BYTES = 1 << 16  # of a tensor; smaller ones are written by the first rank that has them
+_DIGEST_BYTES = 16
+
+#: Ways and stride of the cuts of a partition.
+Strides = tuple[tuple[int, int], ...]
+
+
+class Described(NamedTuple):
+    """What some ranks say of their tensors: the same for all of them.
+
+    Attributes:
+        ranks: these ranks, ascending.
+        groups: the optimizer's param groups, as in the header; None without an optimizer.
+        unequal: names of tensors that may differ between ranks.
+        tensors: dtype, shape and partition by name; None as partition where there is no rule.
+    """
+
+    ranks: npt.NDArray[np.int64]
+    groups: list[dict[str, Any]] | None
+    unequal: frozenset[str]
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Partition | None]]
+
+
+class Plan(NamedTuple):
+    """Which rank writes what. All attributes but ``own`` are the same on all ranks.
+
+    Attributes:
+        tensors: all tensors, in the order of their names.
+        groups: the param groups of all ranks; None without an optimizer.
+        copies: the tensors that ranks compare.
+        own: what this rank writes: number of the tensor, offsets and data.
+    """
+
+    tensors: dict[str, StoredTensor]
+    groups: list[dict[str, Any]] | None
+    copies: list[Copies]
+    own: list[tuple[int, tuple[int, ...], Tensor]]
+
+
+def plan_save(
+    tensors: Mapping[str, Chunks], groups: list[dict[str, Any]] | None, unequal: Collection[str], ranks: Ranks
+) -> Plan:
+    """Plans a save. All ranks must call this.
+
+    Args:
+        tensors: what this rank holds, by the names in the checkpoint.
+        groups: the optimizer's param groups, as in the header.
+        unequal: names of tensors that may differ between ranks; the first rank's is saved.
+        ranks: the ranks that save together.
+
+    Raises:
+        CheckpointError: on all ranks: tensors of one name differ in shape, dtype or partition, or parts do not fill a
+            tensor or overlap.
+    """
+    any_assumed = any(chunks.is_assumed for chunks in tensors.values())
+    found = _Planning(tensors, groups, unequal, ranks, any_assumed)
+    if found.lacks_elements and found.some_rank_assumed:  # no rank has the state that ranks without elements assumed
+        certain = {name: chunks for name, chunks in tensors.items() if not chunks.is_assumed}
+        found = _Planning(certain, groups, unequal, ranks, False)
+    return found.plan()
+
+
+class _Planning:
+    """A plan in the making. All ranks must make it, and call :meth:`plan`."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Chunks],
+        groups: list[dict[str, Any]] | None,
+        unequal: Collection[str],
+        ranks: Ranks,
+        any_assumed: bool,
+    ) -> None:
+        self._ranks, self._tensors = ranks, tensors
+        text, strides, held = ranks.agree(lambda: _described(tensors, groups, unequal))
+        own_starts = {each: ranks.rank - offset for each, offset in strides.items()}
+        numbers = np.array([held, any_assumed, *own_starts.values()], dtype="<i8").tobytes()
+        digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+        messages = ranks.gathered(digest + numbers)
+        of_digest: dict[bytes, list[int]] = defaultdict(list)
+        for rank, message in enumerate(messages):
+            of_digest[message[:_DIGEST_BYTES]].append(rank)
+        self._kinds = []
+        self._starts: dict[Strides, npt.NDArray[np.int64]] = {}
+        self._held = 0
+        self.some_rank_assumed = False
+        for key, members in of_digest.items():
+            sent = text
+            if len(of_digest) > 1:
+                sent = zlib.decompress(ranks.from_rank(members[0], zlib.compress(text) if key == digest else b""))
+            kind = _parsed(sent, np.array(members), ranks.size)
+            self._kinds.append(kind)
+            values = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in members])
+            self._held += int(values[:, 0].sum())
+            self.some_rank_assumed |= bool(values[:, 1].any())
+            for column, each in enumerate(_strides_of(kind.tensors.values()), start=2):
+                if each not in self._starts:
+                    self._starts[each] = np.full(ranks.size, -1, dtype=np.int64)
+                self._starts[each][members] = values[:, column]
+        self._own_kind = next(i for i, key in enumerate(of_digest) if key == digest)
+        self._kinds_of: dict[str, tuple[int, ...]] = {}
+        for i, kind in enumerate(self._kinds):
+            for name in kind.tensors:
+                self._kinds_of[name] = (*self._kinds_of.get(name, ()), i)
+        self._all = {name: entry for kind in reversed(self._kinds) for name, entry in kind.tensors.items()}
+        self._copies_of: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._check_alike()
+
+    @property
+    def lacks_elements(self) -> bool:
+        """Whether the ranks hold fewer elements than the copies of all tensors with a rule have."""
+        wanted = 0
+        for name, (_, shape, partition) in self._all.items():
+            if partition is not None:
+                wanted += math.prod(shape) * len(self._copies(name, partition)[0])
+        return self._held != wanted
+
+    def plan(self) -> Plan:
+        """The plan."""
+        if self.lacks_elements:
+            self._refuse_holes()
+        unequal = frozenset().union(*(kind.unequal for kind in self._kinds))
+        stored = self._written(unequal)
+        listed = [name for name, (_, _, partition) in self._all.items() if partition is None]
+        own_parts: dict[str, list[Part]] = {}
+        if listed:
+            stored |= self._listed(listed, unequal, own_parts)
+        tensors = {name: stored[name] for name in sorted(stored)}
+        copies: dict[tuple[Any, ...], Copies] = {}
+        for name, (_, _, partition) in sorted(self._all.items()):
+            if partition is not None and name not in unequal:
+                starts, of_ranks = self._copies(name, partition)
+                if len(starts) > 1:
+                    key = (self._kinds_of[name], partition.strides)
+                    copies.setdefault(key, Copies([], of_ranks)).names.append(name)
+        own = []
+        for number, (name, each) in enumerate(tensors.items()):
+            chunks = self._tensors.get(name)
+            if chunks is None:
+                continue
+            if each.partition is None:
+                own += [(number, o, x) for o, x in chunks.written.items() if (o, tuple(x.shape)) in own_parts[name]]
+            elif self._starts[each.partition.strides][self._ranks.rank] == each.start:
+                own += [(number, offsets, x) for offsets, x in chunks.written.items()]
+        groups = [kind.groups for kind in self._kinds if kind.groups is not None]
+        return Plan(tensors, union(groups) if groups else None, list(copies.values()), own)
+
+    def _copies(self, name: str, partition: Partition) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The rank that begins each copy of a tensor, and for each rank, the one that begins its copy, or -1."""
+        key = (self._kinds_of[name], partition.strides)
+        if key not in self._copies_of:
+            of_ranks = np.full(self._ranks.size, -1, dtype=np.int64)
+            for kind in key[0]:
+                members = self._kinds[kind].ranks
+                of_ranks[members] = self._starts[partition.strides][members]
+            self._copies_of[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
+        return self._copies_of[key]
+
+    def _check_alike(self) -> None:
+        """Checks that tensors of one name are described alike by all ranks that have them."""
+        if len(self._kinds) == 1:
+            return
+        every = self._all
+        other = {name for kind in self._kinds for name, entry in kind.tensors.items() if entry != every[name]}
+        refuse(other, "shapes, dtypes or shards")
+
+    def _refuse_holes(self) -> None:
+        """Raises the error of tensors whose parts not all ranks hold."""
+        names = sorted(self._all)
+        own = [_numel_written(self._tensors.get(name)) for name in names]
+        of_ranks = [np.frombuffer(x, dtype="<i8") for x in self._ranks.gathered(np.array(own, "<i8").tobytes())]
+        held = dict(zip(names, np.sum(of_ranks, axis=0).tolist(), strict=True))
+        for name, (_, shape, partition) in sorted(self._all.items()):
+            if partition is not None:
+                copies = len(self._copies(name, partition)[0])
+                if held[name] != copies * math.prod(shape):
+                    raise _not_filled(name, shape)
+
+    def _written(self, unequal: Collection[str]) -> dict[str, StoredTensor]:
+        """The tensors that have a rule, each with the rank that begins the copy to write."""
+        found: dict[str, StoredTensor] = {}
+        loads = np.zeros(self._ranks.size)
+        in_order = sorted(self._all.items(), key=lambda item: (-_nbytes(item[1]), item[0]))
+        for name, (dtype, shape, partition) in in_order:
+            if partition is None:
+                continue
+            starts, _ = self._copies(name, partition)
+            nbytes = _nbytes((dtype, shape, partition))
+            start = int(starts[0])
+            if len(starts) > 1 and nbytes >= _SPREAD_BYTES and name not in unequal:
+                start = int(starts[np.argmin(loads[starts])])
+            loads[start] += nbytes / math.prod(ways for ways, _ in partition.strides)
+            found[name] = StoredTensor(dtype, shape, start, partition)
+        return found
+
+    def _listed(
+        self, names: Sequence[str], unequal: Collection[str], own: dict[str, list[Part]]
+    ) -> dict[str, StoredTensor]:
+        """The tensors that have no rule, of which the ranks tell each other their rectangles.
+
+        Args:
+            names: the tensors'.
+            unequal: names of tensors that may differ between ranks.
+            own: takes the rectangles that this rank writes.
+        """
+        mine = {}
+        for name in names:
+            written = self._tensors[name].written if name in self._tensors else {}
+            mine[name] = [(offsets, tuple(tensor.shape)) for offsets, tensor in written.items()]
+        holders: dict[str, dict[Part, list[int]]] = {name: {} for name in names}
+        for rank, message in enumerate(self._ranks.gathered(json.dumps(mine).encode())):
+            for name, parts in json.loads(message).items():
+                for offsets, shape in parts:
+                    holders[name].setdefault((tuple(offsets), tuple(shape)), []).append(rank)
+        found: dict[str, StoredTensor] = {}
+        shared: list[tuple[str, Part]] = []
+        for name, of_parts in holders.items():
+            dtype, shape, _ = self._all[name]
+            if name in unequal and of_parts:
+                first = min(of[0] for of in of_parts.values())
+                of_parts = {part: [first] for part, of in of_parts.items() if first in of}
+            if not fill(shape, list(of_parts)):
+                raise _not_filled(name, shape)
+            stored = sorted((of[0], part) for part, of in of_parts.items())
+            found[name] = StoredTensor(dtype, shape, parts=tuple(stored))
+            own[name] = [part for part, of in of_parts.items() if of[0] == self._ranks.rank]
+            shared += [(name, part) for part, of in of_parts.items() if len(of) > 1]
+        if shared:
+            self._compare_listed(shared, holders)
+        return found
+
+    def _compare_listed(
+        self, shared: Sequence[tuple[str, Part]], holders: Mapping[str, Mapping[Part, list[int]]]
+    ) -> None:
+        """Compares rectangles that several ranks hold of tensors without a rule. All ranks must call this."""
+        own = [
+            digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
+            for name, part in shared
+        ]
+        of_ranks = [np.frombuffer(x, dtype="<u8") for x in self._ranks.gathered(np.array(own, "<u8").tobytes())]
+        other = set()
+        for number, (name, part) in enumerate(shared):
+            if len({int(of_ranks[rank][number]) for rank in holders[name][part]}) > 1:
+                other.add(name)
+        refuse(other, "values")
+
+
+def _described(
+    tensors: Mapping[str, Chunks], groups: list[dict[str, Any]] | None, unequal: Collection[str]
+) -> tuple[bytes, dict[Strides, int], int]:
+    """This rank's description as JSON, the offset of each kind of partition, and how many elements it has by a rule."""
+    lines: dict[str, Any] = {}
+    offsets: dict[Strides, int] = {}
+    held = 0
+    for name, chunks in sorted(tensors.items()):
+        dtype = str(chunks.dtype).removeprefix("torch.")
+        if chunks.placed is None:
+            lines[name] = [dtype, chunks.shape, None]
+            continue
+        partition, offset = chunks.placed
+        lines[name] = [dtype, chunks.shape, partition_to_json(partition)]
+        written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
+        if written != partition.parts(chunks.shape, offset) or offsets.setdefault(partition.strides, offset) != offset:
+            raise CheckpointError(
+                f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of "
+                f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None there"
+            )
+        held += _numel_written(chunks)
+    text = json.dumps({"groups": groups, "unequal": sorted(unequal), "tensors": lines}).encode()
+    ordered = _strides_of((None, (), chunks.placed and chunks.placed.partition) for chunks in tensors.values())
+    return text, {each: offsets[each] for each in ordered}, held
+
+
+def _strides_of(tensors: Iterable[tuple[Any, Any, Partition | None]]) -> list[Strides]:
+    return sorted({partition.strides for _, _, partition in tensors if partition is not None})
+
+
+def _parsed(text: bytes, members: npt.NDArray[np.int64], size: int) -> Described:
+    content = json.loads(text)
+    tensors = {}
+    for name, (dtype, shape, rule) in content["tensors"].items():
+        found = dtype_named(dtype)
+        assert found is not None
+        shape = tuple(shape)
+        try:
+            tensors[name] = found, shape, None if rule is None else partition_from_json(rule, shape, size)
+        except InvalidError:  # more ranks than save together
+            raise _not_filled(name, shape) from None
+    return Described(members, content["groups"], frozenset(content["unequal"]), tensors)
+
+
+def _nbytes(entry: tuple[torch.dtype, tuple[int, ...], Partition | None]) -> int:
+    return entry[0].itemsize * math.prod(entry[1])
+
+
+def _numel_written(chunks: Chunks | None) -> int:
+    return 0 if chunks is None else sum(tensor.numel() for tensor in chunks.written.values())
+
+
+def _not_filled(name: str, shape: Sequence[int]) -> CheckpointError:
+    return CheckpointError(
+        f"got chunks of {name} to save that do not fill its shape {tuple(shape)} or overlap, expected each element "
+        "once; save on all ranks that have a part of it"
+    )

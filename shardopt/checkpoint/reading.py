@@ -1,0 +1,163 @@
+"""Reads tensors of a portable checkpoint into the parts that this rank holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.data_file import DataFiles, rectangle
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import Folder, PathLike, folder_at
+from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, noticing_replacement, unknown_content
+from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.saving import require_little_endian
+from shardopt.checkpoint.table import StoredChunk
+from shardopt.checkpoint.wording import named
+from shardopt.layout.partition import Part
+
+
+class Target(NamedTuple):
+    """A rectangle of a tensor that is to be read."""
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def part(self) -> Part:
+        """Offsets and shape."""
+        return self.offsets, tuple(self.tensor.shape)
+
+
+def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) -> None:
+    """Reads tensors of a checkpoint. Each chunk that this rank needs is read once.
+
+    Args:
+        folder: the checkpoint's folder.
+        index: the checkpoint's index.
+        tensors: what to read into, of the saved dtypes and shapes, by the names in the checkpoint. Their content may
+            have changed in part if reading fails.
+
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint, or of another shape or dtype, or the checkpoint is damaged.
+    """
+    require_little_endian()
+    for name, chunks in tensors.items():
+        _check_alike(folder, index, name, chunks)
+    with noticing_replacement(folder, index), DataFiles(folder, index) as files:
+        reads = find_reads(files, index, tensors)
+        with files.chunks(reads) as chunks_read:
+            for number, chunk, data in chunks_read:
+                for target, part in reads[number, chunk]:
+                    values = data.view(target.tensor.dtype).view(chunk.shape)
+                    to = target.tensor[rectangle(_inside(part, target.offsets), part[1])]
+                    to.copy_(values[rectangle(_inside(part, chunk.offsets), part[1])])
+
+
+def find_reads(
+    files: DataFiles, index: Index, tensors: Mapping[str, Chunks]
+) -> dict[tuple[int, StoredChunk], list[tuple[Target, Part]]]:
+    """The chunks to read, with the numbers of their files, and what of each goes where.
+
+    Opens the files that have any of them, and reads their tables.
+
+    Args:
+        files: the data files.
+        index: the checkpoint's index.
+        tensors: what to read into, of the saved dtypes and shapes.
+
+    Raises:
+        CheckpointError: a file or its table cannot be read or is damaged, or chunks do not fill what is to be read.
+    """
+    targets = [Target(name, offsets, tensor) for name, of in tensors.items() for offsets, tensor in of.held.items()]
+    of_file: dict[int, list[Target]] = defaultdict(list)
+    for target in targets:
+        for number in index.tensors[target.name].files_of(target.part):
+            of_file[number].append(target)
+    reads: dict[tuple[int, StoredChunk], list[tuple[Target, Part]]] = defaultdict(list)
+    found: dict[tuple[str, tuple[int, ...]], list[Part]] = defaultdict(list)
+    for number, its_targets in sorted(of_file.items()):
+        chunks_of = _chunks_in(files, index, number, {target.name for target in its_targets})
+        for target in its_targets:
+            for chunk in chunks_of[target.name]:
+                part = _common(target.part, (chunk.offsets, chunk.shape))
+                if part is not None:
+                    reads[number, chunk].append((target, part))
+                    found[target.name, target.offsets].append((_inside(part, target.offsets), part[1]))
+    for target in targets:
+        if not fill(target.tensor.shape, found[target.name, target.offsets]):
+            raise unknown_content(
+                files.folder.shown(INDEX_NAME),
+                f"chunks that do not fill {named(target.name)} {tuple(target.tensor.shape)} from {target.offsets}",
+            )
+    return reads
+
+
+def stored_chunks(folder: Folder, index: Index) -> dict[str, list[tuple[int, StoredChunk]]]:
+    """All chunks of a checkpoint with the numbers of their files, by tensor: from the tables of all files.
+
+    Raises:
+        CheckpointError: a table cannot be read, or is damaged.
+    """
+    found: dict[str, list[tuple[int, StoredChunk]]] = {name: [] for name in index.tensors}
+    for number, stored in enumerate(index.files):
+        if stored is not None:
+            with DataFiles(folder, index) as files:
+                for name, chunks in _chunks_in(files, index, number, found).items():
+                    found[name] += [(number, chunk) for chunk in chunks]
+    return found
+
+
+def read_index(path: PathLike) -> dict[str, list[StoredChunk]]:
+    """The chunks of each tensor of the checkpoint in a folder, or at a URL, by name.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its index or a table is damaged or of another format version.
+    """
+    folder = folder_at(path)
+    chunks = stored_chunks(folder, load_index(folder))
+    return {name: sorted(chunk for _, chunk in of_tensor) for name, of_tensor in chunks.items()}
+
+
+def _check_alike(folder: Folder, index: Index, name: str, chunks: Chunks) -> None:
+    stored = index.tensors.get(name)
+    if stored is None:
+        raise CheckpointError(f"{folder}: got a checkpoint without {named(name)}, expected it; load what was saved")
+    if (stored.dtype, stored.shape) != (chunks.dtype, chunks.shape):
+        raise CheckpointError(
+            f"{folder}: got {named(name)} of {chunks.dtype} and shape {chunks.shape} to load into, expected "
+            f"{stored.dtype} and {stored.shape} as saved; load into such a tensor, then convert"
+        )
+
+
+def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[str]) -> dict[str, list[StoredChunk]]:
+    """The chunks that a file has of tensors of these names."""
+    files[number]  # opens it, so that its table and its chunks are of one file
+    table = files.table(number)
+    name = index.file_name(number)
+    order = np.argsort(table.tensor, kind="stable")
+    in_order = table.tensor[order]
+    found = {}
+    for tensor in names:
+        begin, end = np.searchsorted(in_order, [files.numbers[tensor], files.numbers[tensor] + 1])
+        stored = index.tensors[tensor]
+        found[tensor] = table.chunks(order[begin:end], len(stored.shape), stored.dtype.itemsize, name)
+    return found
+
+
+def _common(one: Part, other: Part) -> Part | None:
+    """The rectangle that two rectangles have in common; None if there is none."""
+    corners = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*one, *other, strict=True)]
+    if any(low >= high for low, high in corners):
+        return None
+    return tuple(low for low, _ in corners), tuple(high - low for low, high in corners)
+
+
+def _inside(part: Part, offsets: tuple[int, ...]) -> tuple[int, ...]:
+    """Where a rectangle begins in one that begins at these offsets."""
+    return tuple(a - b for a, b in zip(part[0], offsets, strict=True))

@@ -1,0 +1,172 @@
+"""Saves tensors as a portable checkpoint, into a folder or an object store.
+
+A checkpoint is a folder of data files and ``checkpoint.json`` (:mod:`shardopt.checkpoint.index`), which one rename puts
+in place once all data are on the disk. The previous checkpoint stays loadable until then, whatever happens. All bytes
+are verified by their checksums before use. All ranks must see the folder. Only one save at a time writes into the
+folder: the first rank holds ``checkpoint.lock`` (:mod:`shardopt.checkpoint.folder_lock`).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.copies import check_digests, digests
+from shardopt.checkpoint.data_file import DataFileWriter, check_lengths
+from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import Folder
+from shardopt.checkpoint.index import (
+    INDEX_NAME,
+    Index,
+    StoredFile,
+    data_file_name,
+    dump_index,
+    load_index,
+    remove_strays,
+)
+from shardopt.checkpoint.plan import Plan, plan_save
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.retention import check_keep_last, remove_older
+
+
+class Saving:
+    """A save into a folder. All ranks must make it, and call :meth:`run`.
+
+    Args:
+        folder: the folder, which is made if necessary. A checkpoint in the folder is replaced.
+        header: a dict that JSON can hold, on every rank. The first rank's header is saved, with the ``param_groups`` of
+            all ranks.
+        unequal: names of tensors that may differ between ranks, such as buffers; the first rank's tensor is saved.
+        keep_last: how many checkpoints stay; see :func:`shardopt.checkpoint.retention.remove_older`. None: all.
+
+    Raises:
+        TypeError: JSON cannot hold the header.
+        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
+        CheckpointError: the machine is big-endian.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        header: Mapping[str, Any],
+        unequal: Collection[str] = (),
+        keep_last: int | None = None,
+    ) -> None:
+        require_little_endian()
+        check_keep_last(folder, keep_last)
+        self._keep_last = keep_last
+        self._folder = folder
+        self._header: dict[str, Any] = json.loads(json.dumps(header))
+        self._unequal = frozenset(unequal)
+        self._lock = folder.lock()
+        self._token = ""
+        self._written: str | None = None
+
+    def run(self, tensors: Mapping[str, Chunks], ranks: Ranks) -> None:
+        """Writes the checkpoint. All ranks must call this.
+
+        Args:
+            tensors: what this rank holds, by the names in the checkpoint.
+            ranks: the ranks that save together.
+
+        Raises:
+            CheckpointError: on all ranks: the checkpoint could not be written, ranks hold different tensors by one
+                name, or another save into the folder goes on. Nothing was changed.
+        """
+        try:
+            plan = plan_save(tensors, self._header.get("param_groups"), self._unequal, ranks)
+            ranks.agree(lambda: self._prepare(ranks.rank))
+            self._token = ranks.from_rank(0, self._token.encode()).decode()
+            stored, own = ranks.agree(lambda: self._write(plan, tensors, ranks.rank))
+            of_file = [0, 0, 0] if stored is None else list(stored)
+            of_ranks = [
+                np.frombuffer(message, dtype="<u8").tolist()
+                for message in ranks.gathered(np.array([*of_file, *own], dtype="<u8").tobytes())
+            ]
+            check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
+            files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
+            ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
+        except BaseException:
+            with suppress(Exception):  # the first error matters
+                self._discard()
+            raise
+        self._lock.release()
+
+    def _prepare(self, rank: int) -> None:
+        try:
+            self._folder.make()
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}: cannot make this folder: {error}; choose another path") from error
+        if rank == 0:
+            self._lock.acquire()
+            in_use = self._files_in_use()
+            if in_use is not None:
+                remove_strays(self._folder, in_use)  # a save that failed on a full disk may have left files
+            self._token = secrets.token_hex(8)
+
+    def _write(self, plan: Plan, tensors: Mapping[str, Chunks], rank: int) -> tuple[StoredFile | None, list[int]]:
+        """Writes this rank's data file, if it has anything to write; returns that and the digests of copies."""
+        found = digests(plan.copies, tensors, rank)
+        if not plan.own:
+            return None, found
+        file = DataFileWriter(data_file_name(self._token, rank))
+        for number, offsets, data in plan.own:
+            file.add(number, offsets, data)
+        self._written = file.name
+        return file.write(self._folder), found
+
+    def _commit(self, plan: Plan, files: list[StoredFile | None]) -> None:
+        header = self._header if plan.groups is None else {**self._header, "param_groups": plan.groups}
+        index = Index(header, self._token, files, plan.tensors)
+        check_lengths(self._folder, index, [number for number, stored in enumerate(files) if stored is not None])
+        text = dump_index(index)
+        try:
+            self._folder.put(INDEX_NAME, f"{INDEX_NAME}.{self._token}", text)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder.shown(INDEX_NAME)}: cannot write {len(text)} bytes: {error.strerror or error}; make "
+                "room or choose another path. The previous checkpoint in this folder, if there was one, is as it was"
+            ) from error
+        remove_strays(self._folder, index.file_names)
+        if self._keep_last is not None:
+            remove_older(self._folder, self._keep_last)
+
+    def _discard(self) -> None:
+        """Removes this rank's data file after a save that failed, and releases the lock.
+
+        Without this call, the next save into the folder removes the file.
+        """
+        try:
+            if self._written is not None:
+                in_use = self._files_in_use()
+                if in_use is not None and self._written not in in_use:
+                    with suppress(OSError):
+                        self._folder.remove(self._written)
+        finally:
+            self._lock.release()
+
+    def _files_in_use(self) -> list[str] | None:
+        """The data files of the checkpoint in the folder; None if the checkpoint cannot be read."""
+        try:
+            return load_index(self._folder).file_names
+        except CheckpointError as error:
+            return [] if isinstance(error.__cause__, FileNotFoundError) else None
+
+
+def require_little_endian() -> None:
+    """Raises on a machine of another byte order than that of checkpoints.
+
+    Raises:
+        CheckpointError: the machine is big-endian.
+    """
+    if sys.byteorder != "little":
+        raise CheckpointError(
+            "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
+        )
