@@ -141,6 +141,7 @@ def shards(parameters: list[Parameter], sharding: str, ranks: int, rank: int) ->
         tp = min(TP, ranks)
         shape = {"fsdp2": (ranks,), "hsdp": (2, ranks // 2), "fsdp2+tp": (ranks // tp, tp)}[sharding]
         mesh: Any = Mesh(shape, rank)
+        known: dict[Any, ShardOf] = {}  # as shard_of_dtensor keeps them
         for parameter in parameters:
             placements: tuple[Placement, ...] = (Shard(0),) if sharding == "fsdp2" else (Replicate(), Shard(0))
             if sharding == "fsdp2+tp":
@@ -149,7 +150,10 @@ def shards(parameters: list[Parameter], sharding: str, ranks: int, rank: int) ->
                     1: (Shard(0), Shard(1)),
                     None: (Shard(0), Replicate()),
                 }[parameter.tp_dim]
-            yield parameter, DTensorShard(parameter.shape, mesh, placements)
+            key = parameter.shape, placements
+            if key not in known:
+                known[key] = DTensorShard(parameter.shape, mesh, placements)
+            yield parameter, known[key]
         return
     world: Any = World(rank, range(ranks))
     begins: dict[int, int] = {}

@@ -34,9 +34,10 @@ from shardopt.checkpoint.contents import (
     with_common_scales,
 )
 from shardopt.checkpoint.errors import ReplacedError
-from shardopt.checkpoint.folder import Folder, PathLike, folder_at
+from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import buffers_of
 from shardopt.checkpoint.ranks import Ranks

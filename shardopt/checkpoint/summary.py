@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.data_file import DataFiles
-from shardopt.checkpoint.folder import Folder, folder_at
+from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
