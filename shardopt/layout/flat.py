@@ -115,9 +115,8 @@ class FlatShard(_AssignedShard):
         """Elements on this rank."""
         return self.end - self.start
 
-    @property
-    def first_element(self) -> int:
-        return self.start
+    def index_of(self, element: int) -> int:
+        return self.start + element
 
     @property
     def is_range(self) -> bool:
@@ -150,7 +149,7 @@ class FlatShard(_AssignedShard):
             whole_rows = (self.end - at) // width if col == 0 else 0
             rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
             block = row * per_row + col // grid.block_size
-            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, block - first_block, per_row))
+            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, width, block - first_block, per_row))
             at += rows * cols
         return rectangles
 
