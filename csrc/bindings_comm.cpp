@@ -1,36 +1,21 @@
 // The messages of shardopt._C: gradients as bytes on the wire.
+#include "bindings_comm.h"
+
 #include <pybind11/pybind11.h>
 
-#include <stdexcept>
 #include <string>
 
-#include "bindings_comm.h"
 #include "comm/cpu.h"
 
 namespace py = pybind11;
 
 namespace shardopt {
 
-MessageCall message_call(uint64_t floats, DType dtype, int64_t numel, uint64_t message, int64_t chunks,
-                         int64_t chunk_numel, int64_t terms, float factor) {
-  if (chunks < 1 || chunk_numel < 1 || terms < 1 || numel < 0 || numel > chunks * chunk_numel) {
-    throw std::invalid_argument("got " + std::to_string(numel) + " elements in " + std::to_string(chunks) +
-                                " chunks of " + std::to_string(chunk_numel) + " and " + std::to_string(terms) +
-                                " terms, expected chunks that hold the elements, and a term");
-  }
-  return {reinterpret_cast<void*>(floats),
-          reinterpret_cast<uint8_t*>(message),
-          numel,
-          chunks,
-          chunk_numel,
-          terms,
-          factor,
-          dtype};
-}
-
 void bind_comm(py::module_& m) {
   m.attr("message_block") = kMessageBlock;
-  m.def("message_chunk_bytes", &chunk_bytes, py::arg("numel"), "Bytes of a message's chunk of so many elements.");
+  m.def(
+      "message_chunk_bytes", [](int64_t numel) { return generic::chunk_bytes(numel); }, py::arg("numel"),
+      "Bytes of a message's chunk of so many elements.");
   m.def(
       "encode_message",
       [](uint64_t floats, DType dtype, int64_t numel, uint64_t message, int64_t chunks, int64_t chunk_numel,

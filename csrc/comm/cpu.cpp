@@ -43,7 +43,7 @@ void run_tasks(void* context, int) {
 }
 
 void run(const MessageCall& call, MessageKernel kernel, int threads) {
-  Work work{call, kernel, call.chunks * message_blocks(call.chunk_numel)};
+  Work work{call, kernel, call.chunks * generic::message_blocks(call.chunk_numel)};
   const int64_t tasks = (work.blocks + kTaskBlocks - 1) / kTaskBlocks;
   run_on_threads(static_cast<int>(std::clamp<int64_t>(threads, 1, std::max<int64_t>(tasks, 1))), run_tasks, &work);
 }

@@ -82,7 +82,7 @@ __attribute__((noinline)) uint8_t encode_any(const char* from, uint8_t* codes) {
   const int32_t scale = scale_code(largest);
   for (int i = 0; i < kMessageBlock; ++i) {
     const float x = load_float<kDType>(from + i * kBytes<kDType>);
-    codes[i] = static_cast<uint8_t>(e4m3_from_any(x, inverse_scale(scale)));
+    codes[i] = static_cast<uint8_t>(e4m3_from_any(x, eight_scales(scale)));
   }
   return static_cast<uint8_t>(scale);
 }
@@ -93,10 +93,10 @@ SHARDOPT_HD uint8_t encode_block(const char* from, uint8_t* codes) {
   const int32_t largest = largest_magnitude<kDType>(from);
   if (__builtin_expect(largest > kLargestScaledBits, 0)) return encode_any<kDType>(from, codes);
   const int32_t scale = scale_code(largest);
-  const Floats<kPack> inverse(inverse_scale(scale));
+  const Floats<kPack> eight(eight_scales(scale));
 #pragma GCC unroll 8
   for (int i = 0; i < kMessageBlock; i += kStep) {
-    store_lanes(codes + i, e4m3_from_float(load_floats<kDType>(from + i * kBytes<kDType>) * inverse));
+    store_lanes(codes + i, e4m3_from_eight(load_floats<kDType>(from + i * kBytes<kDType>) * eight));
   }
   return static_cast<uint8_t>(scale);
 }
