@@ -37,8 +37,7 @@ SHARDOPT_HD int32_t e4m3_from_any(float x, float eight) {
   const float y = x * eight;
   const int32_t most = kLargestE4M3Bits + (3 << 23);
   const float within = float_from_bits(min_int(magnitude_bits(y), most) | (bits(y) & kSignMask));
-  const int32_t sign = (bits(x) >> 24) & 0x80;
-  return magnitude_bits(x) >= kInfinityBits ? sign | kNaNCode : e4m3_from_eight(within) & 0xff;
+  return magnitude_bits(x) >= kInfinityBits ? kNaNCode : e4m3_from_eight(within) & 0xff;
 }
 
 template <class I>

@@ -4,7 +4,8 @@
 // A scale is the biased exponent of a power of two (E8M0 of OCP MX), the smallest that leaves no finite element of the
 // block above 448, within 2^-124 (whose smallest code is the smallest bfloat16) and 2^119. A code is the nearest E4M3
 // number (E4M3FN: 4 bits of exponent, 3 of mantissa, no infinity) to the element over the scale, ties to even, at most
-// 448. NaN and infinities become NaN, and have no part in the scale. Powers of two scale exactly: only the code rounds.
+// 448. NaN and infinities become NaN (0x7f), and have no part in the scale. Powers of two scale exactly: only the code
+// rounds.
 #pragma once
 
 #include <cstdint>

@@ -13,6 +13,9 @@ from torch.futures import Future
 
 from shardopt.kernels.messages import BLOCK, decode_sum, encode
 
+#: Its name since PyTorch 2.13, whose old name warns.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def all_reduce_8bit(process_group: ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook: ``model.register_comm_hook(None, shardopt.comm.all_reduce_8bit)``.
@@ -61,7 +64,7 @@ def _mean(buffer: Tensor, group: ProcessGroup) -> None:
     mean = torch.empty(own_numel, dtype=torch.float32, device=buffer.device)
     decode_sum(received, mean, chunk_numel, terms=size, factor=1.0 / size)
     gathered = message  # of the same size, and sent by now
-    dist.all_gather_into_tensor(gathered, encode(mean, 1, chunk_numel), group=group)
+    _all_gather(gathered, encode(mean, 1, chunk_numel), group=group)
     decode_sum(gathered, buffer, chunk_numel)
 
 
