@@ -17,7 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "launch")]
+if not __package__:
+    sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "launch")]
 
 import torch
 import torch.distributed as dist

@@ -23,7 +23,8 @@ def sharded(way: str) -> nn.Module:
     if way == "ddp":
         return DistributedDataParallel(net, bucket_cap_mb=0.05)
     half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if way == "bf16" else torch.float32)
-    mesh = mesh_of((2, dist.get_world_size() // 2)) if way == "hsdp" else mesh_of((dist.get_world_size(),))
+    size = dist.get_world_size()
+    mesh = mesh_of((2, size // 2), "replicas", "shards") if way == "hsdp" else mesh_of((size,))
     fully_shard(net.up, mesh=mesh, mp_policy=half)
     fully_shard(net, mesh=mesh, mp_policy=half)
     for module in net.modules():
@@ -48,10 +49,12 @@ def own_gradients() -> list[Tensor]:
 
 def _trains(way: str) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
     """Gradients with PyTorch's reduction, in 8 bits, and the ranks' mean magnitudes; the bytes of the second."""
-    plain, model = sharded(way), sharded(way)
+    # Gloo has no PREMUL_SUM, by which FSDP2 divides by a factor of its user's.
+    plain, model = sharded("fsdp" if way == "factor" else way), sharded(way)
     shardopt.comm.quantize_gradients(model)
-    exact = gradients(plain)
+    exact = gradients(plain, dist.get_world_size() / 7 if way == "factor" else 1.0)
     found: list[Tensor] = []
+    gradients(model)  # DDP arranges its buckets anew after the first backward pass
     sent = bytes_sent(lambda: found.extend(gradients(model)))
     magnitudes = [g.abs() for g in own_gradients()]
     for magnitude in magnitudes:
@@ -134,7 +137,7 @@ def _refused(what: str) -> None:
     elif what == "released":
         model = sharded("ddp")
         shardopt.comm.quantize_gradients(model)
-        shardopt.release_gradients(shardopt.AdamW(model.parameters()), model)
+        shardopt.release_gradients(model, shardopt.AdamW(model.parameters()))
     elif what == "replicate":
         from torch.distributed._composable.replicate_with_fsdp import replicate
 

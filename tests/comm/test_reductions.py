@@ -25,7 +25,8 @@ def gradient(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
     """A rank's gradient, which all ranks can compute; with NaN and infinity on ranks 0 and 1."""
     generator = torch.Generator().manual_seed(10 * numel + rank)
     found = torch.randn(numel, generator=generator) * torch.exp(2 * torch.randn(numel, generator=generator))
-    found[numel // 2 + rank if rank < 2 else 0] = (float("nan"), float("-inf"), 1.0, 1.0)[rank]
+    if numel > 8 and rank < 2:
+        found[numel // 2 + rank] = (float("nan"), float("-inf"))[rank]
     return found.to(dtype)
 
 
