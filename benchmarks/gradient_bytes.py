@@ -3,8 +3,8 @@
     python benchmarks/gradient_bytes.py [--elements N] [--rounds N] [--threads N]
     python benchmarks/gradient_bytes.py --drift [--scenario NAME ...]
 
-Times are those of the kernels of each instruction set, fastest and median of the rounds, in ns per element; decoding is
-also given per message. ``--elements`` says how many there are: by default they lie in the second-level cache.
+Times are those of the kernels of each instruction set, fastest and median of the rounds, in ns per element of the
+result. ``--elements`` says how many there are: by default they lie in the second-level cache.
 
 ``--drift`` has AdamW with float32 state run freely on the mean of two ranks' gradients, exact and reduced in 8 bits, on
 the streams of free_running.py: E4M3 with several kinds of scales, and int8, plain and companded as log8 codes the first
@@ -18,13 +18,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from free_running import SCENARIOS
 from shardopt import _C
-from shardopt.kernels.dispatch import use_cpu_target
+from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.messages import decode_sum, encode
 
 RANKS = 2
@@ -47,21 +49,19 @@ def per_element(act: Callable[[], object], numel: int, rounds: int) -> str:
     return f"{min(times):.3f} / {statistics.median(times):.3f}"
 
 
-def times(numel: int, rounds: int) -> None:
+def times(numel: int, rounds: int, threads: int) -> None:
+    """Of the kernels alone, in memory that is there already."""
     print(f"| kernels | dtype | encode | {' | '.join(f'decode, {t} ranks' for t in TERMS)} |")
     print(f"| --- | --- | --- |{' --- |' * len(TERMS)}")
-    for target in _C.cpu_targets():
-        for dtype in (torch.float32, torch.bfloat16):
-            floats = torch.randn(numel).to(dtype)
-            out = torch.empty_like(floats)
-            message = encode(floats, 1, numel)
-            with use_cpu_target(target):
-                found = [per_element(lambda floats=floats: encode(floats, 1, numel), numel, rounds)]
-                for terms in TERMS:
-                    many = message.repeat(terms, 1)
-                    add = lambda many=many, out=out, terms=terms: decode_sum(many, out, numel, terms=terms)  # noqa: E731
-                    found.append(per_element(add, numel, rounds))
-            print(f"| {target} | {str(dtype).removeprefix('torch.')} | {' | '.join(found)} |", flush=True)
+    for target, dtype in product(_C.cpu_targets(), (torch.float32, torch.bfloat16)):
+        floats = torch.randn(numel).to(dtype)
+        message = encode(floats, 1, numel).repeat(max(TERMS), 1)
+        where = (floats.data_ptr(), _C.DType(DTYPES[dtype]), numel, message.data_ptr(), 1, numel)
+        found = [per_element(partial(_C.encode_message, *where, threads, target), numel, rounds)]
+        for terms in TERMS:
+            add = partial(_C.decode_message, *where, terms, 1.0, threads, target)
+            found.append(per_element(add, numel, rounds))
+        print(f"| {target} | {str(dtype).removeprefix('torch.')} | {' | '.join(found)} |", flush=True)
 
 
 def message_coder(x: Tensor) -> Tensor:
@@ -152,18 +152,18 @@ def drift(scenario: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=65_536)
+    parser.add_argument("--elements", type=int, default=49_152)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--drift", action="store_true")
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     if arguments.drift:
         for scenario in arguments.scenario:
             drift(scenario)
     else:
-        times(arguments.elements, arguments.rounds)
+        times(arguments.elements, arguments.rounds, arguments.threads)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@
 
 #include "comm/cpu_call.h"
 #include "comm/e4m3.h"
+#if defined(__AVX512BW__)
+#include "comm/halves_avx512.h"
+#endif
 
 SHARDOPT_BEGIN_NAMESPACE
 namespace {
@@ -89,7 +92,7 @@ __attribute__((noinline)) uint8_t encode_any(const char* from, uint8_t* codes) {
 
 // Codes a whole block; returns its scale.
 template <DType kDType>
-SHARDOPT_HD uint8_t encode_block(const char* from, uint8_t* codes) {
+SHARDOPT_HD uint8_t encode_floats(const char* from, uint8_t* codes) {
   const int32_t largest = largest_magnitude<kDType>(from);
   if (__builtin_expect(largest > kLargestScaledBits, 0)) return encode_any<kDType>(from, codes);
   const int32_t scale = scale_code(largest);
@@ -100,6 +103,30 @@ SHARDOPT_HD uint8_t encode_block(const char* from, uint8_t* codes) {
   }
   return static_cast<uint8_t>(scale);
 }
+
+#if defined(__AVX512BW__)
+template <DType kDType>
+__attribute__((noinline)) uint8_t encode_rare(const char* from, uint8_t* codes) {
+  return encode_floats<kDType>(from, codes);
+}
+
+template <DType kDType>
+SHARDOPT_HD uint8_t encode_block(const char* from, uint8_t* codes) {
+  const BlockOfHalves block = load_halves<kDType>(from);
+  const int32_t largest = largest_of(block) << 16;  // rounded to odd, it has the scale of the number itself
+  const int32_t scale = scale_code(largest);
+  if (__builtin_expect(largest > kLargestScaledBits || scale < kLeastHalvesScale, 0)) {
+    return encode_rare<kDType>(from, codes);
+  }
+  encode_halves(block, scale, codes);
+  return static_cast<uint8_t>(scale);
+}
+#else
+template <DType kDType>
+SHARDOPT_HD uint8_t encode_block(const char* from, uint8_t* codes) {
+  return encode_floats<kDType>(from, codes);
+}
+#endif
 
 // Where a block lies.
 struct BlockOf {

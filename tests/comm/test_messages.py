@@ -44,7 +44,10 @@ def numbers(dtype: torch.dtype, numel: int, seed: int) -> Iterator[tuple[str, Te
     yield "subnormal", (normal * torch.finfo(dtype).smallest_normal * 0.01).to(dtype)
     yield "huge", (normal.clamp(-3, 3) * (torch.finfo(dtype).max / 3)).to(dtype)
     ties = torch.arange(numel) % 2048 * 2.0**-10  # halfway between subnormal codes, and between normal ones
-    yield "ties", torch.where(torch.arange(numel) % 128 == 0, 448.0, ties).to(dtype)
+    ties = torch.where(torch.arange(numel) % 128 == 0, 448.0, ties).to(dtype)
+    yield "ties", ties
+    yield "just above", torch.nextafter(ties, torch.full_like(ties, 1e3))
+    yield "just below", torch.nextafter(ties, torch.full_like(ties, -1e3))
 
 
 def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
