@@ -8,7 +8,8 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from shardopt.kernels.messages import BLOCK, decode_sum, encode
@@ -34,7 +35,7 @@ def all_reduce_8bit(process_group: ProcessGroup | None, bucket: GradBucket) -> F
     Raises:
         TypeError: gradients of another dtype.
     """
-    group = dist.group.WORLD if process_group is None else process_group
+    group = process_group or dist.distributed_c10d._get_default_group()
     buffer = bucket.buffer()
     if not buffer.is_cuda:
         _mean(buffer, group)
@@ -70,4 +71,4 @@ def _mean(buffer: Tensor, group: ProcessGroup) -> None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

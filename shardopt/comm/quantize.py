@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.all_reduce import all_reduce_8bit
 from shardopt.comm.reduce_scatter import ReduceScatter8bit
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def quantize_gradients(model: Module) -> None:
@@ -32,12 +37,12 @@ def quantize_gradients(model: Module) -> None:
     for replica in replicas:
         _check_hook(replica)
     for module in sharded:
-        module.set_custom_reduce_scatter(ReduceScatter8bit())
+        module.set_custom_reduce_scatter(ReduceScatter8bit())  # type: ignore[arg-type]  # has what FSDP2 calls
     for replica in replicas:
         replica.register_comm_hook(replica.process_group, all_reduce_8bit)
 
 
-def _wrapped(model: Module) -> tuple[list[Module], list[DistributedDataParallel]]:
+def _wrapped(model: Module) -> tuple[list[FSDPModule], list[DistributedDataParallel]]:
     """The modules of FSDP2 and of DDP."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -52,7 +57,7 @@ def _wrapped(model: Module) -> tuple[list[Module], list[DistributedDataParallel]
             "got FSDP1 (FullyShardedDataParallel), expected FSDP2 or DistributedDataParallel: PyTorch gives "
             "FSDP1 up for FSDP2, so that 8 bits are built for the latter alone; use fully_shard(model)"
         )
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    sharded: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     if any(base.__name__ == "ReplicateModule" for module in sharded for base in type(module).__mro__):
         raise TypeError(
             "got replicate(), expected fully_shard() or DistributedDataParallel: replicate() all-reduces, and PyTorch "
