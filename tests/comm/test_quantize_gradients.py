@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
+from message_problem import bytes_sent
 from ranks.layouts import mesh_of
 from ranks.models import loss_of, make_batch, make_net
 from ranks.pool import Pool, RankFailure
-from test_reductions import bytes_sent
 from versions import needs_custom_reduce_scatter
 
 

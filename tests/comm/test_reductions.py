@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import reference_messages as reference
+from message_problem import DTYPES, assert_same_bits, bytes_sent
 from ranks.pool import Pool, RankFailure
 from shardopt.comm import ReduceScatter8bit, all_reduce_8bit
-from test_messages import DTYPES, assert_same_bits
 
 #: Elements of a rank's chunk: whole blocks, a short one, one element, more than a task of the kernels.
 CHUNKS = (256, 300, 1, 70_001)
@@ -28,25 +26,6 @@ def gradient(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
     if numel > 8 and rank < 2:
         found[numel // 2 + rank] = (float("nan"), float("-inf"))[rank]
     return found.to(dtype)
-
-
-def bytes_sent(act: Callable[[], object]) -> int:
-    """Runs a function; returns the bytes that its messages take from this rank to others."""
-    sent = 0
-    original = dist.all_to_all_single
-    size = dist.get_world_size()
-
-    def counted(output: Tensor, source: Tensor, **options: Any) -> None:
-        nonlocal sent
-        sent += source.nbytes // size * (size - 1)
-        original(output, source, **options)
-
-    dist.all_to_all_single = counted
-    try:
-        act()
-    finally:
-        dist.all_to_all_single = original
-    return sent
 
 
 def wanted_chunk(dtype: torch.dtype, chunk: int, rank: int, size: int, factor: float, out: torch.dtype) -> Tensor:
