@@ -21,7 +21,7 @@ MessageKernels kernels_of(const std::string& target) {
   }
 #if defined(__x86_64__)
   if (target == "avx512vbmi" || target == "avx512") return avx512::message_kernels();
-  if (target == "avx2") return avx2::message_kernels();
+  if (target == "avx2" && __builtin_cpu_supports("f16c")) return avx2::message_kernels();
 #elif defined(__aarch64__)
   if (target == "neon") return neon::message_kernels();
 #endif
