@@ -7,7 +7,6 @@ import inspect
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.fsdp import FSDPModule
 
 needs_async_save = pytest.mark.skipif(
     "async_stager" not in inspect.signature(state_dict_saver.async_save).parameters,
@@ -17,9 +16,4 @@ needs_async_save = pytest.mark.skipif(
 needs_scaled_mm_on_the_cpu = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"),
     reason="PyTorch has _scaled_mm on GPUs alone before 2.7",
-)
-
-needs_custom_reduce_scatter = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"),
-    reason="PyTorch's FSDP2 has a reduce-scatter that cannot be replaced before 2.9",
 )
