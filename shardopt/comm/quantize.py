@@ -19,7 +19,7 @@ def quantize_gradients(model: Module) -> None:
     """Has the gradients of a model reduced in 8 bits: half of the bytes that bfloat16 takes on the wire.
 
     To be called once, after ``fully_shard(model)`` or ``DistributedDataParallel(model)``, on all ranks. Gradients then
-    differ from those of other numbers of ranks by more than their order of summation (2 to 3% of their mean
+    differ from those of other numbers of ranks by more than their order of summation (2 to 4% of their mean
     magnitude), and results have the same bits on any number of ranks no more. HSDP: the reduce-scatter within the
     shard group has 8 bits, the all-reduce between replicas stays PyTorch's. Optimizer, clipping and gradient scaling
     see float gradients, as before.
