@@ -189,7 +189,7 @@ def _bytes(rng: Random, state: State) -> str:
 
 def _many_rows(rng: Random, state: State) -> str:
     """An extra tensor in very many chunks, rightly described or not."""
-    count = rng.choice([2000, 20_000])
+    count = rng.choice([2000, 5000])
     how = rng.choice(["apart", "apart", "overlapping", "in two files"])
     state.content["tensors"]["extra.many"] = {"dtype": "uint8", "shape": [count], "start": 0, "cuts": []}
     if how == "in two files":
