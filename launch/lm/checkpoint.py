@@ -89,13 +89,14 @@ def clear_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def save(folder: Path, header: Header, learner: Learner) -> Path:
+def save(folder: Path, header: Header, learner: Learner, keep: int = 0) -> Path:
     """Writes a checkpoint; all ranks take part.
 
     Args:
         folder: the folder of checkpoints.
         header: the job's header, for :func:`read_header`; must have "step".
         learner: model and optimizer.
+        keep: how many checkpoints stay, with this one; 0 keeps all.
 
     Returns:
         The checkpoint.
@@ -105,7 +106,7 @@ def save(folder: Path, header: Header, learner: Learner) -> Path:
     """
     path = folder / f"step-{header['step']:08d}"
     with _user_errors(f"cannot save the checkpoint {path}"):
-        shardopt.checkpoint.save(path, *learner.parts, job=header)
+        shardopt.checkpoint.save(path, *learner.parts, keep_last=keep or None, job=header)
     return path
 
 
@@ -122,13 +123,6 @@ def load(path: Path, learner: Learner) -> None:
         shardopt.checkpoint.load(path, *learner.parts)
     for group, options in zip(learner.param_groups, own, strict=True):
         group.update(options)
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints; 0 keeps all."""
-    for path in complete(folder)[:-keep] if keep else []:
-        (path / INDEX_NAME).unlink()
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _named(folder: Path) -> list[Path]:

@@ -211,9 +211,7 @@ class Trainer:
         if config.verify:
             header["digests"] = digests.of_run(self.learner)
         folder = config.checkpoint_folder
-        self.saved = checkpoint.save(folder, header, self.learner)
-        if self.ranks.first:
-            checkpoint.prune(folder, config.keep_checkpoints)
+        self.saved = checkpoint.save(folder, header, self.learner, config.keep_checkpoints)
 
     def _summary(self, heldout: float, seconds: float) -> dict[str, Any]:
         with self.learner.held() as (_, optimizer):

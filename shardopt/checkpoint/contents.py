@@ -99,7 +99,8 @@ def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
 def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
     """The tensors of the model, by their names in a checkpoint."""
     pieces = [*(content.piece for content in contents), *buffers_of(model)]
-    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in pieces}
+    here = [piece for piece in pieces if piece.shard.is_here]
+    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in here}
 
 
 def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chunks]:
@@ -109,7 +110,7 @@ def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chu
     """
     tensors = {state_key("", entry): chunks for entry, chunks in owner.common_chunks().items()}
     for content in contents:
-        if content.spec is None:
+        if content.spec is None or not content.spec.shard.is_here:
             continue
         state, is_assumed = content.state, False
         if not state and owner.has_fixed_entries and isinstance(content.spec.shard, FlatShard):

@@ -106,7 +106,7 @@ class DataFiles:
     """
 
     def __init__(self, folder: Folder, index: Index) -> None:
-        self._folder, self._index = folder, index
+        self.folder, self._index = folder, index
         self._kept: dict[int, SourceFile] = {}
         self._passing: dict[int, SourceFile] = {}
         #: The number of each tensor in the tables.
@@ -130,13 +130,13 @@ class DataFiles:
         """
         found = self._kept.get(number) or self._passing.get(number)
         if found is None:
-            check_lengths(self._folder, self._index, [number])
+            check_lengths(self.folder, self._index, [number])
             name = self._index.file_name(number)
             try:
-                found = self._folder.open(name)
+                found = self.folder.open(name)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self._folder.shown(name)}: cannot be opened: {error}; load another checkpoint"
+                    f"{self.folder.shown(name)}: cannot be opened: {error}; load another checkpoint"
                 ) from error
             if len(self._kept) < _MOST_OPEN:
                 self._kept[number] = found
@@ -154,7 +154,7 @@ class DataFiles:
         """
         stored = self._index.files[number]
         assert stored is not None  # opening it would have raised
-        path = self._folder.shown(self._index.file_name(number))
+        path = self.folder.shown(self._index.file_name(number))
         data = memoryview(bytearray(stored.table))
         _read(self[number], path, data, stored.data)
         _check(path, data, stored.data, stored.crc32)
@@ -164,8 +164,8 @@ class DataFiles:
             raise unknown_content(path, str(error)) from None
 
     @contextmanager
-    def chunks(self, wanted: Iterable[tuple[int, StoredChunk]]) -> Iterator[Iterator[tuple[StoredChunk, Tensor]]]:
-        """Chunks with their bytes (uint8), verified, in the order of files and positions.
+    def chunks(self, wanted: Iterable[tuple[int, StoredChunk]]) -> Iterator[Iterator[tuple[int, StoredChunk, Tensor]]]:
+        """Chunks with their file numbers and their bytes (uint8), verified, in the order of files and positions.
 
         The bytes of a chunk are valid until the next chunk is requested.
 
@@ -183,11 +183,11 @@ class DataFiles:
             for number, chunk in in_order:
                 interruption_point()
                 buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8)
-                yield partial(_read_chunk, self[number], self._folder.shown(chunk.file), chunk, buffer)
+                yield partial(_read_chunk, self[number], self.folder.shown(chunk.file), chunk, buffer)
 
-        def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[StoredChunk, Tensor]]:
-            for (_, chunk), buffer in zip(in_order, buffers, strict=True):
-                yield chunk, buffer[: chunk.bytes]
+        def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
+            for (number, chunk), buffer in zip(in_order, buffers, strict=True):
+                yield number, chunk, buffer[: chunk.bytes]
                 free.append(buffer)
 
         with computed_ahead(jobs()) as buffers:

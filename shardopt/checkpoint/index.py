@@ -41,7 +41,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
-from shardopt.checkpoint.folder import Folder, PathLike, folder_at
+from shardopt.checkpoint.folder import Folder, PathLike
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import MAX_DIMS, InvalidError
 from shardopt.checkpoint.wording import named, shown

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Lock, SourceFile, TargetFile
+from shardopt.checkpoint.folder import Folder, Lock, SourceFile, TargetFile
 from shardopt.checkpoint.retries import retried
 
 T = TypeVar("T")
@@ -88,9 +88,17 @@ class ObjectFolder:
         with _os_errors():
             self._fs.rm_file(f"{self._path}/{name}")
 
-    def remove_all(self) -> None:
-        with _os_errors():
-            self._fs.rm(self._path, recursive=True)
+    def remove_if_empty(self) -> None:
+        with suppress(Exception):  # only some stores have folders
+            self._fs.rmdir(self._path)
+
+    def siblings(self) -> dict[str, Folder]:
+        parent = self._url.rpartition("/")[0]
+        return {name: ObjectFolder(f"{parent}/{name}") for name in ObjectFolder(parent).names()}
+
+    @property
+    def name(self) -> str:
+        return self._url.rpartition("/")[2]
 
     def lock(self) -> Lock:
         return _NoLock()

@@ -34,7 +34,7 @@ from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import InvalidError
 from shardopt.layout.partition import Part, Partition
 
-_SPREAD_BYTES = 1 << 20  # of a tensor; smaller ones are written by the first rank that has them
+_SPREAD_BYTES = 1 << 16  # of a tensor; smaller ones are written by the first rank that has them
 _DIGEST_BYTES = 16
 
 #: Ways and stride of the cuts of a partition.

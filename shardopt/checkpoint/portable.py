@@ -8,11 +8,13 @@ how shards were cut.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -32,9 +34,10 @@ from shardopt.checkpoint.contents import (
     with_common_scales,
 )
 from shardopt.checkpoint.errors import ReplacedError
-from shardopt.checkpoint.folder import Folder, PathLike, folder_at
+from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import buffers_of
 from shardopt.checkpoint.ranks import Ranks
@@ -59,7 +62,9 @@ class Loaded(NamedTuple):
     converted: dict[str, str]
 
 
-def save(path: PathLike, model: Module, optimizer: Optimizer | None = None, **extra: Any) -> None:
+def save(
+    path: PathLike, model: Module, optimizer: Optimizer | None = None, *, keep_last: int | None = None, **extra: Any
+) -> None:
     """Saves a model and its optimizer into a folder. All ranks must call this.
 
     Replaces a checkpoint in the folder; the previous checkpoint stays unchanged until the new one is complete, and if
@@ -69,29 +74,43 @@ def save(path: PathLike, model: Module, optimizer: Optimizer | None = None, **ex
     MiB, or at the end.
 
     Args:
-        path: the folder, which all ranks must see.
+        path: the folder, which all ranks must see, or a URL that the package fsspec opens, such as
+            ``s3://bucket/run/step-1000`` (the extra ``object-stores``). An object store has no locks: let only one run
+            save there.
         model: a plain model, or one wrapped by DDP, FSDP1 or FSDP2, with or without DTensor parameters; or a DeepSpeed
             engine.
         optimizer: an optimizer of shardopt or the result of :func:`shardopt.quantize_state`, or a
             ZeroRedundancyOptimizer of one; None to save the model only. A DeepSpeed engine's own may be left out.
+        keep_last: removes older checkpoints once this one is complete, so that so many are left with it; None keeps
+            all. Checkpoints of a run are folders beside each other whose names differ in the number at the end, such as
+            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count.
         extra: other values to save, the same on all ranks: tensors, and values that JSON can hold.
 
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
             save into the folder goes on. Nothing was changed, on any rank.
+        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             these, or is not that of the DeepSpeed engine.
     """
     ranks = Ranks()
     with deferred_interrupts():
-        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, ranks)
+        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
         saving.run(tensors, ranks)
 
 
-def async_save(path: PathLike, model: Module, optimizer: Optimizer | None = None, **extra: Any) -> Future[None]:
-    """Copies a model and its optimizer to host memory, and saves the copy while training goes on.
+def async_save(
+    path: PathLike,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    *,
+    keep_last: int | None = None,
+    staging_dir: str | os.PathLike[str] | None = None,
+    **extra: Any,
+) -> Future[None]:
+    """Copies a model and its optimizer to host memory or a local disk, and saves the copy while training goes on.
 
-    Takes as much host memory as this rank's part of the checkpoint, for as long as the returned future exists. The next
+    Takes as much memory as this rank's part of the checkpoint, for as long as the returned future exists. The next
     save, if it begins before that future is dropped, copies into the same memory, which takes a fraction of the time
     that new memory takes. All ranks must call this. Wait for one save before beginning another. The ranks communicate
     in a gloo group of their own, beside the training's collectives.
@@ -100,6 +119,9 @@ def async_save(path: PathLike, model: Module, optimizer: Optimizer | None = None
         path: the folder; see :func:`save` for all arguments.
         model: the model.
         optimizer: the model's optimizer.
+        keep_last: how many checkpoints stay.
+        staging_dir: a folder on a local disk of each node to which the copy goes, in place of host memory; the file has
+            no name there, so nothing is left of it if the process ends. ``path`` gets the data in the background.
         extra: other values to save.
 
     Returns:
@@ -108,14 +130,16 @@ def async_save(path: PathLike, model: Module, optimizer: Optimizer | None = None
 
     Raises:
         RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
+        CheckpointError: there is not enough room for the copy in ``staging_dir``, on any rank.
+        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             shardopt's, or is not that of the DeepSpeed engine.
     """
     global _last_saving
     ranks = Ranks()
     with deferred_interrupts():
-        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, ranks)
-        stager = _free_stager()
+        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
+        stager = _free_stager(None if staging_dir is None else Path(staging_dir))
         staged = ranks.agree(lambda: stager.stage(tensors))
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
@@ -222,10 +246,11 @@ class _Saving(Future[None]):
 _last_saving: weakref.ref[_Saving] | None = None
 
 
-def _free_stager() -> Stager:
+def _free_stager(folder: Path | None) -> Stager:
     """The last save's stager, if that save's future still exists and its copies are written; else a new stager."""
     last = None if _last_saving is None else _last_saving()
-    return Stager() if last is None or last.stager.in_use else last.stager
+    is_free = last is not None and not last.stager.in_use and last.stager.folder == folder
+    return last.stager if last is not None and is_free else Stager(folder)
 
 
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -244,13 +269,18 @@ def _group_of_saves() -> dist.ProcessGroup | None:
 
 
 def _to_save(
-    folder: Folder, model: Module, optimizer: Optimizer | None, extra: dict[str, Any], ranks: Ranks
+    folder: Folder,
+    model: Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any],
+    keep_last: int | None,
+    ranks: Ranks,
 ) -> tuple[Saving, dict[str, Chunks]]:
     """The save, and this rank's tensors. All ranks must call this."""
     with _opened(model, optimizer) as (bare, own):
         owner, contents = ranks.agree(lambda: _read(bare, own))
         common = with_common_scales(contents)
-        return ranks.agree(lambda: _described(folder, bare, owner, common, extra))
+        return ranks.agree(lambda: _described(folder, bare, owner, common, extra, keep_last))
 
 
 def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
@@ -264,6 +294,7 @@ def _described(
     owner: Owner | None,
     contents: Sequence[Content],
     extra: dict[str, Any],
+    keep_last: int | None,
 ) -> tuple[Saving, dict[str, Chunks]]:
     tensors = model_chunks(model, contents)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
@@ -276,4 +307,4 @@ def _described(
         if isinstance(value, Tensor):
             tensors[f"extra.{key}"] = Chunks.whole(value)
     buffers = {model_key(piece.name) for piece in buffers_of(model)}
-    return Saving(folder, header, buffers), tensors
+    return Saving(folder, header, buffers, keep_last), tensors

@@ -12,8 +12,9 @@ from torch import Tensor
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.data_file import DataFiles, rectangle
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder, PathLike, folder_at
-from shardopt.checkpoint.index import Index, load_index, noticing_replacement
+from shardopt.checkpoint.folder import Folder, PathLike
+from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, noticing_replacement, unknown_content
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.saving import require_little_endian
 from shardopt.checkpoint.table import StoredChunk
@@ -21,7 +22,7 @@ from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """A rectangle of a tensor that is to be read."""
 
     name: str
@@ -30,6 +31,7 @@ class _Target(NamedTuple):
 
     @property
     def part(self) -> Part:
+        """Offsets and shape."""
         return self.offsets, tuple(self.tensor.shape)
 
 
@@ -46,41 +48,55 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
         CheckpointError: a tensor is not in the checkpoint, or of another shape or dtype, or the checkpoint is damaged.
     """
     require_little_endian()
-    targets = [
-        _Target(name, offsets, tensor) for name, chunks in tensors.items() for offsets, tensor in chunks.held.items()
-    ]
-    of_file: dict[int, list[_Target]] = defaultdict(list)
     for name, chunks in tensors.items():
         _check_alike(folder, index, name, chunks)
-    for target in targets:
-        for file in index.tensors[target.name].files_of(target.part):
-            of_file[file].append(target)
     with noticing_replacement(folder, index), DataFiles(folder, index) as files:
-        reads: dict[StoredChunk, list[tuple[_Target, Part]]] = defaultdict(list)
-        wanted: list[tuple[int, StoredChunk]] = []
-        found: dict[tuple[str, tuple[int, ...]], list[Part]] = defaultdict(list)
-        for file, its_targets in sorted(of_file.items()):
-            chunks_of = _chunks_in(files, index, file, {target.name for target in its_targets})
-            for target in its_targets:
-                for chunk in chunks_of[target.name]:
-                    part = _common(target.part, (chunk.offsets, chunk.shape))
-                    if part is not None:
-                        if chunk not in reads:
-                            wanted.append((file, chunk))
-                        reads[chunk].append((target, part))
-                        found[target.name, target.offsets].append((_inside(part, target.offsets), part[1]))
-        for target in targets:
-            if not fill(target.tensor.shape, found[target.name, target.offsets]):
-                raise CheckpointError(
-                    f"{folder}: got content that no version of shardopt writes: chunks that do not fill "
-                    f"{named(target.name)} {tuple(target.tensor.shape)} from {target.offsets}; load another checkpoint"
-                )
-        with files.chunks(wanted) as chunks_read:
-            for chunk, data in chunks_read:
-                for target, part in reads[chunk]:
+        reads = find_reads(files, index, tensors)
+        with files.chunks(reads) as chunks_read:
+            for number, chunk, data in chunks_read:
+                for target, part in reads[number, chunk]:
                     values = data.view(target.tensor.dtype).view(chunk.shape)
                     to = target.tensor[rectangle(_inside(part, target.offsets), part[1])]
                     to.copy_(values[rectangle(_inside(part, chunk.offsets), part[1])])
+
+
+def find_reads(
+    files: DataFiles, index: Index, tensors: Mapping[str, Chunks]
+) -> dict[tuple[int, StoredChunk], list[tuple[Target, Part]]]:
+    """The chunks to read, with the numbers of their files, and what of each goes where.
+
+    Opens the files that have any of them, and reads their tables.
+
+    Args:
+        files: the data files.
+        index: the checkpoint's index.
+        tensors: what to read into, of the saved dtypes and shapes.
+
+    Raises:
+        CheckpointError: a file or its table cannot be read or is damaged, or chunks do not fill what is to be read.
+    """
+    targets = [Target(name, offsets, tensor) for name, of in tensors.items() for offsets, tensor in of.held.items()]
+    of_file: dict[int, list[Target]] = defaultdict(list)
+    for target in targets:
+        for number in index.tensors[target.name].files_of(target.part):
+            of_file[number].append(target)
+    reads: dict[tuple[int, StoredChunk], list[tuple[Target, Part]]] = defaultdict(list)
+    found: dict[tuple[str, tuple[int, ...]], list[Part]] = defaultdict(list)
+    for number, its_targets in sorted(of_file.items()):
+        chunks_of = _chunks_in(files, index, number, {target.name for target in its_targets})
+        for target in its_targets:
+            for chunk in chunks_of[target.name]:
+                part = _common(target.part, (chunk.offsets, chunk.shape))
+                if part is not None:
+                    reads[number, chunk].append((target, part))
+                    found[target.name, target.offsets].append((_inside(part, target.offsets), part[1]))
+    for target in targets:
+        if not fill(target.tensor.shape, found[target.name, target.offsets]):
+            raise unknown_content(
+                files.folder.shown(INDEX_NAME),
+                f"chunks that do not fill {named(target.name)} {tuple(target.tensor.shape)} from {target.offsets}",
+            )
+    return reads
 
 
 def stored_chunks(folder: Folder, index: Index) -> dict[str, list[tuple[int, StoredChunk]]]:

@@ -33,6 +33,7 @@ from shardopt.checkpoint.index import (
 )
 from shardopt.checkpoint.plan import Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.retention import check_keep_last, remove_older
 
 
 class Saving:
@@ -43,14 +44,24 @@ class Saving:
         header: a dict that JSON can hold, on every rank. The first rank's header is saved, with the ``param_groups`` of
             all ranks.
         unequal: names of tensors that may differ between ranks, such as buffers; the first rank's tensor is saved.
+        keep_last: how many checkpoints stay; see :func:`shardopt.checkpoint.retention.remove_older`. None: all.
 
     Raises:
         TypeError: JSON cannot hold the header.
+        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
         CheckpointError: the machine is big-endian.
     """
 
-    def __init__(self, folder: Folder, header: Mapping[str, Any], unequal: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        header: Mapping[str, Any],
+        unequal: Collection[str] = (),
+        keep_last: int | None = None,
+    ) -> None:
         require_little_endian()
+        check_keep_last(folder, keep_last)
+        self._keep_last = keep_last
         self._folder = folder
         self._header: dict[str, Any] = json.loads(json.dumps(header))
         self._unequal = frozenset(unequal)
@@ -124,6 +135,8 @@ class Saving:
                 "room or choose another path. The previous checkpoint in this folder, if there was one, is as it was"
             ) from error
         remove_strays(self._folder, index.file_names)
+        if self._keep_last is not None:
+            remove_older(self._folder, self._keep_last)
 
     def _discard(self) -> None:
         """Removes this rank's data file after a save that failed, and releases the lock.

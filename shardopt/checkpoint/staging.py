@@ -1,40 +1,57 @@
-"""Copies of tensors in host memory, which are written while training goes on."""
+"""Copies of tensors in host memory or on a local disk, which are written while training goes on."""
 
 from __future__ import annotations
 
 import math
+import os
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardopt.checkpoint.chunks import Chunks
+from shardopt.checkpoint.errors import CheckpointError
 
 _ALIGNMENT = 64  # bytes
 
 
 class Stager:
-    """Copies tensors to host memory.
+    """Copies tensors to host memory, or to a file that is mapped into memory.
 
     All copies lie in one staging buffer, which the next :meth:`stage` uses again: the system clears each page of new
     memory on first touch, which takes several times as long as copying. The buffer grows when more memory is needed.
+
+    Args:
+        folder: a folder on a local disk for the buffer; None for host memory. The file has no name, so that nothing is
+            left of it when the process ends.
 
     Attributes:
         in_use: whether a save reads the copies; the owner of the stager sets and clears this flag.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._end = 0
         self.in_use = False
 
     def stage(self, tensors: Mapping[str, Chunks]) -> dict[str, Chunks]:
-        """Copies what this rank can save of tensors over the earlier copies."""
+        """Copies what this rank can save of tensors over the earlier copies.
+
+        Raises:
+            RuntimeError: there is not enough memory.
+            CheckpointError: there is not enough room in the folder, or no file can be made there.
+        """
         size = sum(_room(tensor) for chunks in tensors.values() for tensor in chunks.written.values())
         self._end = 0
         if self._buffer.numel() < size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+            if self.folder is None:
+                self._buffer = torch.empty(size, dtype=torch.uint8)
+            else:
+                self._buffer = _mapped(self.folder, size)
         return {name: chunks.copied(self._copy) for name, chunks in tensors.items()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -42,6 +59,23 @@ class Stager:
         self._end += _room(tensor)
         elements = self._buffer[begin : begin + tensor.numel() * tensor.itemsize]
         return elements.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _mapped(folder: Path, size: int) -> Tensor:
+    """Bytes in a file without a name, which exists as long as the tensor does."""
+    path = folder / f"shardopt-{secrets.token_hex(8)}.staging"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page without room would kill the process
+            return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+            os.unlink(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot stage {size} bytes: {error.strerror or error}; make room or choose another staging_dir"
+        ) from error
 
 
 def _room(tensor: Tensor) -> int:

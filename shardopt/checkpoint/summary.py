@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.data_file import DataFiles
-from shardopt.checkpoint.folder import Folder, folder_at
+from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
@@ -204,7 +205,7 @@ def _read(
             of_chunk.update((chunk, key) for _, chunk in chunks)
             wanted += chunks
     with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:
-        for chunk, data in chunks_read:
+        for _, chunk, data in chunks_read:
             key = of_chunk[chunk]
             found[key].add(data.view(tensors[key].dtype))
             progress(chunk.bytes)

@@ -59,9 +59,10 @@ class FlatShard(_AssignedShard):
     ) -> None:
         super().__init__(global_shape, (max(end - start, 0),))
         self.start, self.end = start, max(end, start)
-        self.cuts = tuple(cuts)
+        self.cuts = cuts
         self.exchange = exchange
         self._division = division
+        self._equal: tuple[int, int, RanksOfRanges] | None = None
         self._partition: Placed | None = None
         self._cut_blocks: dict[int, list[int]] = {}
 
@@ -82,8 +83,11 @@ class FlatShard(_AssignedShard):
             size: elements of the whole per rank.
             ranks: the ranks.
         """
-        numbers = ranks.numbers
-        shard = cls.between(global_shape, equal_ends(first, math.prod(global_shape), size, len(numbers)), ranks)
+        numbers, numel = ranks.numbers, math.prod(global_shape)
+        start, end = (min(max((ranks.rank + i) * size - first, 0), numel) for i in range(2))
+        cuts = range((first // size + 1) * size - first, numel, size) if size else ()
+        shard = cls(global_shape, start, end, cuts, ranks)
+        shard._equal = first, size, ranks
         stride = even_steps(numbers)
         if stride is not None and size:
             rule = RangePartition(len(numbers), stride, first, size, len(global_shape))
@@ -111,9 +115,8 @@ class FlatShard(_AssignedShard):
         """Elements on this rank."""
         return self.end - self.start
 
-    @property
-    def first_element(self) -> int:
-        return self.start
+    def index_of(self, element: int) -> int:
+        return self.start + element
 
     @property
     def is_range(self) -> bool:
@@ -129,8 +132,12 @@ class FlatShard(_AssignedShard):
 
     @property
     def division(self) -> Division | None:
-        holds_all = self.numel == math.prod(self.global_shape)
-        return self._division if self._division is not None or holds_all else super().division
+        numel = math.prod(self.global_shape)
+        if self._division is None and self._equal is not None:  # made for rules that need it: it names every rank
+            first, size, ranks = self._equal
+            ends = equal_ends(first, numel, size, len(ranks.numbers))
+            self._division = Division(ranks, tuple(ranges(ends)))
+        return self._division if self._division is not None or self.numel == numel else super().division
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row = grid.row_numel, grid.blocks_per_row
@@ -142,7 +149,7 @@ class FlatShard(_AssignedShard):
             whole_rows = (self.end - at) // width if col == 0 else 0
             rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
             block = row * per_row + col // grid.block_size
-            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, block - first_block, per_row))
+            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, width, block - first_block, per_row))
             at += rows * cols
         return rectangles
 

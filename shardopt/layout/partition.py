@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -171,10 +172,11 @@ def overlap(one: Part, other: Part) -> bool:
     return all(max(a, b) < min(a + extent_a, b + extent_b) for a, extent_a, b, extent_b in corners)
 
 
-def even_steps(numbers: Sequence[int]) -> int | None:
+@lru_cache(maxsize=256)
+def even_steps(numbers: tuple[int, ...]) -> int | None:
     """The difference between each number and the next, 1 of a single one; None if it is not always the same."""
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    return stride if stride > 0 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, stride)) else None
+    return stride if stride > 0 and all(b - a == stride for a, b in itertools.pairwise(numbers)) else None
 
 
 def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Part]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import Future
@@ -100,3 +102,41 @@ def test_async_save_tells_its_errors(tmp_path: Path) -> None:
     saving = shardopt.checkpoint.async_save(tmp_path / "file", model, optimizer)
     with pytest.raises(CheckpointError):
         saving.result()
+
+
+def test_copies_on_a_local_disk(tmp_path: Path) -> None:
+    """In a file without a name, which the next save takes again."""
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    model, optimizer = trained()
+    expected, saves = [], []
+    for number in range(2):
+        expected.append(everything(model, optimizer))
+        saves.append(
+            shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer, staging_dir=staging, epoch=number)
+        )
+        step_with(model, optimizer, number)
+        saves[-1].result()
+        assert os.listdir(staging) == []
+    assert memory_of(saves[0]) == memory_of(saves[1])
+    for number in range(2):
+        other, fresh = trained(seed=7, steps=0)
+        assert shardopt.checkpoint.load(tmp_path / str(number), other, fresh).extra == {"epoch": number}
+        assert same(everything(other, fresh), expected[number])
+    in_memory = shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer)
+    in_memory.result()
+    assert memory_of(in_memory) != memory_of(saves[1])
+
+
+def test_no_room_for_copies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match=r"nowhere: cannot stage \d+ bytes: No such file"):
+        shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=tmp_path / "nowhere")
+
+    def refuse(*args: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot stage \d+ bytes: No space left .*; make room or choose another"):
+        shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=tmp_path)
+    assert os.listdir(tmp_path) == []

@@ -23,8 +23,8 @@ from checkpoint_folder import (
     the_data_file,
 )
 from shardopt.checkpoint import CheckpointError, data_file
-from shardopt.checkpoint.folder import folder_at
 from shardopt.checkpoint.index import INDEX_NAME, StoredFile, dump_index
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import read_index
 from shardopt.checkpoint.table import StoredChunk, encoded
 from shardopt.layout.partition import Cut, GridPartition, RangePartition

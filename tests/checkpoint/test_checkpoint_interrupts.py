@@ -13,8 +13,8 @@ import torch
 
 import shardopt
 from shardopt.checkpoint import restore
-from shardopt.checkpoint.folder import LocalFolder
 from shardopt.checkpoint.interrupts import deferred_interrupts, interruption_point
+from shardopt.checkpoint.local_folder import LocalFolder
 from shardopt.checkpoint.saving import Saving
 
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import shardopt
 from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError, portable
-from shardopt.checkpoint.folder import Folder, LocalFolder, folder_at
+from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.index import Index, load_index
+from shardopt.checkpoint.local_folder import LocalFolder
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.restore import Restoration
 
 

@@ -25,9 +25,9 @@ from checkpoint_folder import (
 from shardopt.checkpoint import CheckpointError, data_file, folder_lock, retries
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.data_file import DataFileWriter
-from shardopt.checkpoint.folder import folder_at
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.saving import Saving

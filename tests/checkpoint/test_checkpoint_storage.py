@@ -19,8 +19,9 @@ import torch
 from checkpoint_folder import Cuts, assert_only, bits, cut, flip, index_of, load, save, saved, the_data_file, values_of
 from shardopt.checkpoint import data_file, read_header
 from shardopt.checkpoint.chunks import Chunk, Chunks
-from shardopt.checkpoint.folder import folder_at
+from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.pipeline import computed_ahead
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_index
@@ -176,7 +177,7 @@ def test_bytes_stay_until_the_next_are_asked_for(tmp_path: Path, monkeypatch: py
     assert len(chunks) == 8
     wanted = [(0, chunk) for chunk in reversed(chunks)]
     with data_file.DataFiles(folder_at(tmp_path), index_of(tmp_path)) as files, files.chunks(wanted) as found:
-        for (chunk, data), row in zip(found, tensors["first"], strict=True):
+        for (_, chunk, data), row in zip(found, tensors["first"], strict=True):
             time.sleep(0.002)  # time for those that read ahead
             assert (chunk.shape, bits(data)) == ((1, 16), bits(row))
 
@@ -241,3 +242,17 @@ def test_computed_ahead() -> None:
     with pytest.raises(KeyError), computed_ahead(jobs(20)) as results:
         raise KeyError(next(results))
     assert threading.active_count() == before
+
+
+def test_files_of_several_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions beyond 32 bits: the file begins with a hole."""
+    begin = DataFileWriter.__init__
+
+    def late(self: DataFileWriter, name: str) -> None:
+        begin(self, name)
+        self._end = 5 << 30
+
+    monkeypatch.setattr(DataFileWriter, "__init__", late)
+    saved(tmp_path)
+    assert all(chunk.position >= 5 << 30 for chunks in read_index(tmp_path).values() for chunk in chunks)
+    assert_only(tmp_path)

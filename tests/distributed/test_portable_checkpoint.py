@@ -12,6 +12,7 @@ from torch import nn
 
 import shardopt
 from attack.index_file import read_index, strict_tensors
+from checkpoint_folder import index_of
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
@@ -82,6 +83,12 @@ def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str, sources: int)
     world_size, place = LAYOUTS[way][1], list(LAYOUTS).index(way)
     for before in range(1, sources + 1):
         ranks.run(world_size, _load, way, list(saved.values())[place - before], "adamw", {})
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_layouts_are_stored_as_rules(saved: dict[str, Path], way: str) -> None:
+    """Not as a list of parts, which would grow with the number of ranks."""
+    assert all(stored.partition is not None for stored in index_of(saved[way]).tensors.values())
 
 
 @pytest.mark.parametrize("way", LAYOUTS)

@@ -148,7 +148,7 @@ def whole_rows(draw: st.DrawFn) -> tuple[Rectangle, list[int]]:
     """A rectangle of rows, and elements that begin one, some of which lie elsewhere."""
     cols, rows, per_row = draw(st.integers(1, 40)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     element = cols * draw(st.integers(0, 3))
-    rectangle = Rectangle(element, rows, draw(st.integers(0, 40)), cols, cols, draw(st.integers(0, 9)), per_row)
+    rectangle = Rectangle(element, rows, draw(st.integers(0, 40)), cols, cols, 99, draw(st.integers(0, 9)), per_row)
     begins = draw(st.sets(st.integers(0, 10)))
     return rectangle, [cols * row for row in sorted(begins)]
 
@@ -157,7 +157,7 @@ def whole_rows(draw: st.DrawFn) -> tuple[Rectangle, list[int]]:
 def one_row(draw: st.DrawFn) -> tuple[Rectangle, list[int]]:
     """A part of a row, and any elements."""
     cols = draw(st.integers(1, 60))
-    rectangle = Rectangle(draw(st.integers(0, 30)), 1, draw(st.integers(0, 50)), cols, cols, 4, 7)
+    rectangle = Rectangle(draw(st.integers(0, 30)), 1, draw(st.integers(0, 50)), cols, cols, 99, 4, 7)
     return rectangle, sorted(draw(st.sets(st.integers(0, 100))))
 
 

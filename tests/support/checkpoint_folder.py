@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
-from shardopt.checkpoint.folder import folder_at
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, read_header
+from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.saving import Saving

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.folder import sync_folder
+from shardopt.checkpoint.local_folder import sync_folder
 
 #: The format's names of the dtypes.
 DTYPES = {

@@ -1,0 +1,136 @@
+"""Checkpoints at URLs: fsspec's file system in memory, and one whose operations fail for a moment or for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shardopt
+from shardopt.checkpoint import CheckpointError, retries
+from test_portable_checkpoint_single import everything, same, step_with, trained
+
+fsspec = pytest.importorskip("fsspec")
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """Nothing is there at first."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield "memory://runs/step-1"
+    MemoryFileSystem.store.clear()
+
+
+def names(folder: str = "/runs/step-1") -> list[str]:
+    return sorted(path.rpartition("/")[2] for path in MemoryFileSystem.store if path.startswith(folder + "/"))
+
+
+def test_save_and_load(url: str) -> None:
+    """The file system has what a folder on a disk has, without a lock."""
+    model, optimizer = trained()
+    shardopt.checkpoint.save(url, model, optimizer, epoch=3)
+    other, fresh = trained(seed=7, steps=0)
+    assert shardopt.checkpoint.load(url, other, fresh).extra == {"epoch": 3}
+    assert same(everything(other, fresh), everything(model, optimizer))
+    data, index = names()
+    assert (data[16:], index) == ("-0.bin", "checkpoint.json")
+    assert shardopt.checkpoint.read_header(url)["optimizer"] == "AdamW8bit"
+
+
+def test_a_save_replaces_the_last_one(url: str) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(url, model, optimizer)
+    before = names()
+    step_with(model, optimizer, 3)
+    shardopt.checkpoint.async_save(url, model, optimizer).result()
+    assert len(names()) == 2
+    assert set(before) & set(names()) == {"checkpoint.json"}
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(url, other, fresh)
+    assert same(everything(other, fresh), everything(model, optimizer))
+
+
+def test_only_the_newest_stay(url: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    for step in range(4):
+        shardopt.checkpoint.save(f"memory://runs/step-{step}", model, keep_last=2)
+    assert [bool(names(f"/runs/step-{step}")) for step in range(4)] == [False, False, True, True]
+
+
+class Failing:
+    """Makes operations of the file system fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch, self.left = monkeypatch, 0
+        monkeypatch.setattr(retries, "_PAUSES", (0.0, 0.0, 0.0))
+
+    def __call__(self, name: str, times: int, error: Exception) -> None:
+        original, self.left = getattr(MemoryFileSystem, name), times
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if self.left:
+                self.left -= 1
+                raise error
+            return original(*args, **kwargs)
+
+        self._patch.setattr(MemoryFileSystem, name, failing)
+
+
+class StoreError(Exception):
+    """As the packages of stores have their own errors."""
+
+
+@pytest.mark.parametrize("name", ["cat_file", "size"])
+def test_reading_waits_for_errors_that_pass(url: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(url, model, optimizer)
+    failing = Failing(monkeypatch)
+    failing(name, 3, StoreError("slow down"))
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(url, other, fresh)
+    assert failing.left == 0
+    assert same(everything(other, fresh), everything(model, optimizer))
+    failing.left = 1000
+    with pytest.raises(CheckpointError, match=r"memory://runs/step-1/.*StoreError: slow down"):
+        shardopt.checkpoint.load(url, other, fresh)
+
+
+@pytest.mark.parametrize("name", ["open", "pipe_file", "makedirs"])
+def test_a_save_that_fails_leaves_the_last_one(url: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, optimizer = trained()
+    shardopt.checkpoint.save(url, model, optimizer)
+    expected, before = everything(model, optimizer), names()
+    step_with(model, optimizer, 3)
+    with monkeypatch.context() as context:
+        Failing(context)(name, 1000, StoreError("forbidden"))
+        with pytest.raises(CheckpointError, match=r"memory://runs/step-1.*StoreError: forbidden"):
+            shardopt.checkpoint.save(url, model, optimizer)
+    assert names() == before
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(url, other, fresh)
+    assert same(everything(other, fresh), expected)
+
+
+def test_damage_and_what_is_not_there(url: str) -> None:
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        shardopt.checkpoint.load(url, model, optimizer)
+    shardopt.checkpoint.save(url, model, optimizer)
+    file = MemoryFileSystem.store[f"/runs/step-1/{names()[0]}"]
+    content = bytearray(file.getvalue())
+    content[100] ^= 1
+    MemoryFileSystem().pipe_file(f"/runs/step-1/{names()[0]}", bytes(content))
+    with pytest.raises(CheckpointError, match=r"memory://runs/step-1/.*got checksum"):
+        shardopt.checkpoint.load(url, model, optimizer)
+    MemoryFileSystem().rm_file("/runs/step-1/checkpoint.json")
+    with pytest.raises(CheckpointError, match="saving it was never finished"):
+        shardopt.checkpoint.load(url, model, optimizer)
+
+
+def test_urls_that_nothing_opens() -> None:
+    with pytest.raises(CheckpointError, match="nowhere://runs: cannot be opened: Protocol not known"):
+        shardopt.checkpoint.save("nowhere://runs", torch.nn.Linear(3, 2))

@@ -1,0 +1,101 @@
+"""``keep_last`` of saves: which checkpoints of a run stay, and that nothing else is removed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardopt
+from shardopt.checkpoint import CheckpointError
+
+
+def save(folder: Path, step: int, keep_last: int | None = None, name: str = "step-{}") -> None:
+    model = torch.nn.Linear(3, 2)
+    shardopt.checkpoint.save(folder / name.format(step), model, keep_last=keep_last, step=step)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "left"), [(None, [1, 2, 9, 10, 11]), (5, [1, 2, 9, 10, 11]), (2, [10, 11]), (1, [11])]
+)
+def test_the_newest_stay(tmp_path: Path, keep_last: int | None, left: Sequence[int]) -> None:
+    """By number, not by name."""
+    for step in (1, 2, 9, 10):
+        save(tmp_path, step)
+    save(tmp_path, 11, keep_last)
+    assert names(tmp_path) == sorted(f"step-{step}" for step in left)
+    for step in left:
+        assert shardopt.checkpoint.load(tmp_path / f"step-{step}", torch.nn.Linear(3, 2)).extra == {"step": step}
+
+
+def test_what_is_no_older_checkpoint_of_the_run_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 30):
+        save(tmp_path, step)
+    save(tmp_path, 1, name="other-{}")
+    save(tmp_path, 1, name="{}")
+    (tmp_path / "step-0").mkdir()  # unfinished, or another program's
+    (tmp_path / "step-5").write_text("a file")
+    save(tmp_path, 7, keep_last=1)
+    assert names(tmp_path) == ["1", "other-1", "step-0", "step-30", "step-5", "step-7"]
+
+
+def test_other_files_in_a_folder_stay(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-1" / "notes.txt").write_text("mine")
+    save(tmp_path, 2, keep_last=1)
+    assert names(tmp_path / "step-1") == ["notes.txt"]
+
+
+def test_a_failed_save_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def refuse(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tmp_path, 3, keep_last=1)
+    assert {"step-1", "step-2"} <= set(names(tmp_path))
+
+
+def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    unlink = Path.unlink
+
+    def refuse(self: Path, **kwargs: bool) -> None:
+        if self.parent.name == "step-1":
+            raise PermissionError(13, "Permission denied")
+        unlink(self, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.warns(RuntimeWarning, match="older checkpoints cannot be removed: .*Permission denied"):
+        save(tmp_path, 2, keep_last=1)
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, 1.0, True])
+def test_what_is_no_number_of_checkpoints(tmp_path: Path, keep_last: int) -> None:
+    with pytest.raises(ValueError, match=r"got keep_last=.*, expected a positive whole number, or None to keep all"):
+        save(tmp_path, 1, keep_last)
+    assert names(tmp_path) == []
+
+
+def test_a_folder_without_a_number(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a name that ends with a number, such as step-1000"):
+        save(tmp_path, 1, keep_last=1, name="last")
+    assert names(tmp_path) == []
+
+
+def test_of_asynchronous_saves(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    model = torch.nn.Linear(3, 2)
+    shardopt.checkpoint.async_save(tmp_path / "step-2", model, keep_last=1).result()
+    assert names(tmp_path) == ["step-2"]

@@ -1,0 +1,192 @@
+"""Plans of saves: who writes what, and how little the ranks tell each other."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import checkpoint_folder
+import shardopt
+from checkpoint_folder import index_of
+from ranks.pool import Pool
+from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.ranks import Ranks
+from shardopt.layout.partition import Cut, GridPartition, Placed
+
+
+class Layers(nn.Module):
+    """Layers of 33 x 130."""
+
+    def __init__(self, count: int, width: int = 130) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, 33) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).square().mean()
+
+
+def _stepped(model: nn.Module, width: int = 130) -> shardopt.AdamW8bit:
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    model(torch.randn(4, width)).backward()
+    optimizer.step()
+    return optimizer
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes that this rank sends by each collective of a save, and no pickling."""
+    sent: list[int] = []
+    gather, broadcast, dumps = Ranks._all_gathered, Ranks._broadcast, pickle.dumps
+
+    def counting(self: Ranks, tensor: Tensor) -> Any:
+        sent.append(tensor.nbytes)
+        return gather(self, tensor)
+
+    def counting_broadcast(self: Ranks, tensor: Tensor, source: int) -> None:
+        sent.append(tensor.nbytes)
+        broadcast(self, tensor, source)
+
+    def refuse(*args: Any, **kwargs: Any) -> bytes:
+        raise AssertionError("something was pickled")
+
+    Ranks._all_gathered, Ranks._broadcast, pickle.dumps = counting, counting_broadcast, refuse  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        Ranks._all_gathered, Ranks._broadcast, pickle.dumps = gather, broadcast, dumps  # type: ignore[method-assign]
+
+
+def _bytes_sent(path: Path, layers: int) -> list[int]:
+    model = Layers(layers)
+    fully_shard(model)
+    optimizer = _stepped(model)
+    with counted() as sent:
+        shardopt.checkpoint.save(path, model, optimizer, epoch=1)
+    return sent
+
+
+def test_messages_do_not_grow_with_the_model(ranks: Pool, tmp_path: Path) -> None:
+    few = ranks.run(3, _bytes_sent, tmp_path / "few", 1)
+    many = ranks.run(3, _bytes_sent, tmp_path / "many", 20)
+    assert few == many
+    assert all(sum(sent) < 500 for sent in few)
+
+
+def _save_copies(path: Path, kind: str) -> None:
+    model: nn.Module = Layers(8, width=33 * 256)
+    if kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    shardopt.checkpoint.save(path, model, _stepped(model, 33 * 256))
+
+
+@pytest.mark.parametrize("kind", ["copies", "hsdp"])
+def test_copies_are_written_by_all_ranks_in_turn(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    """Large ones; small ones by the first rank, or by the first that hold them."""
+    ranks.run(4, _save_copies, tmp_path, kind)
+    index = index_of(tmp_path)
+    sizes = [stored.data for stored in index.files if stored]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.3 * min(sizes)
+    small = [stored for stored in index.tensors.values() if stored.nbytes < 1 << 16]
+    assert small
+    assert {stored.start for stored in small} == {0}
+
+
+def _fsdp1() -> nn.Module:
+    return FullyShardedDataParallel(Layers(3), use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _save_and_load(path: Path, stepped: int) -> None:
+    """Parameters of so many layers have state."""
+    model, other = _fsdp1(), _fsdp1()
+    optimizer = _stepped(model)
+    for param in list(model.parameters())[2 * stepped :]:
+        optimizer.state.pop(param, None)
+    shardopt.checkpoint.save(path, model, optimizer)
+    loaded = shardopt.AdamW8bit(other.parameters())
+    shardopt.checkpoint.load(path, other, loaded)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert optimizer.state.get(mine, {}).keys() == loaded.state.get(theirs, {}).keys()
+
+
+@pytest.mark.parametrize("stepped", [0, 2, 3])
+def test_ranks_without_elements(ranks: Pool, tmp_path: Path, stepped: int) -> None:
+    """They do not know of which parameters others have state."""
+    ranks.run(4, _save_and_load, tmp_path, stepped)
+    tensors = index_of(tmp_path).tensors
+    for layer in range(3):
+        has_state = any(name.startswith(f"optimizer.layers.{layer}.") for name in tensors)
+        assert has_state == (layer < stepped)
+    assert all(stored.partition is not None for stored in tensors.values())
+
+
+def _error(path: Path, tensors: dict[str, Chunks]) -> str:
+    try:
+        checkpoint_folder.save(path, tensors)
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def _save_without_one_rank(path: Path) -> str:
+    """Rank 1 of 3 lacks a tensor that is cut into rows."""
+    placed = Placed(GridPartition((Cut(0, 3, 1),)), dist.get_rank())
+    rows = Chunks((6, 4), torch.float32, [Chunk((2 * dist.get_rank(), 0), torch.ones(2, 4))], placed=placed)
+    whole = Chunks.whole(torch.ones(3))
+    return _error(path, {"whole": whole} if dist.get_rank() == 1 else {"rows": rows, "whole": whole})
+
+
+def _save_other_cuts(path: Path) -> str:
+    """Two ranks say rows, one says columns."""
+    rank, dim = dist.get_rank(), int(dist.get_rank() == 2)
+    offsets, shape = ((2 * rank, 0), (2, 6)) if dim == 0 else ((0, 2 * rank), (6, 2))
+    placed = Placed(GridPartition((Cut(dim, 3, 1),)), rank)
+    return _error(path, {"cut": Chunks((6, 6), torch.float32, [Chunk(offsets, torch.ones(shape))], placed=placed)})
+
+
+def test_tensors_that_ranks_describe_otherwise(ranks: Pool, tmp_path: Path) -> None:
+    for message in ranks.run(3, _save_without_one_rank, tmp_path):
+        assert message.startswith("got chunks of rows to save that do not fill its shape (6, 4)")
+    for message in ranks.run(3, _save_other_cuts, tmp_path):
+        assert message.startswith("got different shapes, dtypes or shards of cut on different ranks")
+
+
+def _save_stages(path: Path) -> None:
+    """Each two ranks have tensors of their own, cut into rows, beside some of all ranks; one rank is different."""
+    rank, stage = dist.get_rank(), dist.get_rank() // 2
+    placed = Placed(GridPartition((Cut(0, 2, 1),)), rank % 2)
+    rows = torch.full((2, 4), float(rank))
+    tensors = {
+        f"stage{stage}.rows": Chunks((4, 4), torch.float32, [Chunk((2 * (rank % 2), 0), rows)], placed=placed),
+        "shared": Chunks.whole(torch.arange(5)),
+    }
+    if rank == 3:
+        tensors["last"] = Chunks.whole(torch.arange(7))
+    checkpoint_folder.save(path, tensors)
+    found = {f"stage{i}.rows": torch.zeros(4, 4) for i in range(2)} | {"shared": torch.zeros(5, dtype=torch.int64)}
+    found["last"] = torch.zeros(7, dtype=torch.int64)
+    checkpoint_folder.load(path, found)
+    assert found["last"].tolist() == list(range(7))
+    assert found["shared"].tolist() == list(range(5))
+    for stage in range(2):
+        assert found[f"stage{stage}.rows"][:, 0].tolist() == [2.0 * stage] * 2 + [2.0 * stage + 1] * 2
+
+
+def test_ranks_with_different_tensors(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(4, _save_stages, tmp_path)
+    starts = {name: stored.start for name, stored in index_of(tmp_path).tensors.items()}
+    assert starts == {"stage0.rows": 0, "stage1.rows": 2, "shared": 0, "last": 3}
