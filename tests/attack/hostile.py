@@ -39,8 +39,11 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
     if number:
         mutation, text, files = mutated(rng, _saved[0])
         (folder / INDEX).write_bytes(with_checksum(text))
-        for file, data in files.items():
-            (folder / file_name(_saved[0].content, file)).write_bytes(data)
+        for file, parts in files.items():
+            with (folder / file_name(_saved[0].content, file)).open("wb") as opened:
+                for position, data in parts.items():
+                    opened.seek(position)
+                    opened.write(data)
     with_optimizer = number == 0 or rng.random() > 0.1
     mutation += "" if with_optimizer else "; loaded without optimizer"
     outcome = call(lambda: check(folder, with_optimizer, must_succeed=number == 0))

@@ -21,9 +21,9 @@ INDEX = "checkpoint.json"
 DATA = re.compile(r"[0-9a-f]{16}-[0-9]+\.bin")
 UNFINISHED = re.compile(re.escape(INDEX) + r"\..*[0-9a-f]{16}.*")
 
-#: Bytes of an element of PyTorch's plain dtypes.
+#: Bytes of an element of PyTorch's plain dtypes, and of those that mutations give to tensors nobody loads.
 ITEMSIZES = {
-    **dict.fromkeys(["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"], 1),
+    **dict.fromkeys(["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "bits8", "uint7"], 1),
     **dict.fromkeys(["bfloat16", "float16", "int16", "uint16"], 2),
     **dict.fromkeys(["float32", "int32", "uint32"], 4),
     **dict.fromkeys(["float64", "int64", "uint64", "complex64"], 8),

@@ -23,10 +23,9 @@ from attack.table_mutations import OF_TABLES, State
 EMPTY = {"dtype": "uint8", "shape": [0], "start": 0, "cuts": []}
 
 
-def mutated(rng: Random, saved: Saved) -> tuple[str, bytes, dict[int, bytes]]:
-    """A mutation's description, the index's text up to its checksum, and data files with other bytes than before."""
-    saved = copy.deepcopy(saved)
-    state = State(*saved)
+def mutated(rng: Random, saved: Saved) -> tuple[str, bytes, dict[int, dict[int, bytes]]]:
+    """A mutation's description, the index's text up to its checksum, and changed data files as bytes by position."""
+    state = State(*copy.deepcopy(saved))
     mutate = rng.choice(list(MUTATIONS))
     if mutate in OF_TABLES:
         description = f"{mutate.__name__.strip('_')}: {mutate(rng, state)}"  # type: ignore[arg-type]

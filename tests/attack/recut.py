@@ -48,6 +48,10 @@ def recut(folder: Path) -> None:
 
 def rectangles(files: Files) -> Iterator[tuple[int, list[int], list[int]]]:
     """File, offsets and shape of rectangles that each have elements of one file, of a third of the rows at most."""
+    behind: list[int] = []
+    while files.ndim > 2 and (files == files[..., :1]).all():
+        behind.insert(0, files.shape[-1])
+        files = files[..., 0]
     shape = files.shape
     if not shape:
         yield int(files), [], []
@@ -55,22 +59,18 @@ def rectangles(files: Files) -> Iterator[tuple[int, list[int], list[int]]]:
     rows, cols = (1, *shape)[-2:]
     for outer in np.ndindex(*shape[:-2]):
         plane = files[outer].reshape(rows, cols)
-        open_runs: dict[tuple[int, int, int], int] = {}
-        most = max(rows // 3, 1)
+        begun: dict[tuple[int, int, int], int] = {}
         for row in range(rows + 1):
             runs = _runs(plane[row].tolist()) if row < rows else []
-            for run, first in list(open_runs.items()):
-                if run not in runs or row - first == most:
+            for run, first in list(begun.items()):
+                if run not in runs or row - first == max(rows // 3, 1):
                     file, begin, end = run
-                    leading = [first] if len(shape) > 1 else []
-                    yield (
-                        file,
-                        [*outer, *leading, begin],
-                        [*[1] * len(outer), *[row - first] * len(leading), end - begin],
-                    )
-                    del open_runs[run]
+                    low, extents = ([first], [row - first]) if len(shape) > 1 else ([], [])
+                    offsets = [*outer, *low, begin, *[0] * len(behind)]
+                    yield file, offsets, [*[1] * len(outer), *extents, end - begin, *behind]
+                    del begun[run]
             for run in runs:
-                open_runs.setdefault(run, row)
+                begun.setdefault(run, row)
 
 
 def _runs(files: list[int]) -> list[tuple[int, int, int]]:

@@ -196,7 +196,7 @@ def _many_extras(rng: Random, content: Json) -> str:
     else:
         offsets = [0] * count if how == "parts overlapping" else range(count)
         line = {"shape": [count], "parts": [[i % 4, [offset], [1]] for i, offset in enumerate(offsets)]}
-    for number in range(rng.choice([1, 1, 20])):
+    for number in range(rng.choice([1, 1, 5])):
         content["tensors"][f"extra.many{number}"] = {"dtype": "uint8", **copy.deepcopy(line)}
     return f"{how} {count}"
 

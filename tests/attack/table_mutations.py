@@ -27,6 +27,8 @@ class State:
         #: Bytes that take the place of the rows, by the number of the file.
         self.raw: dict[int, bytes] = {}
         self.touched: set[int] = set()
+        #: Bytes that are far behind the others, with a hole between them, and where, by the number of the file.
+        self.far: dict[int, tuple[int, bytes]] = {}
         self._remember(content["tensors"])
 
     def fit_names(self) -> str:
@@ -41,15 +43,17 @@ class State:
         self.touched |= {number for number, data in enumerate(self.data) if data}
         return ", with tables that fit"
 
-    def files(self) -> dict[int, bytes]:
-        """The data files that changed, whose tables the index then describes."""
+    def files(self) -> dict[int, dict[int, bytes]]:
+        """The bytes of the data files that changed, by their positions; the index then describes their tables."""
         found = {}
         for number in sorted(self.touched | self.raw.keys()):
             table = self.raw[number] if number in self.raw else table_of(self.tables[number])
-            found[number] = self.data[number] + table
+            position, data = self.far.get(number, (0, b""))
+            end = max(len(self.data[number]), position + len(data))
+            found[number] = {0: self.data[number], position or end: data, end: table}
             files = self.content.get("files")
             if isinstance(files, list) and number < len(files) and isinstance(files[number], list):
-                files[number][:] = [len(self.data[number]), len(table), zlib.crc32(table)]
+                files[number][:] = [end, len(table), zlib.crc32(table)]
         return found
 
     def _remember(self, tensors: Json) -> None:
@@ -185,7 +189,7 @@ def _bytes(rng: Random, state: State) -> str:
 
 def _many_rows(rng: Random, state: State) -> str:
     """An extra tensor in very many chunks, rightly described or not."""
-    count = rng.choice([2000, 20_000])
+    count = rng.choice([2000, 5000])
     how = rng.choice(["apart", "apart", "overlapping", "in two files"])
     state.content["tensors"]["extra.many"] = {"dtype": "uint8", "shape": [count], "start": 0, "cuts": []}
     if how == "in two files":
@@ -203,6 +207,16 @@ def _many_rows(rng: Random, state: State) -> str:
     return f"{how} {count}"
 
 
+def _far(rng: Random, state: State) -> str:
+    """A chunk far behind the others in its file, at a position that 32 bits do not hold, or beyond the file."""
+    file, row, chunk = _row(rng, state)
+    position = rng.choice([2**31, 2**32, 2**33, 2**36]) + rng.choice([0, 1, 64])
+    state.far[file] = position, state.data[file][chunk.position : chunk.position + 2**16]
+    more = rng.choice([0, 0, 0, 1, -1, -position, 2**32, 2**16])
+    state.tables[file][row] = chunk._replace(position=position + more)
+    return f"row {row} of file {file} at {position} + {more}"
+
+
 def _row(rng: Random, state: State) -> tuple[int, int, Chunk]:
     """A file, and a row of its table that is about to be changed."""
     file = rng.randrange(4)
@@ -213,5 +227,5 @@ def _row(rng: Random, state: State) -> tuple[int, int, Chunk]:
 
 OF_TABLES: list[Callable[[Random, State], str]] = [
     *([_number, _rows] * 3),
-    *(_behind, _behind, _empty_rows, _head, _bytes, _many_rows),
+    *(_behind, _behind, _empty_rows, _head, _bytes, _many_rows, _far),
 ]
