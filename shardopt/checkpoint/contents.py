@@ -114,7 +114,8 @@ def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chu
             continue
         state, is_assumed = content.state, False
         if not state and owner.has_fixed_entries and isinstance(content.spec.shard, FlatShard):
-            is_assumed = content.spec.shard.numel == 0
+            has_rule = content.spec.shard.partition is not None
+            is_assumed = has_rule and content.spec.shard.numel == 0
             state = content.spec.new(_CPU) if is_assumed else state
         for entry, chunks in state_chunks(content.spec, state).items():
             chunks.is_assumed = is_assumed

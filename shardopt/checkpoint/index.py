@@ -218,10 +218,14 @@ def remove_strays(folder: Folder, keep: Collection[str]) -> None:
     Leaves files that cannot be removed to the next save.
     """
     for name in folder.names():
-        ours = _DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name)
-        if ours and name not in keep:
+        if is_own_name(name) and name not in keep:
             with suppress(OSError):
                 folder.remove(name)
+
+
+def is_own_name(name: str) -> bool:
+    """Whether only saves give files this name: data files, and an index that is not in its place yet."""
+    return bool(_DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name))
 
 
 def partition_to_json(partition: Partition) -> dict[str, Any]:

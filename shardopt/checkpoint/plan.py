@@ -42,7 +42,7 @@ Strides = tuple[tuple[int, int], ...]
 
 
 class Described(NamedTuple):
-    """What some ranks say of their tensors: the same for all of them.
+    """A description of tensors, which some ranks have in common.
 
     Attributes:
         ranks: these ranks, ascending.
@@ -140,7 +140,8 @@ class _Planning:
                 self._kinds_of[name] = (*self._kinds_of.get(name, ()), i)
         self._all = {name: entry for kind in reversed(self._kinds) for name, entry in kind.tensors.items()}
         self._copies_of: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-        self._check_alike()
+        if len(self._kinds) > 1:
+            self._compare_kinds()
 
     @property
     def lacks_elements(self) -> bool:
@@ -192,13 +193,23 @@ class _Planning:
             self._copies_of[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
         return self._copies_of[key]
 
-    def _check_alike(self) -> None:
-        """Checks that tensors of one name are described alike by all ranks that have them."""
-        if len(self._kinds) == 1:
-            return
+    def _compare_kinds(self) -> None:
+        """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none."""
         every = self._all
-        other = {name for kind in self._kinds for name, entry in kind.tensors.items() if entry != every[name]}
-        refuse(other, "shapes, dtypes or shards")
+        named = [(name, entry) for kind in self._kinds for name, entry in kind.tensors.items()]
+        refuse({name for name, entry in named if entry[:2] != every[name][:2]}, "shapes or dtypes")
+        other = {name for name, entry in named if entry != every[name]}
+        if not other:
+            return
+        for name in other:
+            every[name] = (*every[name][:2], None)
+        own = sum(
+            _numel_written(chunks)
+            for name, chunks in self._tensors.items()
+            if chunks.placed is not None and name not in other
+        )
+        messages = self._ranks.gathered(own.to_bytes(8, "little"))
+        self._held = sum(int.from_bytes(message, "little") for message in messages)
 
     def _refuse_holes(self) -> None:
         """Raises the error of tensors whose parts not all ranks hold."""
@@ -269,10 +280,12 @@ class _Planning:
         self, shared: Sequence[tuple[str, Part]], holders: Mapping[str, Mapping[Part, list[int]]]
     ) -> None:
         """Compares rectangles that several ranks hold of tensors without a rule. All ranks must call this."""
-        own = [
-            digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
-            for name, part in shared
-        ]
+        own = self._ranks.agree(
+            lambda: [
+                digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
+                for name, part in shared
+            ]
+        )
         of_ranks = [np.frombuffer(x, dtype="<u8") for x in self._ranks.gathered(np.array(own, "<u8").tobytes())]
         other = set()
         for number, (name, part) in enumerate(shared):
@@ -294,14 +307,24 @@ def _described(
             lines[name] = [dtype, chunks.shape, None]
             continue
         partition, offset = chunks.placed
+        if offsets.setdefault(partition.strides, offset) != offset:  # of another group of ranks in the same steps
+            lines[name] = [dtype, chunks.shape, None]
+            chunks.placed = None
+            continue
         lines[name] = [dtype, chunks.shape, partition_to_json(partition)]
         written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
-        if written != partition.parts(chunks.shape, offset) or offsets.setdefault(partition.strides, offset) != offset:
+        if written != partition.parts(chunks.shape, offset):
             raise CheckpointError(
                 f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of "
                 f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None there"
             )
         held += _numel_written(chunks)
+    try:
+        "".join(lines).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"got a name that is no text: {error}; name parameters and extra values by text"
+        ) from None
     text = json.dumps({"groups": groups, "unequal": sorted(unequal), "tensors": lines}).encode()
     ordered = _strides_of((None, (), chunks.placed and chunks.placed.partition) for chunks in tensors.values())
     return text, {each: offsets[each] for each in ordered}, held

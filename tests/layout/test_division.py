@@ -20,8 +20,8 @@ class OneRank:
 
     device_type = "cpu"
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.numbers = rank, tuple(range(size))
 
 
 def elements(region: Region) -> list[int]:
@@ -94,11 +94,11 @@ def test_ranges_of_ends_that_fall() -> None:
 
 
 @settings(deadline=None)
-@given(cuts=st.lists(st.integers(0, 60), max_size=4))
-def test_flat_shards_know_each_other(cuts: list[int]) -> None:
+@given(first=st.integers(0, 100), size=st.integers(1, 100))
+def test_flat_shards_know_each_other(first: int, size: int) -> None:
     """All ranks have the same regions, and each one's own is the range that it holds."""
-    ends = [0, *sorted(cuts), 60]
-    shards = [FlatShard.between((6, 10), ends, OneRank(rank)) for rank in range(len(ends) - 1)]
+    count = -(-(first + 60) // size)
+    shards = [FlatShard.equal((6, 10), first, size, OneRank(rank, count)) for rank in range(count)]
     regions = {shard.division.regions for shard in shards}
     assert len(regions) == 1
     for rank, (shard, region) in enumerate(zip(shards, regions.pop(), strict=True)):
