@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from helpers import CODEC_NAMES, RULES
 from pairs import slow
-from ranks.layouts import COLUMN, ROW, WHOLE, Layout, Shape
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, Shape, allowed
 from ranks.pool import Pool
 from ranks.snapshot import local
 from test_dtensor_step import Pair
@@ -36,11 +36,13 @@ def deep_layouts(world_size: int) -> list[Layout]:
     pairs = [(ROW, DEEP), (DEEP, ROW), (COLUMN, DEEP), (DEEP, DEEP), (_StridedShard(2, split_factor=mesh[1]), DEEP)]
     pairs += [(_StridedShard(0, split_factor=2), DEEP), (_StridedShard(0, split_factor=3), WHOLE)]
     ways += [(mesh, pair) for pair in pairs]
-    return [
-        Layout(shape, mesh, placements, torch.float32 if (i + j) % 2 else torch.bfloat16)
-        for i, (mesh, placements) in enumerate(ways)
-        for j, shape in enumerate((*SHAPES, SMALL))
-    ]
+    return allowed(
+        [
+            Layout(shape, mesh, placements, torch.float32 if (i + j) % 2 else torch.bfloat16)
+            for i, (mesh, placements) in enumerate(ways)
+            for j, shape in enumerate((*SHAPES, SMALL))
+        ]
+    )
 
 
 def _is_scattered(way: Layout) -> bool:
