@@ -121,10 +121,13 @@ class _Planning:
         self._held = 0
         self.some_rank_assumed = False
         for key, members in of_digest.items():
-            sent = text
+            sent = b""
             if len(of_digest) > 1:
-                sent = zlib.decompress(ranks.from_rank(members[0], zlib.compress(text) if key == digest else b""))
-            kind = _parsed(sent, np.array(members), ranks.size)
+                sent = ranks.from_rank(members[0], zlib.compress(text) if key == digest else b"")
+            if key == digest:
+                kind = _own(tensors, groups, unequal, np.array(members), ranks.size)
+            else:
+                kind = _parsed(zlib.decompress(sent), np.array(members), ranks.size)
             self._kinds.append(kind)
             values = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in members])
             self._held += int(values[:, 0].sum())
@@ -133,7 +136,6 @@ class _Planning:
                 if each not in self._starts:
                     self._starts[each] = np.full(ranks.size, -1, dtype=np.int64)
                 self._starts[each][members] = values[:, column]
-        self._own_kind = next(i for i, key in enumerate(of_digest) if key == digest)
         self._kinds_of: dict[str, tuple[int, ...]] = {}
         for i, kind in enumerate(self._kinds):
             for name in kind.tensors:
@@ -332,6 +334,23 @@ def _described(
 
 def _strides_of(tensors: Iterable[tuple[Any, Any, Partition | None]]) -> list[Strides]:
     return sorted({partition.strides for _, _, partition in tensors if partition is not None})
+
+
+def _own(
+    tensors: Mapping[str, Chunks],
+    groups: list[dict[str, Any]] | None,
+    unequal: Collection[str],
+    members: npt.NDArray[np.int64],
+    size: int,
+) -> Described:
+    """This rank's own description, as :func:`_parsed` would read it."""
+    found = {}
+    for name, chunks in sorted(tensors.items()):
+        partition = None if chunks.placed is None else chunks.placed.partition
+        if partition is not None and sum((ways - 1) * stride for ways, stride in partition.strides) >= size:
+            raise _not_filled(name, chunks.shape)  # more ranks than save together
+        found[name] = chunks.dtype, chunks.shape, partition
+    return Described(members, groups, frozenset(unequal), found)
 
 
 def _parsed(text: bytes, members: npt.NDArray[np.int64], size: int) -> Described:
