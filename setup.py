@@ -37,20 +37,24 @@ ARM = {"cpu_neon.cpp": []}
 TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
 
-CUDA_SOURCES = ("csrc/step/cuda.cu", "csrc/step/cuda_rules.cu", "csrc/step/cuda_sum_rules.cu")
+CUDA_SOURCES = ("csrc/step/cuda.cu", "csrc/step/cuda_rules.cu", "csrc/step/cuda_sum_rules.cu", "csrc/comm/cuda.cu")
 
 
 def cpu_sources() -> list[str]:
     names = [
         "csrc/bindings.cpp",
+        "csrc/bindings_comm.cpp",
         "csrc/inputs.cpp",
         "csrc/torch_tensor.cpp",
+        "csrc/comm/cpu.cpp",
         "csrc/step/cpu.cpp",
         "csrc/step/thread_pool.cpp",
     ]
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
-    return names + [f"csrc/step/{name}" for name in ("cpu_portable.cpp", *TARGET_FLAGS)]
+    step = ["cpu_portable.cpp", *TARGET_FLAGS]
+    comm = [name for name in step if name != "cpu_avx512vbmi.cpp"]  # such processors run the kernels of avx512
+    return names + [f"csrc/step/{name}" for name in step] + [f"csrc/comm/{name}" for name in comm]
 
 
 def pybind11_headers() -> str:

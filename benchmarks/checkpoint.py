@@ -3,7 +3,8 @@
 Contenders take turns, saving, saving asynchronously and loading; medians over the rounds of the slowest rank's time are
 reported. The last is the measure of the others. DCP is torch.distributed.checkpoint with ``get_state_dict`` and
 ``set_state_dict``, which are timed with it. All write to the disk for good (fsync) and read what the system has in its
-cache. An asynchronous save blocks for the copy; its future is kept until the next one, as in a training loop.
+cache. An asynchronous save blocks for the copy; its future is kept until the next one, as in a training loop. "copy" is
+a plain copy of as many bytes as a rank saves, between two tensors that were written before.
 
     torchrun --nproc_per_node 2 benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --numel 10_000_000
@@ -62,10 +63,12 @@ class Result:
     blocked_s: float  # until async_save returns
     async_save_s: float  # until it is complete
     load_s: float
+    copy_s: float
     fastest_save_s: float
     fastest_blocked_s: float
     fastest_async_save_s: float
     fastest_load_s: float
+    fastest_copy_s: float
     bytes: int
     state_bytes: int
 
@@ -132,15 +135,21 @@ def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int)
     times: dict[str, list[tuple[float, ...]]] = {contender.name: [] for contender in found}
     sizes: dict[str, tuple[int, int]] = {}
     saving: dict[str, Future[Any]] = {}
+    copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for current in range(rounds + 1):
         for contender in found:
             save_s = _time(partial(contender.save, folder, model, contender.optimizer))
             _remove(folder)
             blocked_s, async_save_s = _times_of_async_save(contender, folder, model, saving)
             load_s = _time(partial(contender.load, folder, model, contender.optimizer))
-            if current:
-                times[contender.name].append((save_s, blocked_s, async_save_s, load_s))
             in_all = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            if contender.name not in copies:
+                source = torch.ones(in_all // dist.get_world_size(), dtype=torch.uint8)
+                copies[contender.name] = source, source.clone()
+            source, target = copies[contender.name]
+            copy_s = _time(lambda target=target, source=source: target.copy_(source))  # type: ignore[misc]
+            if current:
+                times[contender.name].append((save_s, blocked_s, async_save_s, load_s, copy_s))
             sizes[contender.name] = (in_all, contender.state_bytes(folder))
             _remove(folder)
     return [
@@ -205,12 +214,15 @@ def common_folder(parent: Path | None) -> Iterator[Path]:
 
 def print_table(results: list[Result]) -> None:
     base = results[-1]
-    print(f"{'':24}{'save s':>9}{'blocked s':>11}{'async s':>9}{'load s':>9}{'MB':>10}{'MB of state':>13}", end="")
+    print(
+        f"{'':24}{'save s':>9}{'blocked s':>11}{'async s':>9}{'load s':>9}{'copy s':>9}{'MB':>10}{'MB of state':>13}",
+        end="",
+    )
     print(f"   over {base.contender}: {'save':>8}{'load':>8}{'bytes':>8}{'state':>8}")
     for result in results:
         print(
             f"{result.contender:24}{result.save_s:9.3f}{result.blocked_s:11.3f}{result.async_save_s:9.3f}"
-            f"{result.load_s:9.3f}{result.bytes / 1e6:10.1f}"
+            f"{result.load_s:9.3f}{result.copy_s:9.3f}{result.bytes / 1e6:10.1f}"
             f"{result.state_bytes / 1e6:13.1f}{'':{9 + len(base.contender)}}{result.save_s / base.save_s:8.2f}"
             f"{result.load_s / base.load_s:8.2f}{result.bytes / base.bytes:8.3f}"
             f"{result.state_bytes / base.state_bytes:8.3f}"

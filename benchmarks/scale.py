@@ -35,7 +35,7 @@ from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.data_file import DataFiles, DataFileWriter
 from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, dump_index, load_index
 from shardopt.checkpoint.pieces import parameter_chunks, state_chunks
-from shardopt.checkpoint.plan import _DIGEST_BYTES, Plan, _described, plan_save
+from shardopt.checkpoint.plan import _DIGEST_BYTES, Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import find_reads
 from shardopt.checkpoint.table import encoded
@@ -110,9 +110,16 @@ class Simulated(Ranks):
     def __init__(self, rank: int, size: int, wanted: int) -> None:
         self.rank, self.size = rank, size
         self._wanted, self.sent = wanted, 0
+        self.starts: Any = None
 
     def agree(self, work: Callable[[], Any]) -> Any:
-        return work()
+        found = work()
+        if self.starts is None:  # the description
+            _, strides, _ = found
+            ranks = np.arange(self.size)
+            offsets = [sum(ranks // stride % ways * stride for ways, stride in each) for each in strides]
+            self.starts = np.stack([ranks - offset for offset in offsets], axis=1)
+        return found
 
     def from_rank(self, source: int, message: bytes) -> bytes:
         return message
@@ -126,13 +133,6 @@ class Simulated(Ranks):
         if self.rank:
             rows[self.rank] = numbers
         return [digest + row.tobytes() for row in rows]
-
-    def with_strides(self, strides: list[tuple[tuple[int, int], ...]]) -> Simulated:
-        """Says of which kinds the partitions are."""
-        ranks = np.arange(self.size)
-        offsets = [sum(ranks // stride % ways * stride for ways, stride in each) for each in strides]
-        self.starts = np.stack([ranks - offset for offset in offsets], axis=1)
-        return self
 
 
 def shards(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -> Iterator[tuple[Parameter, ShardOf]]:
@@ -186,14 +186,13 @@ def tensors(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -
 def planned(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -> tuple[Plan, Simulated]:
     """A rank's plan of a save."""
     held = tensors(parameters, sharding, ranks, rank)
-    _, strides, _ = _described(held, [], [])
     wanted = 0
     for chunks in held.values():
         assert chunks.placed is not None
         ways = math.prod(ways for ways, _ in chunks.placed.partition.strides)
         wanted += math.prod(chunks.shape) * ranks // ways
     own = sum(x.numel() for chunks in held.values() for x in chunks.written.values())
-    peers = Simulated(rank, ranks, wanted - (own if rank else 0)).with_strides(list(strides))
+    peers = Simulated(rank, ranks, wanted - (own if rank else 0))
     groups = [{"parameters": [parameter.name for parameter in parameters], "options": {"lr": 1e-3}}]
     return plan_save(held, groups, [], peers), peers
 

@@ -111,6 +111,7 @@ double sum_value(const Table<int64_t>& words) {
 
 }  // namespace
 
+void bind_comm(py::module_& m);  // bindings_comm.cpp
 #if defined(SHARDOPT_WITH_CUDA)
 void bind_cuda(py::module_& m);  // bindings_cuda.cpp
 #endif
@@ -163,6 +164,7 @@ PYBIND11_MODULE(_C, m) {
       .def("run", &CpuStepOfTables::run, py::arg("phase"),
            "Steps the entries; returns the number of elements that were skipped.");
   bind_inputs(m);
+  bind_comm(m);
 #if defined(SHARDOPT_WITH_CUDA)
   m.attr("with_cuda") = true;
   bind_cuda(m);

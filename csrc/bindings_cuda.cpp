@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "bindings_comm.h"
+#include "comm/cuda.h"
 #include "step/cuda.h"
 
 namespace py = pybind11;
@@ -64,6 +66,22 @@ void copy_on_cuda(int device, const Table<uint64_t>& to, const Table<uint64_t>& 
   copy_cuda(to.data(), from.data(), nbytes.data(), to.size(), pointer<void>(stream));
 }
 
+void encode_on_cuda(uint64_t floats, DType dtype, int64_t numel, uint64_t message, int64_t chunks, int64_t chunk_numel,
+                    int device, uint64_t stream) {
+  const MessageCall call = message_call(floats, dtype, numel, message, chunks, chunk_numel, 1, 1.0f);
+  const py::gil_scoped_release release;
+  const CudaDeviceGuard guard(device);
+  encode_cuda(call, pointer<void>(stream));
+}
+
+void decode_on_cuda(uint64_t floats, DType dtype, int64_t numel, uint64_t message, int64_t chunks, int64_t chunk_numel,
+                    int64_t terms, float factor, int device, uint64_t stream) {
+  const MessageCall call = message_call(floats, dtype, numel, message, chunks, chunk_numel, terms, factor);
+  const py::gil_scoped_release release;
+  const CudaDeviceGuard guard(device);
+  decode_cuda(call, pointer<void>(stream));
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -81,6 +99,12 @@ void bind_cuda(py::module_& m) {
         "device; of the gradients' addresses, too, on the host for up to cuda_launched_gradients entries and steps.");
   m.def("copy_cuda", &copy_on_cuda, py::arg("device"), py::arg("to"), py::arg("source"), py::arg("nbytes"),
         py::arg("stream"), "Copies ranges between host and device in a stream: addresses, and bytes.");
+  m.def("encode_message_cuda", &encode_on_cuda, py::arg("floats"), py::arg("dtype"), py::arg("numel"),
+        py::arg("message"), py::arg("chunks"), py::arg("chunk_numel"), py::arg("device"), py::arg("stream"),
+        "Codes floats into a message, in a stream.");
+  m.def("decode_message_cuda", &decode_on_cuda, py::arg("floats"), py::arg("dtype"), py::arg("numel"),
+        py::arg("message"), py::arg("chunks"), py::arg("chunk_numel"), py::arg("terms"), py::arg("factor"),
+        py::arg("device"), py::arg("stream"), "Decodes a message, in a stream.");
 }
 
 }  // namespace shardopt

@@ -59,9 +59,10 @@ max_moments: int
 max_hyper: int
 sum_lowest_bit: int
 sum_words: int
+message_block: int
 with_cuda: bool
 
-# With CUDA only, up to step_cuda.
+# With CUDA only, up to decode_message_cuda.
 cuda_prepared_bytes: int
 cuda_launched_gradients: int
 
@@ -93,6 +94,37 @@ def step_cuda(
     phase: Phase,
     batches: list[tuple[int, int, int, bool, int, int]],
     stream: int,
+) -> None: ...
+def encode_message_cuda(
+    floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, device: int, stream: int
+) -> None: ...
+def decode_message_cuda(
+    floats: int,
+    dtype: DType,
+    numel: int,
+    message: int,
+    chunks: int,
+    chunk_numel: int,
+    terms: int,
+    factor: float,
+    device: int,
+    stream: int,
+) -> None: ...
+def message_chunk_bytes(numel: int) -> int: ...
+def encode_message(
+    floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, threads: int, target: str
+) -> None: ...
+def decode_message(
+    floats: int,
+    dtype: DType,
+    numel: int,
+    message: int,
+    chunks: int,
+    chunk_numel: int,
+    terms: int,
+    factor: float,
+    threads: int,
+    target: str,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...
 def power(base: float, exponent: float) -> float: ...

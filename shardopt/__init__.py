@@ -44,7 +44,7 @@ __all__ += _optim.__all__
 
 
 def __getattr__(name: str) -> object:
-    """Imports ``checkpoint`` and ``unit`` when first used: torch.distributed.checkpoint takes half a second."""
-    if name in ("checkpoint", "unit"):
+    """Imports these packages when first used: torch.distributed.checkpoint takes half a second."""
+    if name in ("checkpoint", "comm", "unit"):
         return _importlib.import_module(f"shardopt.{name}")
     raise AttributeError(f"module 'shardopt' has no attribute {name!r}")

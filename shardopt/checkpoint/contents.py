@@ -99,7 +99,8 @@ def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
 def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
     """The tensors of the model, by their names in a checkpoint."""
     pieces = [*(content.piece for content in contents), *buffers_of(model)]
-    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in pieces}
+    here = [piece for piece in pieces if piece.shard.is_here]
+    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in here}
 
 
 def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chunks]:
@@ -109,11 +110,12 @@ def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chu
     """
     tensors = {state_key("", entry): chunks for entry, chunks in owner.common_chunks().items()}
     for content in contents:
-        if content.spec is None:
+        if content.spec is None or not content.spec.shard.is_here:
             continue
         state, is_assumed = content.state, False
         if not state and owner.has_fixed_entries and isinstance(content.spec.shard, FlatShard):
-            is_assumed = content.spec.shard.numel == 0
+            has_rule = content.spec.shard.partition is not None
+            is_assumed = has_rule and content.spec.shard.numel == 0
             state = content.spec.new(_CPU) if is_assumed else state
         for entry, chunks in state_chunks(content.spec, state).items():
             chunks.is_assumed = is_assumed

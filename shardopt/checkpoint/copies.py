@@ -64,7 +64,11 @@ def check_digests(
     for number, (names, starts) in enumerate(copies):
         if _are_alike([values[number] for values in of_ranks], starts):
             continue
-        own = [_of_chunks(tensors[name]) for name in names] if starts[ranks.rank] >= 0 else [0] * len(names)
+        own = ranks.agree(
+            lambda names=names, is_copy=starts[ranks.rank] >= 0: [  # type: ignore[misc]
+                _of_chunks(tensors[name]) if is_copy else 0 for name in names
+            ]
+        )
         of_names = [np.frombuffer(x, "<u8") for x in ranks.gathered(np.array(own, "<u8").tobytes())]
         pairs = enumerate(names)
         refuse({name for i, name in pairs if not _are_alike([int(x[i]) for x in of_names], starts)}, "values")

@@ -7,5 +7,9 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded."""
 
 
+class LostRanksError(CheckpointError):
+    """Ranks cannot talk to each other any more: nobody knows how far the others are."""
+
+
 class ReplacedError(CheckpointError):
     """Another process saved into the folder while a checkpoint was loaded from it; loading again may succeed."""

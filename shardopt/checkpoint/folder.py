@@ -1,4 +1,4 @@
-"""What saving and loading ask the folder of a checkpoint, on a file system or in an object store."""
+"""The interface of the folder of a checkpoint, on a file system or in an object store."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ class Lock(Protocol):
     def acquire(self) -> None: ...
 
     def release(self) -> None: ...
+
+    def is_free(self) -> bool:
+        """Whether no save is under way, as far as the lock can tell; False where there are no locks."""
 
 
 class Folder(Protocol):
@@ -83,7 +86,7 @@ class Folder(Protocol):
         """Removes the folder if nothing is in it."""
 
     def siblings(self) -> dict[str, Folder]:
-        """Folders in the same place, this one included, by name."""
+        """Folders in the same place, this one included, by name. Links to folders are none of them."""
 
     @property
     def name(self) -> str:

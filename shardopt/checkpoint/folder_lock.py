@@ -58,6 +58,20 @@ class FolderLock:
         self._close = weakref.finalize(self, os.close, descriptor)
         _held.add(self)
 
+    def is_free(self) -> bool:
+        """Whether no process holds the lock; False where the file system has no locks."""
+        try:
+            descriptor = open_own(self._path)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
     def release(self) -> None:
         """Releases the lock. Does nothing if the lock is not held."""
         close, self._close = self._close, None

@@ -17,6 +17,9 @@ from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, c
 #: and weights, which a load may convert, decide whether it is possible.
 OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT])
 
+#: Keys that are not saved. DeepSpeed's ``moe`` and ``name`` tell how experts are divided in the run.
+_NOT_SAVED = frozenset(["params", "param_names", "moe", "name"])
+
 SavedGroup = dict[str, Any]
 
 
@@ -27,7 +30,7 @@ def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
         group: the param group.
         names: the names of the group's parameters.
     """
-    options = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    options = {key: _plain(value) for key, value in group.items() if key not in _NOT_SAVED}
     return {"parameters": list(names), "options": {k: v for k, v in options.items() if v is not _UNKNOWN}}
 
 
@@ -151,7 +154,7 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
     Raises:
         ValueError: one of the merged options is not allowed.
     """
-    kept = {*STATE_FORMAT, *OF_THE_RUN, "params", "param_names"}
+    kept = {*STATE_FORMAT, *OF_THE_RUN, *_NOT_SAVED}
     if saved.get("master_weight_bits") != group["master_weight_bits"]:
         kept.add("stochastic_rounding")  # depends on the weights' format, which differs
     taken = {key: value for key, value in saved.items() if key not in kept}

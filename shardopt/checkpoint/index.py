@@ -46,7 +46,7 @@ from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import MAX_DIMS, InvalidError
 from shardopt.checkpoint.wording import named, shown
-from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition
+from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
@@ -100,7 +100,7 @@ class StoredTensor(NamedTuple):
             return []
         if self.partition is not None:
             return [self.start + offset for offset in self.partition.holders(self.shape, part)]
-        return sorted({file for file, other in self.parts if _overlap(part, other)})
+        return sorted({file for file, other in self.parts if overlap(part, other)})
 
 
 class Index(NamedTuple):
@@ -218,10 +218,14 @@ def remove_strays(folder: Folder, keep: Collection[str]) -> None:
     Leaves files that cannot be removed to the next save.
     """
     for name in folder.names():
-        ours = _DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name)
-        if ours and name not in keep:
+        if is_own_name(name) and name not in keep:
             with suppress(OSError):
                 folder.remove(name)
+
+
+def is_own_name(name: str) -> bool:
+    """Whether only saves give files this name: data files, and an index that is not in its place yet."""
+    return bool(_DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name))
 
 
 def partition_to_json(partition: Partition) -> dict[str, Any]:
@@ -256,12 +260,14 @@ def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files
     ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
     _demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
     _check_files([(ways, stride)], files)
-    if len(values) == 5:
-        return RangePartition(ways, stride, first, size, dims)
-    row_numel, block_size = _sizes(values[5], "a block", 2)
-    _demand(row_numel > 0 and block_size > 0 and dims == 2, "scales of no blocks")
-    _demand(shape[1] == -(-row_numel // block_size), "scales of other blocks")
-    return RangePartition(ways, stride, first, size, dims, (row_numel, block_size))
+    block, numel = None, math.prod(shape[:dims])
+    if len(values) == 6:
+        row_numel, block_size = _sizes(values[5], "a block", 2)
+        _demand(row_numel > 0 and block_size > 0 and dims == 2, "scales of no blocks")
+        _demand(shape[1] == -(-row_numel // block_size), "scales of other blocks")
+        block, numel = (row_numel, block_size), shape[0] * row_numel
+    _demand(first + numel < 2**63, "a range beyond all memory")
+    return RangePartition(ways, stride, first, size, dims, block)
 
 
 def unknown_content(path: str, what: str) -> CheckpointError:
@@ -303,11 +309,6 @@ def _plain(tensor: StoredTensor) -> dict[str, Any]:
     if tensor.partition is None:
         return {**found, "parts": [[file, *part] for file, part in tensor.parts]}
     return {**found, "start": tensor.start, **partition_to_json(tensor.partition)}
-
-
-def _overlap(one: Part, other: Part) -> bool:
-    corners = zip(*one, *other, strict=True)
-    return all(a < b + extent_b and b < a + extent_a for a, extent_a, b, extent_b in corners)
 
 
 def _demand(holds: object, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from shardopt.checkpoint.folder import Folder, Lock, SourceFile, TargetFile
@@ -29,7 +30,7 @@ class LocalFolder:
 
     def make(self) -> None:
         missing = [path for path in (self._path, *self._path.parents) if not os.path.exists(path)]
-        self._path.mkdir(parents=True, exist_ok=True)
+        retried(lambda: self._path.mkdir(parents=True, exist_ok=True))
         for path in missing:
             sync_folder(path.parent)
 
@@ -78,7 +79,8 @@ class LocalFolder:
             self._path.rmdir()
 
     def siblings(self) -> dict[str, Folder]:
-        return {path.name: LocalFolder(path) for path in Path(os.path.abspath(self._path)).parent.iterdir()}
+        paths = Path(os.path.abspath(self._path)).parent.iterdir()
+        return {path.name: LocalFolder(path) for path in paths if path.is_dir() and not path.is_symlink()}
 
     @property
     def name(self) -> str:
@@ -106,7 +108,7 @@ class _LocalTarget:
 
     def write(self, data: memoryview, position: int) -> None:
         while len(data):
-            written = os.pwrite(self._file.fileno(), data, position)
+            written = retried(partial(os.pwrite, self._file.fileno(), data, position))
             data, position = data[written:], position + written
 
     def finish(self) -> None:

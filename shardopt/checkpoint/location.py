@@ -17,6 +17,9 @@ def folder_at(path: PathLike) -> Folder:
         CheckpointError: the URL is of an object store, and the package fsspec, or one that it needs, is not installed.
     """
     text = os.fspath(path)
+    for local in ("file://", "local://"):
+        if text.startswith(local):
+            return LocalFolder(Path(text.removeprefix(local)))
     if "://" in text:
         return ObjectFolder(text)
     return LocalFolder(Path(text))

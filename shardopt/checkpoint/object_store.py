@@ -1,7 +1,7 @@
 """The folder of a checkpoint in an object store, by any URL that the package fsspec opens.
 
-An object appears whole when its upload ends, and replaces another of its name at once: so ``checkpoint.json``, written
-last, is the point of no return, as its rename is on a file system. Object stores have no locks.
+In a store, an object appears whole when its upload ends, and replaces another of its name at once: so
+``checkpoint.json``, written last, is the point of no return, as its rename is on a file system. There are no locks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from shardopt.checkpoint.folder import Folder, Lock, SourceFile, TargetFile
 from shardopt.checkpoint.retries import retried
 
 T = TypeVar("T")
+
+#: Of stores in which an upload replaces an object at once when it ends. In others, such as sftp, a file is renamed.
+_PROTOCOLS = frozenset(
+    ["s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "ocilake", "oss", "obs", "memory", "hf", "r2"]
+)
 
 
 class ObjectFolder:
@@ -82,7 +87,11 @@ class ObjectFolder:
             return _Target(self._fs.open(f"{self._path}/{name}", "wb"))
 
     def put(self, name: str, unfinished: str, data: bytes) -> None:
-        self._retried(lambda: self._fs.pipe_file(f"{self._path}/{name}", data))
+        if _PROTOCOLS.isdisjoint([self._fs.protocol] if isinstance(self._fs.protocol, str) else self._fs.protocol):
+            self._retried(lambda: self._fs.pipe_file(f"{self._path}/{unfinished}", data))
+            self._retried(lambda: self._fs.mv(f"{self._path}/{unfinished}", f"{self._path}/{name}"))
+        else:
+            self._retried(lambda: self._fs.pipe_file(f"{self._path}/{name}", data))
 
     def remove(self, name: str) -> None:
         with _os_errors():
@@ -93,8 +102,11 @@ class ObjectFolder:
             self._fs.rmdir(self._path)
 
     def siblings(self) -> dict[str, Folder]:
-        parent = self._url.rpartition("/")[0]
-        return {name: ObjectFolder(f"{parent}/{name}") for name in ObjectFolder(parent).names()}
+        parent = self._fs._parent(self._path)
+        self._fs.invalidate_cache()
+        with _os_errors():
+            paths = [str(path).rstrip("/") for path in self._fs.ls(parent, detail=False)]
+        return {path.rpartition("/")[2]: ObjectFolder(self._fs.unstrip_protocol(path)) for path in paths}
 
     @property
     def name(self) -> str:
@@ -145,6 +157,7 @@ class _Target:
     def abort(self) -> None:
         with suppress(Exception):
             self._file.discard()
+            self._file.closed = True  # otherwise it would be uploaded when the object is deleted
 
 
 class _NoLock:
@@ -153,6 +166,10 @@ class _NoLock:
 
     def release(self) -> None:
         """Does nothing."""
+
+    def is_free(self) -> bool:
+        """Nobody knows."""
+        return False
 
 
 @contextmanager

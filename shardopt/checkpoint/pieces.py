@@ -11,7 +11,18 @@ from torch.nn import Module
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.layout import WHOLE, BlockGrid, FlatBuffer, FlatShard, Placed, RangePartition, Shard, shard_of
+from shardopt.layout import (
+    WHOLE,
+    BlockGrid,
+    FlatBuffer,
+    FlatShard,
+    Placed,
+    RangePartition,
+    Ranges,
+    Shard,
+    boxes,
+    shard_of,
+)
 from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_state import SliceState
@@ -81,7 +92,7 @@ def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
     if isinstance(shard, FlatShard):
         held = _rectangles(shard.global_shape, shard.start, shard.end, local)
     else:
-        held = [Chunk((*shard.offset, *(0 for _ in behind)), local)]
+        held = _boxes(shard.indices, local)
     return Chunks(shape, local.dtype, held, placed=shard.partition)
 
 
@@ -98,8 +109,10 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
         written = max(min(shard.first_written_block(grid), end), first)
         own = _rectangles(shape[:2], written, end, local[written - first :])
         return Chunks(shape, local.dtype, _rectangles(shape[:2], first, end, local), own, shard.scales_partition(grid))
-    offsets = (shard.offset[0], shard.local_blocks(grid).first, *(0 for _ in behind))
-    return Chunks(shape, local.dtype, [Chunk(offsets, local)], placed=shard.scales_partition(grid))
+    covered = shard.local_blocks(grid)
+    blocks = ((covered.first, covered.first + covered.per_row),)
+    held = _boxes((shard.indices[0], blocks), local)
+    return Chunks(shape, local.dtype, held, placed=shard.scales_partition(grid))
 
 
 def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks]:
@@ -129,6 +142,17 @@ def _of_first_element(shard: Shard) -> Placed:
     if placed is None or not isinstance(placed.partition, RangePartition):
         return WHOLE
     return placed._replace(partition=placed.partition._replace(dims=0, block=None))
+
+
+def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
+    """The rectangles of a tensor of which this rank holds some indices of each dimension.
+
+    Args:
+        indices: of the leading dimensions.
+        local: the elements at these indices, with any trailing dimensions behind.
+    """
+    zeros = (0,) * (local.dim() - len(indices))
+    return [Chunk((*offsets, *zeros), local[elements]) for offsets, elements in boxes(indices)]
 
 
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:

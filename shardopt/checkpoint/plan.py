@@ -42,7 +42,7 @@ Strides = tuple[tuple[int, int], ...]
 
 
 class Described(NamedTuple):
-    """What some ranks say of their tensors: the same for all of them.
+    """A description of tensors, which some ranks have in common.
 
     Attributes:
         ranks: these ranks, ascending.
@@ -121,10 +121,13 @@ class _Planning:
         self._held = 0
         self.some_rank_assumed = False
         for key, members in of_digest.items():
-            sent = text
+            sent = b""
             if len(of_digest) > 1:
-                sent = zlib.decompress(ranks.from_rank(members[0], zlib.compress(text) if key == digest else b""))
-            kind = _parsed(sent, np.array(members), ranks.size)
+                sent = ranks.from_rank(members[0], zlib.compress(text) if key == digest else b"")
+            if key == digest:
+                kind = _own(tensors, groups, unequal, np.array(members), ranks.size)
+            else:
+                kind = _parsed(zlib.decompress(sent), np.array(members), ranks.size)
             self._kinds.append(kind)
             values = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in members])
             self._held += int(values[:, 0].sum())
@@ -133,14 +136,14 @@ class _Planning:
                 if each not in self._starts:
                     self._starts[each] = np.full(ranks.size, -1, dtype=np.int64)
                 self._starts[each][members] = values[:, column]
-        self._own_kind = next(i for i, key in enumerate(of_digest) if key == digest)
         self._kinds_of: dict[str, tuple[int, ...]] = {}
         for i, kind in enumerate(self._kinds):
             for name in kind.tensors:
                 self._kinds_of[name] = (*self._kinds_of.get(name, ()), i)
         self._all = {name: entry for kind in reversed(self._kinds) for name, entry in kind.tensors.items()}
         self._copies_of: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-        self._check_alike()
+        if len(self._kinds) > 1:
+            self._compare_kinds()
 
     @property
     def lacks_elements(self) -> bool:
@@ -192,13 +195,23 @@ class _Planning:
             self._copies_of[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
         return self._copies_of[key]
 
-    def _check_alike(self) -> None:
-        """Checks that tensors of one name are described alike by all ranks that have them."""
-        if len(self._kinds) == 1:
-            return
+    def _compare_kinds(self) -> None:
+        """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none."""
         every = self._all
-        other = {name for kind in self._kinds for name, entry in kind.tensors.items() if entry != every[name]}
-        refuse(other, "shapes, dtypes or shards")
+        named = [(name, entry) for kind in self._kinds for name, entry in kind.tensors.items()]
+        refuse({name for name, entry in named if entry[:2] != every[name][:2]}, "shapes or dtypes")
+        other = {name for name, entry in named if entry != every[name]}
+        if not other:
+            return
+        for name in other:
+            every[name] = (*every[name][:2], None)
+        own = sum(
+            _numel_written(chunks)
+            for name, chunks in self._tensors.items()
+            if chunks.placed is not None and name not in other
+        )
+        messages = self._ranks.gathered(own.to_bytes(8, "little"))
+        self._held = sum(int.from_bytes(message, "little") for message in messages)
 
     def _refuse_holes(self) -> None:
         """Raises the error of tensors whose parts not all ranks hold."""
@@ -269,10 +282,12 @@ class _Planning:
         self, shared: Sequence[tuple[str, Part]], holders: Mapping[str, Mapping[Part, list[int]]]
     ) -> None:
         """Compares rectangles that several ranks hold of tensors without a rule. All ranks must call this."""
-        own = [
-            digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
-            for name, part in shared
-        ]
+        own = self._ranks.agree(
+            lambda: [
+                digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
+                for name, part in shared
+            ]
+        )
         of_ranks = [np.frombuffer(x, dtype="<u8") for x in self._ranks.gathered(np.array(own, "<u8").tobytes())]
         other = set()
         for number, (name, part) in enumerate(shared):
@@ -294,14 +309,24 @@ def _described(
             lines[name] = [dtype, chunks.shape, None]
             continue
         partition, offset = chunks.placed
+        if offsets.setdefault(partition.strides, offset) != offset:  # of another group of ranks in the same steps
+            lines[name] = [dtype, chunks.shape, None]
+            chunks.placed = None
+            continue
         lines[name] = [dtype, chunks.shape, partition_to_json(partition)]
         written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
-        if written != partition.parts(chunks.shape, offset) or offsets.setdefault(partition.strides, offset) != offset:
+        if written != partition.parts(chunks.shape, offset):
             raise CheckpointError(
                 f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of "
                 f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None there"
             )
         held += _numel_written(chunks)
+    try:
+        "".join(lines).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"got a name that is no text: {error}; name parameters and extra values by text"
+        ) from None
     text = json.dumps({"groups": groups, "unequal": sorted(unequal), "tensors": lines}).encode()
     ordered = _strides_of((None, (), chunks.placed and chunks.placed.partition) for chunks in tensors.values())
     return text, {each: offsets[each] for each in ordered}, held
@@ -309,6 +334,23 @@ def _described(
 
 def _strides_of(tensors: Iterable[tuple[Any, Any, Partition | None]]) -> list[Strides]:
     return sorted({partition.strides for _, _, partition in tensors if partition is not None})
+
+
+def _own(
+    tensors: Mapping[str, Chunks],
+    groups: list[dict[str, Any]] | None,
+    unequal: Collection[str],
+    members: npt.NDArray[np.int64],
+    size: int,
+) -> Described:
+    """This rank's own description, as :func:`_parsed` would read it."""
+    found = {}
+    for name, chunks in sorted(tensors.items()):
+        partition = None if chunks.placed is None else chunks.placed.partition
+        if partition is not None and sum((ways - 1) * stride for ways, stride in partition.strides) >= size:
+            raise _not_filled(name, chunks.shape)  # more ranks than save together
+        found[name] = chunks.dtype, chunks.shape, partition
+    return Described(members, groups, frozenset(unequal), found)
 
 
 def _parsed(text: bytes, members: npt.NDArray[np.int64], size: int) -> Described:

@@ -8,6 +8,7 @@ how shards were cut.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -110,10 +111,11 @@ def async_save(
 ) -> Future[None]:
     """Copies a model and its optimizer to host memory or a local disk, and saves the copy while training goes on.
 
-    Takes as much memory as this rank's part of the checkpoint, for as long as the returned future exists. The next
-    save, if it begins before that future is dropped, copies into the same memory, which takes a fraction of the time
-    that new memory takes. All ranks must call this. Wait for one save before beginning another. The ranks communicate
-    in a gloo group of their own, beside the training's collectives.
+    Takes as much memory as this rank's tensors, also those that other ranks hold, too, for as long as the returned
+    future exists. The next save, if it begins before that future is dropped, copies into the same memory, which takes a
+    fraction of the time that new memory takes. All ranks must call this. A save that begins while another goes on waits
+    for that one, in the background. The ranks communicate in a gloo group of their own, beside the training's
+    collectives.
 
     Args:
         path: the folder; see :func:`save` for all arguments.
@@ -144,12 +146,32 @@ def async_save(
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
-        threading.Thread(target=_run, args=(done, lambda: saving.run(staged, others)), name="shardopt save").start()
+        _begin(done, lambda: saving.run(staged, others))
     return done
 
 
-def _run(done: _Saving, work: Callable[[], None]) -> None:
+_thread: threading.Thread | None = None  # of the last asynchronous save
+
+
+def _begin(done: _Saving, work: Callable[[], None]) -> None:
+    """Saves in a thread, after the last save: the ranks' collectives are in one order on all ranks."""
+    global _thread
+    if _thread is None:
+        # Before the executors of other packages end, which object stores need; Python waits for threads after that.
+        getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
+    _thread = threading.Thread(target=_run, args=(done, work, _thread), name="shardopt save")
+    _thread.start()
+
+
+def _wait_for_thread() -> None:
+    if _thread is not None:
+        _thread.join()
+
+
+def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
     try:
+        if last is not None:
+            last.join()
         work()
     except BaseException as error:  # the waiting thread handles the error
         done.stager.in_use = False

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardopt.checkpoint.errors import CheckpointError, ReplacedError
+from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
+from shardopt.checkpoint.wording import line
 
 T = TypeVar("T")
 
 
 class Ranks:
     """The ranks that save or load a checkpoint together.
+
+    All methods raise LostRanksError if a collective fails, as when another rank has died.
 
     Args:
         group: their process group; None for all ranks, or for one process without torch.distributed.
@@ -96,12 +100,24 @@ class Ranks:
 
     def _all_gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(found, tensor, group=self._group)
+        with _lost_ranks():
+            dist.all_gather(found, tensor, group=self._group)
         return found
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         source = source if self._group is None else dist.get_global_rank(self._group, source)
-        dist.broadcast(tensor, source, self._group)
+        with _lost_ranks():
+            dist.broadcast(tensor, source, self._group)
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of the back end: of gloo a RuntimeError, of others a DistBackendError, which is one
+        raise LostRanksError(
+            f"the ranks cannot talk to each other any more: {line(error)}; see which of them failed, and why"
+        ) from error
 
 
 def on_every_rank(work: Callable[[], T]) -> T:

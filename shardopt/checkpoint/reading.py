@@ -63,7 +63,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
 def find_reads(
     files: DataFiles, index: Index, tensors: Mapping[str, Chunks]
 ) -> dict[tuple[int, StoredChunk], list[tuple[Target, Part]]]:
-    """The chunks to read, with the numbers of their files, and what of each goes where.
+    """The chunks to read, with the numbers of their files, and the part of each chunk for each rectangle to read.
 
     Opens the files that have any of them, and reads their tables.
 
@@ -106,11 +106,10 @@ def stored_chunks(folder: Folder, index: Index) -> dict[str, list[tuple[int, Sto
         CheckpointError: a table cannot be read, or is damaged.
     """
     found: dict[str, list[tuple[int, StoredChunk]]] = {name: [] for name in index.tensors}
-    for number, stored in enumerate(index.files):
-        if stored is not None:
-            with DataFiles(folder, index) as files:
-                for name, chunks in _chunks_in(files, index, number, found).items():
-                    found[name] += [(number, chunk) for chunk in chunks]
+    with DataFiles(folder, index) as files:
+        for number in [number for number, stored in enumerate(index.files) if stored is not None]:
+            for name, chunks in _chunks_in(files, index, number, found).items():
+                found[name] += [(number, chunk) for chunk in chunks]
     return found
 
 

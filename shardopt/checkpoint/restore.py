@@ -33,6 +33,7 @@ from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
 from shardopt.state.flat_encoding import encode_flat
 from shardopt.state.slice_state import SliceState
+from shardopt.wrapper.coding import coded_names
 
 _CPU = torch.device("cpu")
 
@@ -93,8 +94,8 @@ class Restoration:
         contents = self._contents
         self._entries: dict[str, dict[str, StoredTensor]] = {}
         for key, stored in self._index.tensors.items():
-            name, _, entry = key.removeprefix("optimizer.").rpartition(".")
-            if key.startswith("optimizer."):
+            name, dot, entry = key.removeprefix("optimizer.").rpartition(".")
+            if key.startswith("optimizer.") and dot:
                 self._entries.setdefault(name, {})[entry] = stored
         self._options, saved_groups = self._merged_options(contents)
         self._owned = [p for g in self._owner.optimizer.param_groups for p in g["params"]] if self._owner else []
@@ -110,7 +111,8 @@ class Restoration:
                 "the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
         self._extra_tensors = {name.removeprefix("extra."): _empty(stored) for name, stored in extra.items()}
-        common = self._entries.get("", {}) if self._owner is not None else {}
+        has_common = self._owner is not None and not self._owner.has_fixed_entries
+        common = self._entries.get("", {}) if has_common else {}
         self._common = {entry: _empty(stored) for entry, stored in common.items()}
         self._check_tensors()
 
@@ -202,17 +204,18 @@ class Restoration:
         if self._owner is None or self._owner.has_fixed_entries:
             return []
         shape_of = {piece.name: piece.shard.global_shape for piece in self._pieces}
-        return [
-            stored
-            for name, entries in self._entries.items()
-            for entry, stored in entries.items()
-            if stored.shape not in ((), shape_of.get(name)) and not entry.endswith(("_codes", "_scales"))
-        ]
+        found = []
+        for name, entries in self._entries.items():
+            coded = {each + end for each in coded_names(entries) for end in ("_codes", "_scales")} if name else ()
+            shapes = ((), shape_of.get(name))
+            found += [stored for key, stored in entries.items() if stored.shape not in shapes and key not in coded]
+        return found
 
     def _check_lengths(self, tensors: Sequence[StoredTensor]) -> None:
         """Checks that the checkpoint has the bytes of tensors, before memory is allocated for them."""
         files = {file for stored in tensors for file in stored.files_of(((0,) * len(stored.shape), stored.shape))}
-        if sum(stored.nbytes for stored in tensors) > sum(stored.data for stored in self._index.files if stored):
+        lengths = [stored.data for number in files if (stored := self._index.files[number]) is not None]
+        if sum(stored.nbytes for stored in tensors) > sum(lengths):
             raise CheckpointError(
                 f"{self._path}: got tensors of more bytes than the data files have, expected no more; load another "
                 "checkpoint"

@@ -29,7 +29,7 @@ def retried(work: Callable[[], T]) -> T:
         try:
             return work()
         except OSError as error:
-            if error.errno not in _TRANSIENT:
+            if error.errno not in _TRANSIENT and not isinstance(error, TimeoutError | ConnectionError):
                 raise
         time.sleep(pause)
     return work()

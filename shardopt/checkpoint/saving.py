@@ -20,7 +20,7 @@ import numpy as np
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.copies import check_digests, digests
 from shardopt.checkpoint.data_file import DataFileWriter, check_lengths
-from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.errors import CheckpointError, LostRanksError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.index import (
     INDEX_NAME,
@@ -63,7 +63,10 @@ class Saving:
         check_keep_last(folder, keep_last)
         self._keep_last = keep_last
         self._folder = folder
-        self._header: dict[str, Any] = json.loads(json.dumps(header))
+        try:
+            self._header: dict[str, Any] = json.loads(json.dumps(header))
+        except ValueError as error:  # a circle, or a whole number of thousands of digits
+            raise TypeError(f"got a header that JSON cannot hold: {error}") from error
         self._unequal = frozenset(unequal)
         self._lock = folder.lock()
         self._token = ""
@@ -93,11 +96,18 @@ class Saving:
             check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
             files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
             ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
-        except BaseException:
+        except (
+            LostRanksError
+        ):  # the first rank may complete the checkpoint yet: what is no part of it, the next save removes
+            self._lock.release()
+            raise
+        except BaseException:  # on all ranks
             with suppress(Exception):  # the first error matters
                 self._discard()
             raise
         self._lock.release()
+        if self._keep_last is not None and ranks.rank == 0:
+            remove_older(self._folder, self._keep_last)
 
     def _prepare(self, rank: int) -> None:
         try:
@@ -135,8 +145,6 @@ class Saving:
                 "room or choose another path. The previous checkpoint in this folder, if there was one, is as it was"
             ) from error
         remove_strays(self._folder, index.file_names)
-        if self._keep_last is not None:
-            remove_older(self._folder, self._keep_last)
 
     def _discard(self) -> None:
         """Removes this rank's data file after a save that failed, and releases the lock.

@@ -17,10 +17,20 @@ from torch import Tensor
 
 from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.folder import Folder
-from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.groups import checked_groups
+from shardopt.checkpoint.index import (
+    INDEX_NAME,
+    Index,
+    StoredTensor,
+    load_index,
+    noticing_replacement,
+    unknown_content,
+)
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
+from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import StoredChunk
+from shardopt.checkpoint.wording import named
 from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
 
 _OWN_NAMES = ("step", LOW_BITS, SHARED_CODES)
@@ -50,7 +60,8 @@ class Values:
             self.counts += torch.bincount(x, minlength=256)
         if not x.is_floating_point() or not x.numel():
             return
-        low, high = (float(end) for end in torch.aminmax(x if x.dtype.itemsize > 1 else x.float()))
+        x = x if x.dtype.itemsize > 1 else x.float()  # of float8 PyTorch has few functions
+        low, high = (float(end) for end in torch.aminmax(x))
         if not (math.isfinite(low) and math.isfinite(high)):
             self.nan += int(x.isnan().sum())
             self.infinite += int(x.isinf().sum())
@@ -164,7 +175,7 @@ def summarize(
     """
     folder = folder_at(path)
     index = load_index(folder)
-    groups: list[dict[str, Any]] = index.header.get("param_groups", [])
+    groups = checked_groups(str(folder), index.header.get("param_groups", []))
     options = {name: group["options"] for group in groups for name in group["parameters"]}
     names = dict.fromkeys(key.removeprefix("model.") for key in index.tensors if key.startswith("model."))
     names |= dict.fromkeys(options)
@@ -178,13 +189,12 @@ def summarize(
             parameters[name].state[entry] = tensor
         elif not key.startswith("model."):
             others[key] = tensor
-    owned = {key: tensor for key, tensor in index.tensors.items() if key not in others}
     files = {index.file_name(i): each.data + each.table for i, each in enumerate(index.files) if each is not None}
     summary = Summary(str(folder), index.header, files, list(parameters.values()), others)
     if values:
         found: dict[str, Values] = defaultdict(Values)
         with noticing_replacement(folder, index):
-            _read(folder, index, owned, found, progress)
+            _read(folder, index, found, progress)
         for parameter in summary.parameters:
             keys = [f"model.{parameter.name}", *(f"optimizer.{parameter.name}.{key}" for key in parameter.state)]
             parameter.values.update({key: found[key] for key in keys if key in found})
@@ -194,18 +204,19 @@ def summarize(
 def _read(
     folder: Folder,
     index: Index,
-    tensors: dict[str, StoredTensor],
     found: dict[str, Values],
     progress: Callable[[int], object],
 ) -> None:
+    """Reads and verifies all tensors."""
     of_chunk: dict[StoredChunk, str] = {}
     wanted: list[tuple[int, StoredChunk]] = []
     for key, chunks in stored_chunks(folder, index).items():
-        if key in tensors:
-            of_chunk.update((chunk, key) for _, chunk in chunks)
-            wanted += chunks
+        if not fill(index.tensors[key].shape, [(chunk.offsets, chunk.shape) for _, chunk in chunks]):
+            raise unknown_content(folder.shown(INDEX_NAME), f"chunks that do not fill {named(key)}")
+        of_chunk.update((chunk, key) for _, chunk in chunks)
+        wanted += chunks
     with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:
         for _, chunk, data in chunks_read:
             key = of_chunk[chunk]
-            found[key].add(data.view(tensors[key].dtype))
+            found[key].add(data.view(index.tensors[key].dtype))
             progress(chunk.bytes)

@@ -8,7 +8,7 @@ All numbers are little-endian. With ``n`` chunks of tensors of at most ``d`` dim
     crc32       n x uint32   of the chunk's bytes
     corners     n x 2 x d x int64   offsets and shape in the tensor; behind the tensor's dimensions, 0 and 1
 
-The index has the table's length and CRC-32.
+No chunk is empty. The index has the table's length and CRC-32.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[
         length: bytes of the chunks in the data file.
 
     Raises:
-        InvalidError: a chunk does not lie within its tensor or the file, or chunks share bytes.
+        InvalidError: a chunk is empty, or does not lie within its tensor or the file, or chunks share bytes.
     """
     _demand(len(data) >= _HEAD, "a table without a head")
     count, dims = (int(x) for x in np.frombuffer(data, dtype="<u8", count=2))
@@ -127,13 +127,14 @@ def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[
         _demand(len(shape) <= dims, f"a chunk of too few dimensions of tensor {named(str(number))}")
         limits[row, : len(shape)], sizes[row] = shape, itemsizes[number]
     low, extents = corners[:, 0], corners[:, 1]
-    within = (low >= 0) & (extents >= 0) & (low <= limits[rows]) & (extents <= limits[rows] - low)
-    _demand(bool(within.all()), "a chunk beyond its tensor")
+    within = (low >= 0) & (extents >= 1) & (low <= limits[rows]) & (extents <= limits[rows] - low)
+    _demand(bool(within.all()), "a chunk that is empty or beyond its tensor")
     nbytes = extents.prod(axis=1) * sizes[rows]  # of a tensor within memory, so below 2**63
     order = np.argsort(position, kind="stable")
-    begin, end = position[order], position[order] + nbytes[order]
-    _demand(not count or (int(begin[0]) >= 0 and int(end.max()) <= length), "chunks beyond the end of the file")
-    _demand(bool((end[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
+    begin, most = position[order], nbytes[order]
+    within = (begin >= 0) & (most <= length) & (begin <= length - most)  # begin + most may be above 2**63
+    _demand(bool(within.all()), "chunks beyond the end of the file")
+    _demand(bool((begin[:-1] + most[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
     return Table(position, tensor, crc32, corners)
 
 

@@ -5,6 +5,7 @@ from shardopt.layout.division import Copies, Division, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
+from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
     Exchange,
@@ -37,6 +38,7 @@ __all__ = [
     "Partition",
     "Placed",
     "RangePartition",
+    "Ranges",
     "Ranks",
     "Rectangle",
     "Region",
@@ -46,6 +48,7 @@ __all__ = [
     "assign",
     "assign_later",
     "assigned",
+    "boxes",
     "copies_in",
     "equal_ends",
     "is_quantized",

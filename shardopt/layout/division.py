@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -12,37 +13,46 @@ from torch import Tensor
 class Region(NamedTuple):
     """Elements of a flattened parameter: the same columns of consecutive rows, or any range of elements, as one row.
 
+    Where a row's columns are not next to each other, they are those of a tensor of more dimensions.
+
     Attributes:
         first: index of the first element in the flattened parameter.
         rows: how many rows.
         cols: elements of each, next to each other.
         stride: elements of the parameter from row to row.
+        between: sizes and strides of dimensions between rows and columns.
     """
 
     first: int
     rows: int
     cols: int
     stride: int
+    between: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the elements as a tensor."""
+        return (self.rows, *(size for size, _ in self.between), self.cols)
 
     @property
     def numel(self) -> int:
         """How many elements."""
-        return self.rows * self.cols
+        return math.prod(self.shape)
 
     def within(self, start: int, end: int) -> Region:
         """The part of the region among the elements ``[start, end)`` of the parameter: whole rows if it has several."""
-        if self.rows == 1:
+        if self.rows == 1 and not self.between:
             first, last = max(self.first, start), min(self.first + self.cols, end)
             return Region(first, 1, max(last - first, 0), self.stride)
         row = self.first // self.stride
         first_row, last_row = max(row, start // self.stride), min(row + self.rows, end // self.stride)
         first = self.first + (first_row - row) * self.stride
-        return Region(first, max(last_row - first_row, 0), self.cols, self.stride)
+        return self._replace(first=first, rows=max(last_row - first_row, 0))
 
     def of(self, whole: Tensor, start: int = 0) -> Tensor:
         """The region's elements in a contiguous tensor that begins with element ``start`` of the parameter: a view."""
         at = whole.storage_offset() + self.first - start
-        return whole.as_strided((self.rows, self.cols), (self.stride, 1), at)
+        return whole.as_strided(self.shape, (self.stride, *(stride for _, stride in self.between), 1), at)
 
 
 class Ranks(Protocol):

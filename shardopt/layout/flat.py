@@ -67,13 +67,6 @@ class FlatShard(_AssignedShard):
         self._cut_blocks: dict[int, list[int]] = {}
 
     @classmethod
-    def between(cls, global_shape: tuple[int, ...], ends: Sequence[int], ranks: RanksOfRanges) -> FlatShard:
-        """This rank's shard, where the ranks' ranges end at ``ends[1:]`` and the first begins at ``ends[0]``, 0."""
-        cuts = sorted({end for end in ends if 0 < end < ends[-1]})
-        division = Division(ranks, tuple(ranges(ends)))
-        return cls(global_shape, ends[ranks.rank], ends[ranks.rank + 1], cuts, ranks, division)
-
-    @classmethod
     def equal(cls, global_shape: tuple[int, ...], first: int, size: int, ranks: RanksOfRanges) -> FlatShard:
         """This rank's shard, where each rank has as much of a whole that several parameters are flattened into.
 
@@ -115,9 +108,8 @@ class FlatShard(_AssignedShard):
         """Elements on this rank."""
         return self.end - self.start
 
-    @property
-    def first_element(self) -> int:
-        return self.start
+    def index_of(self, element: int) -> int:
+        return self.start + element
 
     @property
     def is_range(self) -> bool:
@@ -150,7 +142,7 @@ class FlatShard(_AssignedShard):
             whole_rows = (self.end - at) // width if col == 0 else 0
             rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
             block = row * per_row + col // grid.block_size
-            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, block - first_block, per_row))
+            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, width, block - first_block, per_row))
             at += rows * cols
         return rectangles
 
@@ -189,7 +181,7 @@ def equal_ends(first: int, numel: int, size: int, ranks: int) -> list[int]:
         ranks: how many.
 
     Returns:
-        What :meth:`FlatShard.between` takes.
+        Where the first range begins, and where each range ends.
     """
     return [min(max(rank * size - first, 0), numel) for rank in range(ranks + 1)]
 

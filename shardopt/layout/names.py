@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 from torch.nn import DataParallel, Module
@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 #: Submodules that stand for the module around them: FSDP1, activation checkpointing, torch.compile.
 _TRANSPARENT = frozenset(["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"])
+#: Name of the attribute in which modules keep other names of their submodules.
+_CHILD_NAMES = "_shardopt_child_names"
 
 
 def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
@@ -28,12 +30,18 @@ def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = Fals
         seen.add(id(module))
         yield prefix, module
         wraps = isinstance(module, DataParallel | DistributedDataParallel)
+        names = getattr(module, _CHILD_NAMES, {})
         for name, child in module._modules.items():
             if child is not None:
                 transparent = name in _TRANSPARENT or (wraps and name == "module")
-                yield from walk(child, prefix if transparent else f"{prefix}{name}.")
+                yield from walk(child, prefix if transparent else f"{prefix}{names.get(name, name)}.")
 
     return walk(model, prefix)
+
+
+def name_children(module: Module, names: Mapping[str, str]) -> None:
+    """Gives submodules other names in :func:`canonical_modules`, by their own ones: unlike those on other ranks."""
+    setattr(module, _CHILD_NAMES, dict(names))
 
 
 def parameter_names(model: Module) -> dict[str, Tensor]:

@@ -128,7 +128,10 @@ class RangePartition(NamedTuple):
         change = np.zeros(self.ways + 1, dtype=np.int64)
         np.add.at(change, self._range_of(starts), 1)
         np.add.at(change, self._range_of(starts + run - 1) + 1, -1)
-        return [int(index) * self.stride for index in np.flatnonzero(np.cumsum(change)[: self.ways])]
+        found = [int(index) * self.stride for index in np.flatnonzero(np.cumsum(change)[: self.ways])]
+        if self.block is not None and self.size < self.block[1]:  # a range may lie within one block
+            return [offset for offset in found if any(overlap(part, own) for own in self.parts(shape, offset))]
+        return found
 
     def _range_of(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The index of the range that each element is in."""
@@ -161,6 +164,12 @@ class Placed(NamedTuple):
 
 #: A tensor that this rank holds in full.
 WHOLE = Placed(GridPartition(), 0)
+
+
+def overlap(one: Part, other: Part) -> bool:
+    """Whether two rectangles of one tensor have elements in common."""
+    corners = zip(*one, *other, strict=True)
+    return all(max(a, b) < min(a + extent_a, b + extent_b) for a, extent_a, b, extent_b in corners)
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ class Rectangle(NamedTuple):
         first_col: first column in the global row.
         cols: number of columns.
         row_stride: elements from row to row in the local tensor.
+        stride: elements from row to row in the flattened parameter.
         block: index, in the local scales, of the block that holds the first element.
         blocks_stride: blocks from row to row in the local scales.
         cut: whether each row is a part of one block, of which other ranks hold the rest. A rectangle that is not
@@ -28,6 +29,7 @@ class Rectangle(NamedTuple):
     first_col: int
     cols: int
     row_stride: int
+    stride: int
     block: int
     blocks_stride: int
     cut: bool = False
@@ -57,14 +59,16 @@ class Rectangle(NamedTuple):
                 stop = min(col // block_size * block_size + width, end)
                 blocks = col // block_size - self.first_col // block_size
                 element, cols = first + col - self.first_col, stop - col
-                yield Rectangle(element, 1, col, cols, cols, block + blocks, self.blocks_stride)
+                yield self._replace(
+                    element=element, rows=1, first_col=col, cols=cols, row_stride=cols, block=block + blocks
+                )
                 col = stop
 
     def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
         """Its parts, in order, where some elements of the local tensor are to begin parts of their own.
 
         Args:
-            ends: the indices of these elements, ascending; each begins a row, or the rectangle has only one.
+            ends: the indices of these elements, ascending; each begins a local row, or the rectangle has only one.
         """
         rest = self
         for end in ends:
@@ -75,10 +79,10 @@ class Rectangle(NamedTuple):
                 yield rest._replace(cols=numel)
                 rest = rest._replace(element=end, first_col=rest.first_col + numel, cols=rest.cols - numel)
             else:
-                rows = numel // rest.row_stride
+                rows = -(-numel // rest.row_stride)
                 yield rest._replace(rows=rows)
-                block = rest.block + rows * rest.blocks_stride
-                rest = rest._replace(element=end, rows=rest.rows - rows, block=block)
+                element, block = rest.element + rows * rest.row_stride, rest.block + rows * rest.blocks_stride
+                rest = rest._replace(element=element, rows=rest.rows - rows, block=block)
         yield rest
 
     def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:

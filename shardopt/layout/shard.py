@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn import Module
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Copies, Division
 from shardopt.layout.partition import WHOLE, Placed
+from shardopt.layout.ranges import Positions, Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="Shard")
@@ -39,19 +41,20 @@ class LocalBlocks(NamedTuple):
     """The blocks of each row that a shard's scales cover.
 
     ``exchange`` is set where blocks are cut: the scales of all blocks of the rows then stand on every rank that holds a
-    part of those rows.
+    part of those rows. ``pieces`` is how many ranges of columns in one block this rank holds, at most.
     """
 
     first: int
     per_row: int
     exchange: Exchange | None
+    pieces: int = 1
 
 
 class Shard:
-    """The part of one parameter on this rank: local rows, and of each the columns ``[first_col, first_col + cols)``.
+    """The part of one parameter on this rank: some indices of each dimension.
 
-    This base class is for parts that are a matrix; as it stands, for the whole, unsharded parameter. Rows and columns
-    are those of the parameter seen as the matrix ``(shape[0], row_numel)``.
+    As it stands, this base class is for the whole, unsharded parameter. Rows and columns are those of the parameter
+    seen as the matrix ``(shape[0], row_numel)``.
     """
 
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
@@ -68,6 +71,9 @@ class Shard:
     #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
     cuts_rows = False
 
+    #: Whether this rank is one of those that the parameter is divided among.
+    is_here = True
+
     #: Whether the moments stay float32, whatever the options say.
     float32_state = False
 
@@ -76,34 +82,55 @@ class Shard:
         self.local_shape = tuple(local_shape)
         self.rows = local_shape[0] if local_shape else 1
         self.cols = math.prod(local_shape[1:])
-        self.first_col = 0
-        #: Where the part begins in the global parameter, per dimension.
-        self.offset: tuple[int, ...] = (0,) * len(self.global_shape)
+        #: The indices of each dimension that this rank holds.
+        self.indices: tuple[Ranges, ...] = tuple(((0, size),) if size else () for size in self.local_shape)
 
     @property
     def row_numel(self) -> int:
         """Elements of a whole row."""
         return math.prod(self.global_shape[1:])
 
-    @property
-    def first_element(self) -> int:
-        """The index of this part's first element in the flattened parameter; the others follow row by row.
+    @cached_property
+    def columns(self) -> Ranges:
+        """The columns of each row that this rank holds."""
+        return flattened(self.global_shape[1:], self.indices[1:])
 
-        Raises:
-            RuntimeError: they do not: rows, or columns of one, are not next to each other in the parameter.
-        """
-        return 0
+    @cached_property
+    def _positions(self) -> tuple[Positions, Positions]:
+        """Rows and columns in the parameter, by their positions in the part."""
+        return Positions(self.indices[0] if self.indices else ((0, 1),)), Positions(self.columns)
+
+    def index_of(self, element: int) -> int:
+        """The index in the flattened parameter of an element of the local tensor."""
+        if self.local_shape == self.global_shape:
+            return element
+        row, col = divmod(element, self.cols)
+        rows, cols = self._positions
+        return rows[row] * self.row_numel + cols[col]
 
     @property
     def is_range(self) -> bool:
         """Whether the part's elements follow one another in the flattened parameter."""
-        return self.cols == self.row_numel
+        return self.cols == self.row_numel and (not self.indices or len(self.indices[0]) < 2)
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
-        """The part as matrices, for its blocks."""
-        covered = self.local_blocks(grid)
-        block = self.first_col // grid.block_size - covered.first
-        return [Rectangle(0, self.rows, self.first_col, self.cols, self.cols, block, covered.per_row)]
+        """The part as matrices, for its blocks: their rows begin where blocks do."""
+        covered, width, columns = self.local_blocks(grid), self.row_numel, self.columns
+        deepest = max((dim for dim, n in enumerate(self.local_shape) if n < self.global_shape[dim]), default=0)
+        within = math.prod(self.global_shape[deepest:])
+        if deepest > 1 and self.local_shape[1:deepest] == self.global_shape[1:deepest] and not within % grid.block_size:
+            width, columns = within, flattened(self.global_shape[deepest:], self.indices[deepest:])
+        matrices = self.row_numel // max(width, 1)
+        per_row, cols = covered.per_row // max(matrices, 1), count(columns)
+        found, row = [], 0
+        for first, end in self.indices[0] if self.indices else ((0, 1),):
+            rows, element = (end - first) * matrices, row * cols
+            for start, stop in columns:
+                block = row * per_row + start // grid.block_size - covered.first
+                found.append(Rectangle(element, rows, start, stop - start, cols, width, block, per_row))
+                element += stop - start
+            row += rows
+        return found
 
     def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         """The shape of the local scales of codecs with one scale per block."""

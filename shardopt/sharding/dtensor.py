@@ -1,14 +1,16 @@
 """DTensor parameters: FSDP2 (``fully_shard``), HSDP, tensor parallel, and their combinations.
 
-Rows stay whole where only dim 0 is sharded. A shard of dim 1 cuts rows into column ranges; where these do not end on
-block boundaries, the ranks that share rows exchange the extremes of their cut blocks, and each holds the scales of all
-blocks of its rows (a replicated dimension of the scales' DTensor).
+Rows stay whole where only dim 0 is sharded. A shard of any other dim cuts rows into column ranges. Where each rank has
+one range and it ends on block boundaries, scales are sharded alike. Otherwise the ranks that share rows exchange the
+extremes of their cut blocks, and each holds the scales of all blocks of its rows (a replicated dimension of the scales'
+DTensor).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -18,12 +20,13 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_process_group_ranks
-from torch.distributed.tensor import DTensor, Replicate, _utils
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardopt.layout import BlockGrid, Division, LocalBlocks, Region, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
+from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
 from shardopt.sharding.exchange import RanksExchange, joint_group
 
 _CACHED_SHARDS = 8192
@@ -32,17 +35,6 @@ _CACHED_SHARDS = 8192
 def _along(mesh: DeviceMesh, dims: Sequence[int]) -> RanksExchange:
     """The exchange among the ranks that differ in these dimensions of their coordinates only."""
     return RanksExchange(tuple(mesh.get_group(dim) for dim in dims), mesh.device_type)
-
-
-class _MeshAt:
-    """A mesh as seen from another rank: the part of DeviceMesh's interface from which PyTorch 2.6 computes offsets."""
-
-    def __init__(self, mesh: DeviceMesh, coordinate: Sequence[int]) -> None:
-        self.ndim, self.size = mesh.ndim, mesh.size
-        self._coordinate = list(coordinate)
-
-    def get_coordinate(self) -> list[int]:
-        return self._coordinate
 
 
 class DTensorShard(Shard):
@@ -57,63 +49,45 @@ class DTensorShard(Shard):
             raise RuntimeError(
                 f"got a parameter with placements {placements}, expected Shard or Replicate; reduce it first"
             )
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise RuntimeError(f"got a parameter on {mesh}, which this rank is not part of")
         self._mesh = mesh
         self._placements = placements
-        local_shape, offset = self._part_of(global_shape, tuple(coordinate))
-        super().__init__(global_shape, local_shape)
-        self.offset = tuple(offset)
-        self._first_row = offset[0] if offset else 0
-        self.first_col = offset[1] * math.prod(global_shape[2:]) if len(offset) > 1 else 0
+        coordinate = mesh.get_coordinate()
+        self.is_here = coordinate is not None  # where it is not, the local tensor is empty, as torch makes it
+        indices = ((),) * len(global_shape) if coordinate is None else self._indices_at(global_shape, coordinate)
+        super().__init__(global_shape, tuple(map(count, indices)) if self.is_here else (0,))
+        self.indices = indices
         self.cuts_rows = any(getattr(placement, "dim", 0) > 0 for placement in placements)
         self._blocks: dict[int, LocalBlocks] = {}
 
-    def _part_of(
-        self, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Local shape and global offset of the part at a coordinate of the mesh."""
-        if hasattr(_utils, "_compute_local_shape_and_global_offset"):
-            return _utils._compute_local_shape_and_global_offset(
-                global_shape, self._mesh.shape, list(coordinate), self._placements
-            )
-        at = _MeshAt(self._mesh, coordinate)  # before PyTorch 2.8
-        shape, offset = _utils.compute_local_shape_and_global_offset(global_shape, at, self._placements)  # type: ignore[arg-type]
-        return tuple(shape), tuple(offset)
+    def _indices_at(self, shape: tuple[int, ...], coordinate: Sequence[int]) -> tuple[Ranges, ...]:
+        """The indices of each dimension that the rank at a coordinate of the mesh holds."""
+        indices = [joined([(0, size)]) for size in shape]
+        for placement, size, at in zip(self._placements, self._mesh.shape, coordinate, strict=True):
+            if isinstance(placement, _StridedShard):
+                dim = placement.dim
+                indices[dim] = strided_chunk(indices[dim], size, at, int(placement.split_factor))
+            elif not placement.is_replicate():
+                dim = placement.dim  # type: ignore[attr-defined]
+                indices[dim] = chunk(indices[dim], size, at)
+        return tuple(indices)
 
     @cached_property
-    def first_element(self) -> int:  # type: ignore[override]
-        self._require_ranges(
-            "rounding at random", "use stochastic_rounding=False and another codec than log4 for this parameter"
-        )
-        return self._first_row * self.row_numel + self.first_col
-
-    def _require_ranges(self, purpose: str, other_remedy: str = "step it with another optimizer") -> None:
-        strided = {getattr(placement, "dim", 0) for placement in self._placements if hasattr(placement, "split_factor")}
-        deepest = max((getattr(placement, "dim", 0) for placement in self._placements), default=0)
-        if deepest > 1 or any(self._ends_of(dim) is None for dim in strided):
-            raise RuntimeError(
-                f"got a parameter of shape {self.global_shape} with placements {self._placements} for {purpose}, "
-                f"expected every rank to hold one range of dim 0 and one of dim 1; shard it so, or {other_remedy}"
-            )
-
-    @cached_property
-    def holders(self) -> RanksExchange:  # type: ignore[override]
+    def holders(self) -> RanksExchange | None:  # type: ignore[override]
+        if not self.is_here:
+            return None
         return _along(self._mesh, range(self._mesh.ndim))
 
     @cached_property
     def parts(self) -> RanksExchange | None:  # type: ignore[override]
         sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
-        return _along(self._mesh, sharded) if sharded else None
+        return _along(self._mesh, sharded) if sharded and self.is_here else None
 
     @cached_property
     def division(self) -> Division | None:  # type: ignore[override]
         mesh_dims = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
-        if not mesh_dims:
+        if not mesh_dims or not self.is_here:
             return None
         mine = self._mesh.get_coordinate()
-        self._require_ranges("Muon")
         assert mine is not None
         coordinates: dict[int, tuple[int, ...]] = {}  # by global rank, of those that hold the parts
         for at in itertools.product(*(range(self._mesh.size(dim)) for dim in mesh_dims)):
@@ -126,10 +100,21 @@ class DTensorShard(Shard):
         return Division(RanksExchange((group,), self._mesh.device_type), tuple(regions))
 
     def _region_at(self, coordinate: tuple[int, ...]) -> Region:
-        shape, offset = self._part_of(self.global_shape, coordinate)
-        columns = offset[1] * math.prod(self.global_shape[2:]) if len(offset) > 1 else 0
-        first = offset[0] * self.row_numel + columns if math.prod(shape) else 0
-        return Region(first, shape[0], math.prod(shape[1:]), self.row_numel)
+        shape, indices = self.global_shape, self._indices_at(self.global_shape, coordinate)
+        if any(len(of_dim) > 1 for of_dim in indices):
+            raise RuntimeError(
+                f"got a parameter of shape {shape} with placements {self._placements} for Muon, expected every rank to "
+                "hold one range of each dim; shard it so, or step it with another optimizer"
+            )
+        sizes = [count(of_dim) for of_dim in indices]
+        if not math.prod(sizes):
+            return Region(0, sizes[0], 0, self.row_numel)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first = sum(of_dim[0][0] * stride for of_dim, stride in zip(indices, strides, strict=True))
+        last = max((dim for dim, size in enumerate(sizes) if size < shape[dim]), default=0)  # that is cut
+        between = zip(sizes[1:last], strides[1:last], strict=True)
+        cols = math.prod(sizes[max(last, 1) :])
+        return Region(first, sizes[0], cols, self.row_numel, tuple(between))
 
     @cached_property
     def partition(self) -> Placed | None:  # type: ignore[override]
@@ -141,7 +126,8 @@ class DTensorShard(Shard):
     def _partition_by(self, placements: Sequence[Placement], shape: Sequence[int]) -> Placed | None:
         """The partition by these placements; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
         coordinate = self._mesh.get_coordinate()
-        assert coordinate is not None
+        if coordinate is None:
+            return None
         mesh, offset = self._mesh.mesh, 0
         cuts: list[Cut] = []
         strided: list[Cut] = []
@@ -216,52 +202,35 @@ class DTensorShard(Shard):
     @cached_property
     def _column_dims(self) -> tuple[int, ...]:
         """The mesh dimensions that shard columns."""
-        dims = []
-        for mesh_dim, placement in enumerate(self._placements):
-            dim = getattr(placement, "dim", 0)
-            if dim > 1:
-                raise RuntimeError(
-                    f"got a parameter of shape {self.global_shape} sharded on dim {dim}, expected dim 0 or 1; use "
-                    "another shard_placement_fn or parallelize_module plan, or codec='fp32' for this parameter"
-                )
-            if dim == 1:
-                dims.append(mesh_dim)
-        return tuple(dims)
+        return tuple(at for at, placement in enumerate(self._placements) if getattr(placement, "dim", 0) > 0)
 
     @cached_property
     def _column_ends(self) -> list[int] | None:
-        return self._ends_of(1)
+        """Where the ranges of dim 1 end that the ranks hold which share rows, in order; without empty ranges.
 
-    def _ends_of(self, dim: int) -> list[int] | None:
-        """Where the ranges of a dim end that the ranks hold which share the others, in order; without empty ranges.
-
-        None where some rank holds no single range.
+        None where some rank holds no single range, or another dim is sharded, too.
         """
-        mesh_dims = [d for d, placement in enumerate(self._placements) if getattr(placement, "dim", None) == dim]
         coordinate = [0] * len(self._placements)
-        ranges = set()
-        for at in itertools.product(*(range(self._mesh.size(d)) for d in mesh_dims)):
-            for mesh_dim, value in zip(mesh_dims, at, strict=True):
+        ends = []
+        for at in itertools.product(*(range(self._mesh.size(dim)) for dim in self._column_dims)):
+            for mesh_dim, value in zip(self._column_dims, at, strict=True):
                 coordinate[mesh_dim] = value
-            shape, offset = self._part_of(self.global_shape, tuple(coordinate))
-            if shape[dim]:
-                ranges.add((offset[dim], offset[dim] + shape[dim]))
-        starts, ends = [start for start, _ in sorted(ranges)], [end for _, end in sorted(ranges)]
-        return ends if [*starts, self.global_shape[dim]] == [0, *ends] else None
+            _, columns, *others = self._indices_at(self.global_shape, coordinate)
+            if len(columns) > 1 or [count(of_dim) for of_dim in others] != list(self.global_shape[2:]):
+                return None
+            ends += [end for _, end in columns]
+        return sorted(ends)
 
     def _find_blocks(self, grid: BlockGrid) -> LocalBlocks:
-        if not self._column_dims:
+        if not self._column_dims or not self.is_here:
             return LocalBlocks(0, grid.blocks_per_row, None)
-        if self._column_ends is None:
-            raise RuntimeError(
-                f"got a parameter of shape {self.global_shape} with placements {self._placements}, expected every rank "
-                "to hold one range of dim 1; shard dim 1 on one mesh dimension only"
-            )
-        if self._is_aligned(grid, self._column_ends):
-            first = self.first_col // grid.block_size
-            end = -(-(self.first_col + self.cols) // grid.block_size)
-            return LocalBlocks(first, end - first if self.cols else 0, None)
-        return LocalBlocks(0, grid.blocks_per_row, _along(self._mesh, self._column_dims))
+        size, columns = grid.block_size, self.columns
+        if self._column_ends is not None and self._is_aligned(grid, self._column_ends):
+            ((first, end),) = columns or ((self.row_numel, self.row_numel),)
+            return LocalBlocks(-(-first // size), -(-end // size) - -(-first // size), None)
+        pieces = Counter(block for first, end in columns for block in {first // size, (end - 1) // size})
+        exchange = _along(self._mesh, self._column_dims)
+        return LocalBlocks(0, grid.blocks_per_row, exchange, max(pieces.values(), default=1))
 
     def _is_aligned(self, grid: BlockGrid, ends: list[int]) -> bool:
         """Whether no block is cut and sharding the scales like the parameter gives each rank its own blocks' scales."""
@@ -269,6 +238,8 @@ class DTensorShard(Shard):
         if not all(grid.is_boundary(end * width) for end in ends):
             return False
         blocks = [-(-end * width // grid.block_size) for end in ends]
+        if any(getattr(placement, "dim", 0) > 1 for placement in self._placements):
+            return False  # the scales have two dims
         scales = DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, self._placements)
         return scales._column_ends == blocks
 

@@ -184,19 +184,18 @@ class SliceState:
             for m, x in zip(self.moments, local, strict=True)
         ]
         for rectangle in self._rectangles():
-            numel, lead = rectangle.rows * rectangle.cols, rectangle.first_col % size
-            if numel == 0:
+            lead = rectangle.first_col % size
+            if rectangle.rows * rectangle.cols == 0:
                 continue
-            elements = _elements(rectangle)
-            blocks = [to_blocks(_padded(x.reshape(-1)[elements].view(rectangle.rows, -1), lead), size) for x in local]
+            blocks = [to_blocks(_padded(_matrix(x.reshape(-1), rectangle), lead), size) for x in local]
             if cut_blocks and rectangle.rows == 1:
-                first = self.grid.block_of(self.shard.first_element + rectangle.element)
+                first = self.grid.block_of(self.shard.index_of(rectangle.element))
                 for number in range(blocks[0].shape[1]):
                     for x, whole in zip(blocks, cut_blocks.get(first + number, ()), strict=False):
                         x[0, number] = whole
             covered = slice(rectangle.block, rectangle.block + rectangle.rows * blocks[0].shape[1])
             for k, coded in enumerate(encode_moments(self.codec, self.moments, blocks)):
-                codes[k][elements] = from_blocks(coded.codes, lead + rectangle.cols)[:, lead:].reshape(-1)
+                _matrix(codes[k], rectangle).copy_(from_blocks(coded.codes, lead + rectangle.cols)[:, lead:])
                 new = scales[k]
                 if new is not None and coded.scales is not None:
                     flat = new.view(-1, coded.scales.shape[-1])
@@ -229,7 +228,7 @@ class SliceState:
         for rectangle, coded in self._blocks_of(local):
             lead = rectangle.first_col % self.grid.block_size
             for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
-                x[_elements(rectangle)] = from_blocks(values, lead + rectangle.cols)[:, lead:].reshape(-1)
+                _matrix(x, rectangle).copy_(from_blocks(values, lead + rectangle.cols)[:, lead:])
         return [x.view(self.shard.local_shape) for x in moments]
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
@@ -333,7 +332,7 @@ class SliceState:
             for moment, (codes, scales) in zip(self.moments, local, strict=True):
                 codec = moment.codec(self.codec)
                 zero = codec.zero_code(signed=moment.signed)
-                rows = codes.reshape(-1)[_elements(rectangle)].view(rectangle.rows, -1)
+                rows = _matrix(codes.reshape(-1), rectangle)
                 blocks = to_blocks(_padded(rows, rectangle.first_col % size, zero), size, fill=zero)
                 if scales is None:
                     coded.append(Coded(blocks, None))
@@ -351,9 +350,10 @@ def _as_bytes(codes: Tensor) -> Tensor:
     return codes.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _elements(rectangle: Rectangle) -> slice:
-    """The elements of a rectangle in the flattened slice."""
-    return slice(rectangle.element, rectangle.element + rectangle.rows * rectangle.cols)
+def _matrix(flat: Tensor, rectangle: Rectangle) -> Tensor:
+    """The elements of a rectangle in the flattened slice: a view."""
+    begin = flat.storage_offset() + rectangle.element
+    return flat.as_strided((rectangle.rows, rectangle.cols), (rectangle.row_stride, 1), begin)
 
 
 def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:

@@ -99,6 +99,7 @@ def kernels_of(device: torch.device, offload: Offload) -> torch.device:
 
 def run_phases(calls: Sequence[Call], cuts: CutBlocks) -> None:
     """Runs all phases that change something, also where only other ranks have something to step."""
+    cuts.keep_scales()
     cuts.clear_extremes()
     for call in calls:
         call.run(_C.Phase.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,12 +16,57 @@ from shardopt.state.slice_state import SliceState
 
 
 class CutParameter(NamedTuple):
-    """A parameter whose blocks are cut: what its owners exchange."""
+    """A parameter whose blocks are cut: what its owners exchange.
+
+    Attributes:
+        spec: describes its state.
+        exchange: its owners.
+        scales: float32, ``(rows, blocks[, scales per block])``, one per moment.
+        extremes: int32, ``(pieces, rows, blocks, 2)``, one per moment: this rank may hold several pieces of a block.
+        old_scales: float32, ``(pieces - 1, *scales.shape)``, one per moment with scales: the kernels decode further
+            pieces of a block with these, as the first piece may have replaced the block's scales by then.
+        others: int64, 1-D: blocks of a row of which this rank holds nothing.
+    """
 
     spec: SliceState
-    blocks: LocalBlocks
-    scales: list[Tensor]  # float32, (rows, blocks[, scales per block]), one per moment
-    extremes: list[Tensor]  # int32, (rows, blocks, 2), one per moment
+    exchange: Exchange
+    scales: list[Tensor]
+    extremes: list[Tensor]
+    old_scales: list[Tensor | None]
+    others: Tensor
+
+    @classmethod
+    def of(
+        cls, spec: SliceState, covered: LocalBlocks, scales: Sequence[Tensor | None], device: torch.device
+    ) -> CutParameter:
+        """What the owners of a parameter's blocks exchange, for a shard that cuts blocks.
+
+        Args:
+            spec: describes the parameter's state.
+            covered: the shard's blocks.
+            scales: per moment; None for a moment that has none.
+            device: of the parameter.
+        """
+        assert covered.exchange is not None
+        size, more = spec.grid.block_size, covered.pieces - 1
+        others = np.ones(covered.per_row, np.bool_)
+        for first, end in spec.shard.columns:
+            others[first // size : -(-end // size)] = False
+        shape = (covered.pieces, spec.shard.rows, covered.per_row, 2)
+        return cls(
+            spec,
+            covered.exchange,
+            [each for each in scales if each is not None],
+            [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
+            [None if each is None else torch.empty((more, *each.shape), device=each.device) for each in scales],
+            torch.from_numpy(np.flatnonzero(others)).to(device),
+        )
+
+    def keep_scales(self) -> None:
+        """Copies the scales for further pieces of a block."""
+        if len(self.extremes[0]) > 1:
+            for copies, scales in zip((x for x in self.old_scales if x is not None), self.scales, strict=True):
+                copies.copy_(scales)
 
 
 class FlatCuts:
@@ -97,12 +143,16 @@ class CutBlocks:
         self._flat = flat
         self._by_exchange: dict[Exchange, list[CutParameter]] = {}
         for cut in parameters:
-            assert cut.blocks.exchange is not None
-            self._by_exchange.setdefault(cut.blocks.exchange, []).append(cut)
+            self._by_exchange.setdefault(cut.exchange, []).append(cut)
         self.relative = flat.relative or any(cut.spec.relative for cut in parameters)
 
     def __bool__(self) -> bool:
         return bool(self._parameters) or bool(self._flat)
+
+    def keep_scales(self) -> None:
+        """Copies the scales of blocks of which this rank holds several pieces: before the kernels read any."""
+        for cut in self._parameters:
+            cut.keep_scales()
 
     def clear_extremes(self) -> None:
         """Forgets the last step's extremes: 0 is neutral."""
@@ -115,18 +165,20 @@ class CutBlocks:
         """Replaces the extremes by those over all owners of a block."""
         self._flat.exchange()
         for exchange, cuts in self._by_exchange.items():
-            _all_reduce_max(exchange, [e for cut in cuts for e in cut.extremes])
+            every = [extremes for cut in cuts for extremes in cut.extremes]
+            for extremes in every:
+                if len(extremes) > 1:
+                    extremes[0] = extremes.amax(0)
+            _all_reduce_max(exchange, [extremes[0] for extremes in every])
+            for extremes in every:
+                extremes[1:] = extremes[0]
 
     def share_scales(self) -> None:
         """Puts the scales of all blocks of a row on every rank that has a column shard of it."""
         for exchange, cuts in self._by_exchange.items():
             for cut in cuts:
-                shard, size = cut.spec.shard, cut.spec.grid.block_size
-                first = shard.first_col // size - cut.blocks.first
-                last = -(-(shard.first_col + shard.cols) // size) - cut.blocks.first
                 for scales in cut.scales:
-                    scales[:, :first] = 0
-                    scales[:, max(first, last) if shard.cols else 0 :] = 0
+                    scales.index_fill_(1, cut.others, 0)
             # The scales are not negative: as integers they are ordered as they are as floats.
             _all_reduce_max(exchange, [s.view(torch.int32) for cut in cuts for s in cut.scales])
 

@@ -189,5 +189,5 @@ class _Parts(_Journey):
 
 
 def _view(gathered: Tensor, first: int, region: Region) -> Tensor:
-    """A piece as a matrix."""
-    return gathered[first : first + region.numel].view(region.rows, region.cols)
+    """A piece as a tensor of the region's shape."""
+    return gathered[first : first + region.numel].view(region.shape)

@@ -95,11 +95,11 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
     for place, part in enumerate(parameter.spec.slices):
         shard, first = part.spec.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
-        if 0 in shard.global_shape:
+        division = shard.division
+        if 0 in shard.global_shape or (division is None and 0 in shard.local_shape):  # nothing, or on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
         whole = Region(0, shard.global_shape[0], shard.row_numel, shard.row_numel)
-        division = shard.division
         if division is None and parameter.copies is not None:
             division = Division(parameter.copies.ranks, (whole,) * parameter.copies.size)
         regions = (whole,) if division is None else division.regions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.streamed import EXTENT
 from shardopt.kernels.weights import noise_key
-from shardopt.layout import FlatShard, Rectangle
+from shardopt.layout import BlockGrid, FlatShard, Rectangle
 from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.residency import Residency
 from shardopt.state.rule import Rule, hyper_row
@@ -185,16 +186,20 @@ def _rows_of_part(
         _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * low_bytes, residency.state)
     widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
     size = grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
+    pieces_in: Counter[int] = Counter()  # per block, by its index in the scales: pieces before the next one
     divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(part, residency), first_unit):
         pieces = whole.ended(of_step.ends)
         for rectangle in chain.from_iterable(each.divided(grid) for each in pieces) if divides else pieces:
             if rectangle.rows * rectangle.cols == 0:
                 continue
-            in_parameter = _index_in_parameter(part, rectangle)
-            extremes = _addresses([], 0)
+            in_parameter = spec.shard.index_of(rectangle.element)
+            extremes, scales_here = _addresses([], 0), scales
             if rectangle.cut and cut is not None:
-                extremes = _addresses(cut.extremes, rectangle.block, [2] * len(cut.extremes))
+                piece = pieces_in[rectangle.block]
+                pieces_in[rectangle.block] += 1
+                extremes = _addresses([x[piece] for x in cut.extremes], rectangle.block, [2] * len(cut.extremes))
+                scales_here = [x if x is None else x[piece - 1] for x in cut.old_scales] if piece else scales
             elif rectangle.cut:
                 extremes = of_step.flat_cuts.addresses(spec, grid.block_of(in_parameter)) or extremes
             numel = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols
@@ -209,7 +214,7 @@ def _rows_of_part(
                     if low_bits is None
                     else _address(low_bits, rectangle.element * spec.weights.low_bits // 8),
                     "codes": _addresses(codes, rectangle.element),
-                    "scales": _addresses(scales, rectangle.block, widths),
+                    "scales": _addresses(scales_here, rectangle.block, widths),
                     "extremes": extremes,
                     "sums": of_step.sums,
                     "numel": float(math.prod(spec.shard.global_shape)),
@@ -218,7 +223,7 @@ def _rows_of_part(
                     "row_stride": rectangle.row_stride,
                     "scales_row_stride": rectangle.blocks_stride,
                     "first_element": in_parameter,
-                    "global_row_numel": spec.shard.row_numel,
+                    "global_row_numel": rectangle.stride,
                     "noise_key": noise,
                     "block_size": size,
                     "weight_format": spec.weights.index,
@@ -265,33 +270,26 @@ def _cut_parameter(part: Part) -> CutParameter | None:
     if covered.exchange is None:
         return None
     scales = [spec.local_coded(part.state, moment).scales for moment in spec.moments]
-    shape = (spec.shard.rows, covered.per_row, 2)
-    extremes = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in scales]
-    return CutParameter(spec, covered, [s for s in scales if s is not None], extremes)
+    return CutParameter.of(spec, covered, scales, device)
 
 
 def _units(part: Part, residency: Residency) -> list[Rectangle]:
     """The slice as matrices, each small enough to be copied in one go where it is offloaded."""
     spec, shard = part.spec, part.spec.shard
+    size = spec.grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
     if spec.codec.blockwise:
-        rectangles, size = shard.rectangles(spec.grid), spec.grid.block_size
+        rectangles = shard.rectangles(spec.grid)
+    elif shard.is_range or not spec.is_random:  # one long row: columns matter for nothing but noise
+        cols = part.param.numel()
+        rectangles = [Rectangle(0, 1, 0, cols, cols, shard.row_numel, 0, -(-cols // size))]
     else:
-        rows, cols, size = shard.rows, shard.cols, _PLAIN_BLOCK
-        if shard.is_range or not spec.is_random:  # one long row: columns matter for nothing but noise
-            rows, cols = 1, part.param.numel()
-        rectangles = [Rectangle(0, rows, 0, cols, cols, 0, -(-cols // size))]
+        rectangles = shard.rectangles(BlockGrid(shard.global_shape, 1))
     if residency.offload is None:
         return rectangles
     limit = residency.unit_numel(spec, part.param)
+    if any(rectangle.row_stride > rectangle.cols for rectangle in rectangles):  # units must not lie within each other
+        limit = min(limit, min(rectangle.cols for rectangle in rectangles))
     return [unit for rectangle in rectangles for unit in rectangle.split(limit, size)]
-
-
-def _index_in_parameter(part: Part, rectangle: Rectangle) -> int:
-    """The index in the flattened global parameter of a rectangle's first element, where the kernels need it."""
-    shard = part.spec.shard
-    first = shard.first_element if part.spec.is_random or isinstance(shard, FlatShard) else 0
-    row = 0 if shard.is_range else rectangle.element // shard.cols
-    return first + rectangle.element + row * (shard.row_numel - shard.cols)
 
 
 def _check(name: str, key: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:

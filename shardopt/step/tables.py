@@ -224,6 +224,7 @@ class StepTables:
     def _add_up(self, device: torch.device) -> None:
         """Adds up the sums that rules on a device need, over all ranks."""
         self._sums[device].clear()
+        self._exchanges[device].keep_scales()
         for batch in self._batches[device]:
             if batch.call is not None:
                 batch.call.run(_C.Phase.sums)

@@ -17,7 +17,8 @@ import shardopt
 from attack.contents import Known
 from attack.forked import Outcome, call, fault, ok, shown
 from attack.hostile import refused
-from attack.index_file import INDEX, recut
+from attack.index_file import INDEX
+from attack.recut import recut
 from shardopt.checkpoint import CheckpointError
 
 _known: list[Known] = []

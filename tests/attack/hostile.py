@@ -1,4 +1,6 @@
-"""Indexes that never came from a save, but whose checksums are right: mutations of one, and what loading makes of them.
+"""Checkpoints that no save wrote, but whose checksums are right: mutations of one, and what loading makes of them.
+
+The index is changed, or a table of chunks in a data file.
 
 A load may refuse with a CheckpointError, and has then changed nothing. If it succeeds, model, optimizer and extra must
 hold, bit for bit, what a strict reading of the format finds, and hyper-parameters that the optimizer accepts.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,21 +22,28 @@ import torch
 import shardopt
 from attack.contents import Content, content, difference, fingerprint
 from attack.forked import Outcome, call, fault, ok, shown
-from attack.index_file import INDEX, Json, read_index, recut, strict_tensors, with_checksum
+from attack.index_file import INDEX, Saved, Tensors, file_name, read_saved, strict_tensors, with_checksum
 from attack.mutations import mutated
+from attack.recut import recut
+from attack.rules import Json
 from shardopt.checkpoint import CheckpointError, Loaded
 
 
 def attack(seed: int, number: int, base: Path) -> Outcome:
     """Loads what one mutation makes of the checkpoint in a folder that :func:`prepare` made."""
     rng = Random(f"hostile {seed} {number}")
-    pristine = json.loads((base / "pristine.json").read_text())
     folder = base / "checkpoint"
-    if number == 0:
-        mutation, text = "none", json.dumps(pristine)[:-1].encode()
-    else:
-        mutation, text = mutated(rng, pristine)
-    (folder / INDEX).write_bytes(with_checksum(text))
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(base / "pristine", folder)
+    mutation = "none"
+    if number:
+        mutation, text, files = mutated(rng, _saved[0])
+        (folder / INDEX).write_bytes(with_checksum(text))
+        for file, parts in files.items():
+            with (folder / file_name(_saved[0].content, file)).open("wb") as opened:
+                for position, data in parts.items():
+                    opened.seek(position)
+                    opened.write(data)
     with_optimizer = number == 0 or rng.random() > 0.1
     mutation += "" if with_optimizer else "; loaded without optimizer"
     outcome = call(lambda: check(folder, with_optimizer, must_succeed=number == 0))
@@ -42,11 +52,11 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
 
 def prepare(base: Path) -> None:
     """Saves a checkpoint of several data files, each tensor in several chunks."""
-    folder = base / "checkpoint"
+    folder = base / "pristine"
     rng = torch.arange(300, dtype=torch.int64)
     content(1).save(folder, {"k": 1, "note": "text", "numbers": [1, -2.5, None], "rng": rng})
     recut(folder)
-    (base / "pristine.json").write_text(json.dumps(read_index(folder)))
+    _saved[:] = [read_saved(folder)]
     _targets[:] = [content(7), content(8)]
 
 
@@ -55,6 +65,8 @@ MOST_CHARACTERS = 600
 
 #: What is loaded into, and what tries options: made before the forks.
 _targets: list[Content] = []
+#: What is mutated.
+_saved: list[Saved] = []
 
 
 def check(folder: Path, with_optimizer: bool, must_succeed: bool) -> Outcome:
@@ -108,10 +120,9 @@ def succeeded(folder: Path, target: Content, loaded: Loaded, before: Any, with_o
         content = json.loads((folder / INDEX).read_bytes())
     except (ValueError, RecursionError) as error:
         return fault("loaded what is no JSON", shown(str(error)))
-    if isinstance(content.get("tensors"), dict) and not with_optimizer:  # nobody reads what belongs to one
-        own = {name: tensor for name, tensor in content["tensors"].items() if not name.startswith("optimizer.")}
-        content["tensors"] = own
-    tensors = strict_tensors(folder, content)
+    names = [name for name, _ in target.model.named_parameters()] if with_optimizer else []
+    own = ("model.", "extra.", *(f"optimizer.{name}." for name in names))  # nobody reads others
+    tensors = strict_tensors(folder, content, lambda name: name.startswith(own))
     if isinstance(tensors, str):
         return fault("loaded what the format forbids", tensors)
     outcome = _same(target, tensors, loaded, content, with_optimizer)
@@ -121,7 +132,7 @@ def succeeded(folder: Path, target: Content, loaded: Loaded, before: Any, with_o
     return fault("optimizer changed without being given", changed) if changed else outcome
 
 
-def _same(target: Content, tensors: dict[str, Any], loaded: Loaded, content: Json, with_optimizer: bool) -> Outcome:
+def _same(target: Content, tensors: Tensors, loaded: Loaded, content: Json, with_optimizer: bool) -> Outcome:
     """Whether the tensors that were loaded are those expected. A parameter without saved state has none afterwards."""
     wanted: dict[str, Any] = {f"model.{name}": tensor for name, tensor in target.model.state_dict().items()}
     if with_optimizer:
@@ -137,10 +148,8 @@ def _same(target: Content, tensors: dict[str, Any], loaded: Loaded, content: Jso
         got = fingerprint(tensor)
         if got != ("tensor", f"torch.{dtype}", shape, data):
             return fault("loaded other bits than the strict reader", f"{name} {shown(got[:3])} {dtype} {shape}")
-    own = ("model.", "extra.", *(f"optimizer.{name}." for name, _ in target.model.named_parameters() if with_optimizer))
-    known = {name for name in tensors if name.startswith(own)}
-    if not known <= wanted.keys():
-        return fault("a tensor was left out", shown(sorted(known - wanted.keys())))
+    if not tensors.keys() <= wanted.keys():
+        return fault("a tensor was left out", shown(sorted(tensors.keys() - wanted.keys())))
     plain = {key: value for key, value in loaded.extra.items() if key not in extra}
     expected = {key: value for key, value in content["header"].get("extra", {}).items() if key not in extra}
     if fingerprint(plain) != fingerprint(expected):

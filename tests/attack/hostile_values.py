@@ -42,12 +42,20 @@ DTYPES: list[Any] = [
     *("nn", "ops", "_C", "FLOAT32", "float8_e4m3fn", "float64", "int64", "bfloat16", "uint8", "int8", "bool", "bits8"),
     *("", " float32", "float32\0", "__dict__", "classes", "quint4x2", "uint7", "int32", 32, None, ["float32"], True),
 ]
-FILES: list[Any] = [
+#: For the token that names of data files begin with.
+TOKENS: list[Any] = [
     *("../x", "/etc/passwd", "a/b", "", ".", "..", "/", "/dev/zero", "/dev/stdin", "checkpoint.json", "/proc/self/mem"),
-    *("0123456789abcdef-0.bin", "../0123456789abcdef-0.bin", "0123456789abcdef-0.bin\n", "0123456789abcdef-\u0661.bin"),
-    *("0123456789abcdef-" + "1" * 1000 + ".bin", "a\nb"),
+    *("0123456789abcdef", "../0123456789abcdef", "0123456789abcdef\n", "0123456789abcde\u0661", "0123456789ABCDEF"),
+    *("0123456789abcdef-0.bin", "0" * 15, "0" * 17, "1" * 1000, "a\nb", "\0" * 16, "a/../b/../c/../d"),
     *("a\0b", "\ud800", "~/x", "C:\\x", "a" * 300, "a" * 100_000, "//etc/hosts", "./checkpoint.json", 1, None, ["a"]),
 ]
+#: For numbers that count files, elements or dimensions.
+SIZES: list[Any] = [
+    *(0, 1, 2, 3, 4, 5, 63, 64, 65, 200, 10**6, 2**31 - 1, 2**31, 2**32, 10**12, 2**53, 10**18, 2**62, 2**63 - 1),
+    *(2**63, 2**64, 10**400, -1, -(2**31), -(2**63), True, 1.0, 0.5, "1", None, [1], float("nan"), float("inf")),
+]
+#: For the columns of a table, of 4 and of 8 bytes.
+COLUMNS = [0, 1, 2, 63, 64, 65, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 64, 2**63 - 1, -1, -2, -64, -(2**63)]
 OPTIONS: dict[str, list[Any]] = {
     "lr": ["abc", float("nan"), float("inf"), 1e39, -1.0, None, [1], True, {}, 10**400, 0.5, 0, "0.1", 2**63],
     "betas": [

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from attack.forked import shown
-from attack.index_file import Json
+from attack.rules import Json
 
 Place = tuple[Any, ...]
 

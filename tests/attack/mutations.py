@@ -1,33 +1,48 @@
-"""Mutations of the JSON of an index, at random: any value by any other, and what only who knows the format would do."""
+"""Mutations of the JSON of an index, at random: any value by any other, and what only who knows the format would do.
+
+Mutations of rules and tables are in :mod:`attack.rule_mutations` and :mod:`attack.table_mutations`.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-import os
-import zlib
 from collections.abc import Callable
 from random import Random
 
 from attack.forked import shown
-from attack.hostile_values import DEEP, DTYPES, FILES, NAMES, OPTIONS, VALUES, Raw
-from attack.index_file import ITEMSIZES, Json
+from attack.hostile_values import DEEP, DTYPES, NAMES, OPTIONS, VALUES, Raw
+from attack.index_file import Saved
 from attack.json_places import at, places, put, shown_place, some_place
+from attack.rule_mutations import OF_RULES
+from attack.rules import Json
+from attack.table_mutations import OF_TABLES, State
+
+#: A tensor without elements.
+EMPTY = {"dtype": "uint8", "shape": [0], "start": 0, "cuts": []}
 
 
-def mutated(rng: Random, content: Json) -> tuple[str, bytes]:
-    """A mutation's description, and the index's text up to its checksum."""
-    content = copy.deepcopy(content)
+def mutated(rng: Random, saved: Saved) -> tuple[str, bytes, dict[int, dict[int, bytes]]]:
+    """A mutation's description, the index's text up to its checksum, and changed data files as bytes by position."""
+    state = State(*copy.deepcopy(saved))
     mutate = rng.choice(list(MUTATIONS))
-    description = f"{mutate.__name__.strip('_')}: {mutate(rng, content)}"
+    if mutate in OF_TABLES:
+        description = f"{mutate.__name__.strip('_')}: {mutate(rng, state)}"  # type: ignore[arg-type]
+    else:
+        description = f"{mutate.__name__.strip('_')}: {mutate(rng, state.content)}"  # type: ignore[arg-type]
+    if rng.random() < 0.7:
+        description += state.fit_names()
+    files = state.files()
+    content = state.content
     for place in list(places(content)):  # what JSON's own encoder does not write
         if isinstance(at(content, place), Raw):
             raw = at(content, place).text
             put(content, place, "@raw@")
-            return description, json.dumps(content)[:-1].replace('"@raw@"', raw).encode("utf-8", "surrogatepass")
+            text = json.dumps(content)[:-1].replace('"@raw@"', raw).encode("utf-8", "surrogatepass")
+            return description, text, files
     text = content.pop("@text@", None)
-    return description, json.dumps(content)[:-1].encode() if text is None else text
+    return description, json.dumps(content)[:-1].encode() if text is None else text, files
 
 
 def _replace_any(rng: Random, content: Json) -> str:
@@ -78,7 +93,23 @@ def _rename(rng: Random, content: Json) -> str:
 
 def _add(rng: Random, content: Json) -> str:
     place = rng.choice([(), *(p for p in places(content) if isinstance(at(content, p), dict))])
-    key = rng.choice(["more", "__class__", "", "_replace", "crc", "chunks", "dtype", "params", "lr", *NAMES[:5]])
+    key = rng.choice(
+        [
+            "more",
+            "__class__",
+            "",
+            "_replace",
+            "crc",
+            "start",
+            "cuts",
+            "range",
+            "parts",
+            "dtype",
+            "params",
+            "lr",
+            *NAMES[:5],
+        ]
+    )
     value = rng.choice(VALUES)
     at(content, place)[key] = copy.deepcopy(value)
     return f"{shown_place((*place, key))} = {shown(value)}"
@@ -112,43 +143,8 @@ def _swap(rng: Random, content: Json) -> str:
     return f"{shown_place(one)} with {shown_place(other)}"
 
 
-def _chunks(rng: Random, content: Json) -> str:
-    """Chunks that do not fill their tensor, or twice, or elsewhere; few of these are harmless."""
-    name = rng.choice([name for name, tensor in content["tensors"].items() if len(tensor["chunks"]) > 1])
-    tensor = content["tensors"][name]
-    chunks = tensor["chunks"]
-    one, other = rng.sample(range(len(chunks)), 2)
-    fields = rng.choice(
-        [["offsets"], ["shape"], ["offsets", "shape"], ["file"], ["file", "position", "bytes", "crc32"], ["position"]]
-    )
-    dim = rng.randrange(len(tensor["shape"]))
-    far = rng.choice([-1, 1, 100_000, 10**18, 2**63, -(10**18), True, 0.0, -0.0])
-    how = rng.choice(["swap", "copy", "drop", "double", "order", "far", "transpose", "offset", "wide"])
-    if how == "swap":
-        for field in fields:
-            chunks[one][field], chunks[other][field] = chunks[other][field], chunks[one][field]
-    elif how == "copy":
-        chunks[one].update({field: copy.deepcopy(chunks[other][field]) for field in fields})
-    elif how == "drop":
-        del chunks[one]
-    elif how == "double":
-        chunks.insert(other, copy.deepcopy(chunks[one]))
-    elif how == "order":
-        rng.shuffle(chunks)
-    elif how == "far":
-        chunks[one]["offsets"][dim] = far
-    elif how == "transpose":
-        chunks[one]["shape"] = chunks[one]["shape"][::-1]
-    elif how == "offset":
-        chunks[one]["offsets"] = [offset + rng.randint(-3, 3) for offset in chunks[one]["offsets"]]
-    else:
-        chunks[one]["shape"][dim] += 1
-        chunks[other]["shape"][dim] -= 1
-    return f"{how} {fields if how in ('swap', 'copy') else ''} {far if how == 'far' else ''} in {name}, {one}, {other}"
-
-
 def _shape(rng: Random, content: Json) -> str:
-    """Another shape of as many elements, or of none, of a whole tensor or a chunk too."""
+    """Another shape of as many elements, or of none, and the rule with it, or not."""
     name = rng.choice(list(content["tensors"]))
     tensor = content["tensors"][name]
     count = math.prod(tensor["shape"])
@@ -170,16 +166,16 @@ def _shape(rng: Random, content: Json) -> str:
         [float(count)],
     ]
     tensor["shape"] = rng.choice(shapes)
-    how = rng.choice(["", "one chunk", "no chunk", "chunks alike"])
-    if how == "one chunk":
-        tensor["chunks"] = [{**tensor["chunks"][0], "offsets": [0] * len(tensor["shape"]), "shape": tensor["shape"]}]
-        tensor["chunks"][0]["bytes"] = math.prod(tensor["shape"]) * ITEMSIZES[tensor["dtype"]]
-    elif how == "no chunk":
-        tensor["chunks"] = []
-    elif how == "chunks alike":
-        for chunk in tensor["chunks"]:
-            chunk["shape"] = chunk["shape"][::-1]
-            chunk["offsets"] = chunk["offsets"][::-1]
+    how = rng.choice(["", "one file", "no part", "parts alike"])
+    if how != "":
+        for key in ("start", "cuts", "range", "parts"):
+            tensor.pop(key, None)
+    if how == "one file":
+        tensor.update(start=rng.randrange(4), cuts=[])
+    elif how == "no part":
+        tensor["parts"] = []
+    elif how == "parts alike":
+        tensor["parts"] = [[file, [0] * len(tensor["shape"]), tensor["shape"]] for file in range(2)]
     return f"{name} {shown(tensor['shape'])} {how}"
 
 
@@ -187,22 +183,6 @@ def _dtype(rng: Random, content: Json) -> str:
     name, dtype = rng.choice(list(content["tensors"])), rng.choice(DTYPES)
     content["tensors"][name]["dtype"] = dtype
     return f"{name} {dtype!r}"
-
-
-def _file(rng: Random, content: Json) -> str:
-    """The name of a data file, in one chunk or everywhere."""
-    old, new = rng.choice(list(content["files"])), rng.choice(FILES)
-    how = rng.choice(["chunk", "everywhere", "listed"])
-    chunks = [c for tensor in content["tensors"].values() for c in tensor["chunks"] if c["file"] == old]
-    if how == "everywhere":
-        for chunk in chunks:
-            chunk["file"] = new
-    elif how == "chunk":
-        rng.choice(chunks)["file"] = new
-    if isinstance(new, str | int | None):
-        length = rng.choice([content["files"][old], 0, 10**6, None])
-        content["files"][new] = os.path.getsize(new) if length is None and os.path.isfile(str(new)) else length
-    return f"{how} {shown(new)} for {old}"
 
 
 def _header(rng: Random, content: Json) -> str:
@@ -246,7 +226,23 @@ def _option(rng: Random, content: Json) -> str:
 
 def _version(rng: Random, content: Json) -> str:
     key = rng.choice(["format", "format_version"])
-    versions = [0, 2, 99, -1, 1.0, True, "1", None, [1], {"a": 1}, float("nan"), 10**400, Raw("1" * 5000), Raw("1.0e0")]
+    versions = [
+        0,
+        1,
+        3,
+        99,
+        -1,
+        2.0,
+        True,
+        "2",
+        None,
+        [1],
+        {"a": 1},
+        float("nan"),
+        10**400,
+        Raw("1" * 5000),
+        Raw("2.0e0"),
+    ]
     content[key] = rng.choice(versions)
     return f"{key} = {shown(content[key])}"
 
@@ -288,13 +284,13 @@ def _name(rng: Random, content: Json) -> str:
     how = rng.choice(["tensor", "tensor", "tensor", "option", "options", "optimizer", "parameter", "version", "codec"])
     if how == "tensor":
         prefix = rng.choice(["model.", "optimizer.", "optimizer.weight.", "extra.", ""])
-        content["tensors"][prefix + name] = {"dtype": "uint8", "shape": [0], "chunks": []}
+        content["tensors"][prefix + name] = dict(EMPTY)
         how += f" {prefix}"
     elif how == "version":
         content["format_version"] = name
     elif how == "optimizer":
         header["optimizer"] = name
-        content["tensors"]["optimizer.weight.more"] = {"dtype": "uint8", "shape": [0], "chunks": []}
+        content["tensors"]["optimizer.weight.more"] = dict(EMPTY)
     elif how == "parameter":
         rng.choice(header["param_groups"])["parameters"][0] = name
     elif how == "codec":
@@ -303,35 +299,6 @@ def _name(rng: Random, content: Json) -> str:
         for group in header["param_groups"][: 1 if how == "option" else None]:
             group["options"][name] = 1
     return f"{how} {name[:9]!a}"
-
-
-def _large_extra(rng: Random, content: Json) -> str:
-    """Extra tensors, whose shapes no model knows: empty but wide, or larger than their data."""
-    shape = rng.choice([[10**10], [2**31, 2], [0, 2**62, 4], [2**62], [10**18], [10**18, 0], [2**33, 0], [0] * 65])
-    chunks = rng.choice([[], content["tensors"]["extra.rng"]["chunks"]])
-    if rng.random() < 0.5 and chunks:
-        (name, length), *_ = content["files"].items()
-        chunks = [{**chunks[0], "file": name, "shape": shape, "offsets": [0] * len(shape)}]
-        chunks[0]["bytes"] = math.prod(shape)
-        content["files"][name] = rng.choice([length, math.prod(shape) + 10**6])
-    content["tensors"]["extra.large"] = {"dtype": "uint8", "shape": shape, "chunks": copy.deepcopy(chunks)}
-    return f"{shown(shape)} in {len(chunks)} chunks"
-
-
-def _many_chunks(rng: Random, content: Json) -> str:
-    """Rightly described, or all alike; in any case slowly checked by a loop in a loop."""
-    count = rng.choice([2000, 5000])
-    first = content["tensors"]["extra.rng"]["chunks"][0]
-    one = {**first, "shape": [1], "bytes": 1, "offsets": [0]}
-    how = rng.choice(["apart", "overlapping", "empty"])
-    chunks = [{**one, "offsets": [0 if how == "overlapping" else index]} for index in range(count)]
-    if how == "empty":
-        chunks = [{**one, "shape": [0], "bytes": 0, "crc32": 0, "offsets": [index]} for index in range(count)]
-    content["tensors"]["extra.many"] = {"dtype": "uint8", "shape": [0 if how == "empty" else count], "chunks": chunks}
-    if how == "apart":
-        for chunk in chunks:
-            chunk["crc32"] = zlib.crc32(b"\0")
-    return f"{how} {count}"
 
 
 def _text(rng: Random, content: Json) -> str:
@@ -348,8 +315,10 @@ def _text(rng: Random, content: Json) -> str:
         "comma": plain + b",",
         "empty": b"",
         "only": b'{"format": "shardopt"',
-        "nothing": b'{"format": "shardopt", "format_version": 1',
-        "few": b'{"format": "shardopt", "format_version": 1, "header": {}, "files": {}, "tensors": {}',
+        "nothing": b'{"format": "shardopt", "format_version": 2',
+        "few": b'{"format": "shardopt", "format_version": 2, "header": {}, "token": "'
+        + b"0" * 16
+        + b'", "files": [], "tensors": {}',
         "NUL": plain[:place] + b"\0" + plain[place:],
         "space": plain + b" " * 10**6,
         "deep": b'{"format": "shardopt", "a": ' + b"[" * DEEP,
@@ -361,10 +330,11 @@ def _text(rng: Random, content: Json) -> str:
 
 
 #: The more often, the more likely.
-MUTATIONS: list[Callable[[Random, Json], str]] = [
+MUTATIONS: list[Callable[..., str]] = [
     *([_replace_any] * 5),
-    *([_chunks] * 4),
     *([_option, _name] * 3),
-    *([_change_number, _delete, _header, _file] * 2),
-    *(_rename, _add, _duplicate_key, _swap, _shape, _dtype, _version, _tensors, _text, _large_extra, _many_chunks),
+    *([_change_number, _delete, _header] * 2),
+    *(_rename, _add, _duplicate_key, _swap, _shape, _dtype, _version, _tensors, _text),
+    *(OF_RULES * 2),
+    *(OF_TABLES * 2),
 ]

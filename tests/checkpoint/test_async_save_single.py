@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import Future
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shardopt
 from shardopt.checkpoint import CheckpointError
@@ -140,3 +143,16 @@ def test_no_room_for_copies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match=r"cannot stage \d+ bytes: No space left .*; make room or choose another"):
         shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_program_that_ends_meanwhile_completes_the_save(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, shardopt\n"
+        "model = torch.nn.Linear(1000, 3000)\n"
+        "saving = shardopt.checkpoint.async_save(sys.argv[1], model, number=3)\n"
+        "assert not saving.done()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert shardopt.checkpoint.load(tmp_path, torch.nn.Linear(1000, 3000)).extra == {"number": 3}

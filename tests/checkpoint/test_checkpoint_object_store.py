@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import shardopt
-from shardopt.checkpoint import CheckpointError, retries
+from shardopt.checkpoint import CheckpointError, data_file, object_store, retries
 from test_portable_checkpoint_single import everything, same, step_with, trained
 
 fsspec = pytest.importorskip("fsspec")
@@ -59,6 +61,48 @@ def test_only_the_newest_stay(url: str) -> None:
     for step in range(4):
         shardopt.checkpoint.save(f"memory://runs/step-{step}", model, keep_last=2)
     assert [bool(names(f"/runs/step-{step}")) for step in range(4)] == [False, False, True, True]
+
+
+def test_names_below_no_folder(url: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    for step in range(3):
+        shardopt.checkpoint.save(f"memory://step-{step}", model, keep_last=1)
+    assert [bool(names(f"/step-{step}")) for step in range(3)] == [False, False, True]
+
+
+def test_where_uploads_are_not_atomic(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by sftp: the index is renamed."""
+    monkeypatch.setattr(object_store, "_PROTOCOLS", frozenset())
+    model, optimizer = trained()
+    shardopt.checkpoint.save(url, model, optimizer)
+    expected, before = everything(model, optimizer), names()
+    step_with(model, optimizer, 3)
+    with monkeypatch.context() as context:
+        Failing(context)("mv", 1000, StoreError("forbidden"))
+        with pytest.raises(CheckpointError, match="forbidden"):
+            shardopt.checkpoint.save(url, model, optimizer)
+    assert set(before) <= set(names())
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(url, other, fresh)
+    assert same(everything(other, fresh), expected)
+    shardopt.checkpoint.save(url, model, optimizer)
+    assert len(names()) == 2
+
+
+def test_urls_of_files_are_folders(tmp_path: Path) -> None:
+    """With a lock, and a rename."""
+    shardopt.checkpoint.save(f"file://{tmp_path}/step-1", torch.nn.Linear(3, 2))
+    assert (tmp_path / "step-1" / "checkpoint.lock").exists()
+
+
+def test_an_upload_that_fails_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    with monkeypatch.context() as context:
+        context.setattr(data_file, "_with_checksum", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shardopt.checkpoint.save(url, model, optimizer)
+    gc.collect()
+    assert names() == []
 
 
 class Failing:

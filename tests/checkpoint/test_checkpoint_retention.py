@@ -11,6 +11,7 @@ import torch
 
 import shardopt
 from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint.folder_lock import FolderLock
 
 
 def save(folder: Path, step: int, keep_last: int | None = None, name: str = "step-{}") -> None:
@@ -51,6 +52,32 @@ def test_other_files_in_a_folder_stay(tmp_path: Path) -> None:
     (tmp_path / "step-1" / "notes.txt").write_text("mine")
     save(tmp_path, 2, keep_last=1)
     assert names(tmp_path / "step-1") == ["notes.txt"]
+
+
+def test_links_and_others_indexes_stay(tmp_path: Path) -> None:
+    """A link to an archived checkpoint, and a folder of another program with a file of the index's name."""
+    save(tmp_path / "archive", 1)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "step-1").symlink_to(tmp_path / "archive" / "step-1")
+    (tmp_path / "runs" / "step-2").mkdir()
+    (tmp_path / "runs" / "step-2" / "checkpoint.json").write_text('{"someone": "else"}')
+    save(tmp_path / "runs", 3, keep_last=1)
+    assert names(tmp_path / "runs") == ["step-1", "step-2", "step-3"]
+    assert shardopt.checkpoint.load(tmp_path / "runs" / "step-1", torch.nn.Linear(3, 2)).extra == {"step": 1}
+
+
+def test_leftovers_go_later(tmp_path: Path) -> None:
+    """Data without an index, of a removal that was interrupted or a save that failed, unless a save is under way."""
+    for step in (1, 2):
+        save(tmp_path, step)
+        (tmp_path / f"step-{step}" / "checkpoint.json").unlink()
+    lock = FolderLock(tmp_path / "step-2")
+    lock.acquire()
+    save(tmp_path, 3, keep_last=5)
+    lock.release()
+    assert names(tmp_path) == ["step-2", "step-3"]
+    save(tmp_path, 4, keep_last=5)
+    assert names(tmp_path) == ["step-3", "step-4"]
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import torch
 from checkpoint_folder import Cuts, assert_only, bits, cut, flip, index_of, load, save, saved, the_data_file, values_of
 from shardopt.checkpoint import data_file, read_header
 from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.pipeline import computed_ahead
@@ -241,3 +242,17 @@ def test_computed_ahead() -> None:
     with pytest.raises(KeyError), computed_ahead(jobs(20)) as results:
         raise KeyError(next(results))
     assert threading.active_count() == before
+
+
+def test_files_of_several_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions beyond 32 bits: the file begins with a hole."""
+    begin = DataFileWriter.__init__
+
+    def late(self: DataFileWriter, name: str) -> None:
+        begin(self, name)
+        self._end = 5 << 30
+
+    monkeypatch.setattr(DataFileWriter, "__init__", late)
+    saved(tmp_path)
+    assert all(chunk.position >= 5 << 30 for chunks in read_index(tmp_path).values() for chunk in chunks)
+    assert_only(tmp_path)

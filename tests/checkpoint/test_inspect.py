@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import shardopt
+from attack.index_file import read_index, write_index
 from shardopt.__main__ import main
-from shardopt.checkpoint import save
+from shardopt.checkpoint import CheckpointError, save
 from shardopt.checkpoint.summary import summarize
 
 
@@ -99,3 +100,26 @@ def test_plot(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "codes.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         main(["inspect", str(saved), "--plot", "x.png", "--index-only"])
+
+
+def test_float8_and_what_no_version_writes(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    values = torch.tensor([1.0, -2.0, float("nan")]).to(torch.float8_e4m3fn)
+    save(tmp_path, model, small=values)
+    summary = summarize(tmp_path)
+    assert summary.others["extra.small"].shape == (3,)
+    content = read_index(tmp_path)
+    content["header"]["param_groups"] = [{"parameters": 3, "options": []}]
+    write_index(tmp_path, content)
+    with pytest.raises(CheckpointError, match="param group 0: got no parameters"):
+        summarize(tmp_path)
+
+
+def test_values_of_extra_tensors_are_verified(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(3, 2), small=torch.arange(300))
+    (file,) = tmp_path.glob("*.bin")
+    content = bytearray(file.read_bytes())
+    content[7] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match="got checksum"):
+        summarize(tmp_path)

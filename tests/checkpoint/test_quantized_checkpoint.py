@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardopt
-from attack.index_file import read_index, write_index
+from attack.index_file import read_index, write_fitting, write_index
 from shardopt import quantize_state
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.quantized.packing import packed, unpacked
@@ -205,7 +205,7 @@ def test_one_of_shardopt_is_another_optimizer(tmp_path: Path) -> None:
 
 
 def _edits() -> dict[str, Any]:
-    """Changes of an index that its checksum does not show."""
+    """Changes of an index that no checksum shows; the tables are made to fit."""
 
     def options(index: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = index["header"]["param_groups"][0]["options"]
@@ -245,7 +245,7 @@ def test_damage(tmp_path: Path, edit: str) -> None:
     shardopt.checkpoint.save(tmp_path, model, optimizer)
     index = read_index(tmp_path)
     _edits()[edit](index)
-    write_index(tmp_path, index)
+    write_fitting(tmp_path, index)
     trained(optimizer, list(model))
     before, groups = bits(list(model), optimizer), repr(optimizer.param_groups)
     with pytest.raises(CheckpointError) as raised:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint_folder
 import shardopt
 from checkpoint_folder import index_of
 from ranks.pool import Pool
-from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint import CheckpointError, copies
 from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.saving import Saving
 from shardopt.layout.partition import Cut, GridPartition, Placed
 
 
@@ -49,7 +52,7 @@ def _stepped(model: nn.Module, width: int = 130) -> shardopt.AdamW8bit:
 def counted() -> Iterator[list[int]]:
     """The bytes that this rank sends by each collective of a save, and no pickling."""
     sent: list[int] = []
-    gather, broadcast, dumps = Ranks._all_gathered, Ranks._broadcast, pickle.dumps
+    gather, broadcast, pickler = Ranks._all_gathered, Ranks._broadcast, distributed_c10d._pickler
 
     def counting(self: Ranks, tensor: Tensor) -> Any:
         sent.append(tensor.nbytes)
@@ -59,14 +62,18 @@ def counted() -> Iterator[list[int]]:
         sent.append(tensor.nbytes)
         broadcast(self, tensor, source)
 
-    def refuse(*args: Any, **kwargs: Any) -> bytes:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was pickled")
 
-    Ranks._all_gathered, Ranks._broadcast, pickle.dumps = counting, counting_broadcast, refuse  # type: ignore[method-assign]
+    Ranks._all_gathered, Ranks._broadcast = counting, counting_broadcast  # type: ignore[method-assign]
+    distributed_c10d._pickler = refuse
     try:
+        with pytest.raises(AssertionError, match="something was pickled"):
+            dist.all_gather_object([None] * dist.get_world_size(), 1)
         yield sent
     finally:
-        Ranks._all_gathered, Ranks._broadcast, pickle.dumps = gather, broadcast, dumps  # type: ignore[method-assign]
+        Ranks._all_gathered, Ranks._broadcast = gather, broadcast  # type: ignore[method-assign]
+        distributed_c10d._pickler = pickler
 
 
 def _bytes_sent(path: Path, layers: int) -> list[int]:
@@ -162,7 +169,7 @@ def test_tensors_that_ranks_describe_otherwise(ranks: Pool, tmp_path: Path) -> N
     for message in ranks.run(3, _save_without_one_rank, tmp_path):
         assert message.startswith("got chunks of rows to save that do not fill its shape (6, 4)")
     for message in ranks.run(3, _save_other_cuts, tmp_path):
-        assert message.startswith("got different shapes, dtypes or shards of cut on different ranks")
+        assert message.startswith("got chunks of cut to save that do not fill its shape (6, 6) or overlap")
 
 
 def _save_stages(path: Path) -> None:
@@ -190,3 +197,159 @@ def test_ranks_with_different_tensors(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(4, _save_stages, tmp_path)
     starts = {name: stored.start for name, stored in index_of(tmp_path).tensors.items()}
     assert starts == {"stage0.rows": 0, "stage1.rows": 2, "shared": 0, "last": 3}
+
+
+def _save_on_uneven_meshes(path: Path, kind: str) -> None:
+    """Ranks whose copies are on ranks in other steps: 0 and 3, 1 and 2."""
+    mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(0)
+    model: nn.Module = Layers(2)
+    expected = [param.detach().clone() for param in model.parameters()]
+    if kind == "tensor parallel":
+        for layer in model.layers:
+            for name, param in list(layer.named_parameters()):
+                shard = distribute_tensor(param.detach(), mesh["shards"], [Shard(0)])
+                setattr(layer, name, nn.Parameter(shard))
+        shardopt.checkpoint.save(path, model)
+    else:
+        groups = [dist.new_group([0, 3]), dist.new_group([1, 2])], [dist.new_group([0, 1]), dist.new_group([3, 2])]
+        own = [next(g for g in of if dist.get_rank() in dist.get_process_group_ranks(g)) for of in groups]
+        strategy = ShardingStrategy.HYBRID_SHARD
+        cpu = torch.device("cpu")
+        wrapped = FullyShardedDataParallel(
+            model, process_group=(own[0], own[1]), sharding_strategy=strategy, use_orig_params=True, device_id=cpu
+        )
+        shardopt.checkpoint.save(path, wrapped, _stepped(wrapped))
+        return
+    plain = Layers(2)
+    shardopt.checkpoint.load(path, plain)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "fsdp1"])
+def test_copies_on_ranks_in_other_steps(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    """They are listed part by part, and load."""
+    ranks.run(4, _save_on_uneven_meshes, tmp_path, kind)
+    tensors = index_of(tmp_path).tensors
+    assert any(stored.partition is None for stored in tensors.values())
+    model = Layers(2)
+    has_state = any(name.startswith("optimizer.") for name in tensors)
+    shardopt.checkpoint.load(tmp_path, model, shardopt.AdamW8bit(model.parameters()) if has_state else None)
+
+
+def _save_on_an_uneven_group(path: Path) -> None:
+    group = dist.new_group([0, 1, 3])
+    if dist.get_rank() == 2:
+        shardopt.checkpoint.save(path, nn.Module())
+        return
+    model = FullyShardedDataParallel(
+        Layers(1), process_group=group, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    shardopt.checkpoint.save(path, model, _stepped(model))
+
+
+def test_a_group_of_unevenly_numbered_ranks(ranks: Pool, tmp_path: Path) -> None:
+    """Some of them hold no element of a parameter, and say nothing of its state."""
+    ranks.run(4, _save_on_an_uneven_group, tmp_path)
+    model = Layers(1)
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert [float(optimizer.state[param]["step"]) for param in model.parameters()] == [1, 1]
+
+
+def _fail_in_a_digest(path: Path) -> str:
+    """One rank has no memory to compare copies."""
+    original = copies.digest
+    if dist.get_rank() == 1:
+        copies.digest = lambda tensor: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+    try:
+        shardopt.checkpoint.save(path, Layers(1))
+    except (CheckpointError, RuntimeError) as error:
+        return str(error)
+    finally:
+        copies.digest = original
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_in_a_digest_reaches_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    own, other = sorted(ranks.run(2, _fail_in_a_digest, tmp_path), key=len)
+    assert own == "no memory"
+    assert other.startswith("got an error on rank 1 and 0 others, nothing was done: OutOfMemoryError: no memory")
+
+
+def _lose_a_rank_while_committing(path: Path) -> str:
+    """Rank 1 no longer hears from rank 0, which completes the checkpoint."""
+    if dist.get_rank() == 1:
+        original = Ranks.agree
+
+        def agree(self: Ranks, work: Any) -> Any:
+            if "_commit" in work.__code__.co_names:
+                raise LostRanksError("the ranks cannot talk to each other any more")
+            return original(self, work)
+
+        Ranks.agree = agree  # type: ignore[method-assign, assignment]
+        try:
+            shardopt.checkpoint.save(path, _hsdp(), step=2)
+        except LostRanksError:
+            return "lost"
+        finally:
+            Ranks.agree = original  # type: ignore[method-assign]
+        raise AssertionError("nothing was raised")
+    commit = Saving._commit
+
+    def commit_alone(self: Saving, *args: Any) -> None:
+        commit(self, *args)
+        raise LostRanksError("the ranks cannot talk to each other any more")
+
+    Saving._commit = commit_alone  # type: ignore[method-assign]
+    all_gathered = Ranks._all_gathered
+    try:
+        with pytest.raises(LostRanksError):
+            _commit_without_the_others(path, all_gathered)
+    finally:
+        Saving._commit, Ranks._all_gathered = commit, all_gathered  # type: ignore[method-assign]
+    return "committed"
+
+
+def _commit_without_the_others(path: Path, all_gathered: Any) -> None:
+    agree = Ranks.agree
+
+    def alone(self: Ranks, work: Any) -> Any:
+        return work() if "_commit" in work.__code__.co_names else agree(self, work)
+
+    Ranks.agree = alone  # type: ignore[method-assign, assignment]
+    try:
+        shardopt.checkpoint.save(path, _hsdp(), step=2)
+    finally:
+        Ranks.agree = agree  # type: ignore[method-assign]
+
+
+def _hsdp() -> nn.Module:
+    model = Layers(2)
+    fully_shard(model)
+    return model
+
+
+def test_ranks_that_are_lost_while_the_first_commits(ranks: Pool, tmp_path: Path) -> None:
+    """They leave their data files, which may be part of the checkpoint."""
+    ranks.run(2, _save_first, tmp_path)
+    assert sorted(ranks.run(2, _lose_a_rank_while_committing, tmp_path)) == ["committed", "lost"]
+    assert shardopt.checkpoint.load(tmp_path, Layers(2)).extra == {"step": 2}
+
+
+def _save_first(path: Path) -> None:
+    shardopt.checkpoint.save(path, _hsdp(), step=1)
+
+
+def _overlapping(path: Path) -> None:
+    model = _hsdp()
+    saves = [shardopt.checkpoint.async_save(path / f"step-{step}", model, step=step) for step in range(4)]
+    for save in saves:
+        save.result(timeout=120)
+
+
+def test_asynchronous_saves_that_overlap(ranks: Pool, tmp_path: Path) -> None:
+    """They come one after another, on all ranks in the same order."""
+    ranks.run(2, _overlapping, tmp_path)
+    for step in range(4):
+        assert shardopt.checkpoint.load(tmp_path / f"step-{step}", Layers(2)).extra == {"step": step}

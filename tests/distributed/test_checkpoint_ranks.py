@@ -189,7 +189,7 @@ def _save_twice_in_one_place(path: Path) -> str:
     ("function", "message"),
     [
         (_save_hole, r"got chunks of hole to save that do not fill"),
-        (_save_two_dtypes, r"got different shapes, dtypes or shards of odd on different ranks, expected one"),
+        (_save_two_dtypes, r"got different shapes or dtypes of odd on different ranks, expected one"),
         (_save_twice_in_one_place, r"got chunks of twice to save that do not fill its shape \(4, 2\) or overlap"),
     ],
 )

@@ -65,7 +65,7 @@ def _groups(params: Mapping[str, Tensor], codecs: Sequence[str]) -> list[dict[st
 def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int, third: int | None = None) -> None:
     """With all layouts, or every third one from this on: some shapes of each way to shard."""
     ways = layouts(dist.get_world_size())[slice(third, None, None if third is None else 3)]
-    if "muon" in rule or "repaid" in rule:  # each rank has to hold a rectangle
+    if "muon" in rule:  # each rank has to hold a rectangle
         ways = [way for way in ways if way.placements != SCATTERED]
     pair = Pair(rule, codecs, ways, block_size=block_size)
     for step in range(STEPS):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardopt
 from helpers import Shape
@@ -77,7 +78,10 @@ def _splits() -> None:
     mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[size]
     ways = [((size,), (ROW,)), ((size,), (COLUMN,)), (mesh, (ROW, COLUMN)), (mesh, (WHOLE, ROW)), (mesh, (ROW, ROW))]
     whole, sharded = [], []
-    for index, ((on, placements), (shape, split)) in enumerate(product(ways, SPLITS)):
+    cases = [*product(ways, SPLITS)]
+    for placements in ((Shard(2), WHOLE), (ROW, Shard(2)), (COLUMN, Shard(2))):  # of a matrix its columns
+        cases += [((mesh, placements), split) for split in SPLITS if split[1] == "each"]
+    for index, ((on, placements), (shape, split)) in enumerate(cases):
         params = values(shape, index), shard(values(shape, index), Layout(shape, on, placements, torch.float32))
         for groups, param in zip((whole, sharded), params, strict=True):
             groups.append({"params": [nn.Parameter(param)], "split": split})
@@ -119,7 +123,8 @@ def test_splits_of_flat_shards(ranks: Pool, world_size: int) -> None:
 
 def _no_ranges(split: Any) -> None:
     """Nothing is changed, and nothing travels."""
-    layout = Layout((6, 5, 40), (dist.get_world_size(),), (Shard(2),), torch.float32)
+    placements = (_StridedShard(1, split_factor=2),)
+    layout = Layout((6, 5, 40), (dist.get_world_size(),), placements, torch.float32)
     param = nn.Parameter(shard(values(layout.shape, 0), layout))
     optimizer = shardopt.Muon([param], split=split, **SMALL)
     param.grad = shard(values(layout.shape, 1), layout)
@@ -134,7 +139,7 @@ def _no_ranges(split: Any) -> None:
 
 
 @pytest.mark.parametrize("split", [None, "each"])
-def test_neither_rows_nor_columns(ranks: Pool, split: Any) -> None:
+def test_several_ranges_of_a_dim(ranks: Pool, split: Any) -> None:
     ranks.run(2, _no_ranges, split)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardopt
+from attack.index_file import read_index, strict_tensors
 from checkpoint_folder import index_of
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
@@ -88,6 +89,14 @@ def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str, sources: int)
 def test_layouts_are_stored_as_rules(saved: dict[str, Path], way: str) -> None:
     """Not as a list of parts, which would grow with the number of ranks."""
     assert all(stored.partition is not None for stored in index_of(saved[way]).tensors.values())
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_the_format_is_as_described(saved: dict[str, Path], way: str) -> None:
+    """A reader that knows only the description finds each element once, in the file where the rules have it."""
+    found, whole = (strict_tensors(saved[each], read_index(saved[each])) for each in (way, "single"))
+    assert isinstance(found, dict), found
+    assert found == whole
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -19,36 +18,29 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardopt
 from helpers import CODEC_NAMES, RULES
 from pairs import in_turn, slow
-from ranks.layouts import WHOLE, Layout, layouts
+from ranks.layouts import layouts
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.optim import ShardedOptimizer
 from test_dtensor_step import Pair
-from weight_formats import BF16, FORMATS
+from weight_formats import FORMATS
 
 STEPS = 3
 #: For what depends little on the dtype.
 FEW_FORMATS = [name for name in FORMATS if name != "fp16 32"]
 
 
-def _ways(world_size: int, dtype: torch.dtype) -> list[Layout]:
-    """All layouts but those that leave a rank with rows from several places."""
-    scattered = (_StridedShard(0, split_factor=2), WHOLE)
-    return [way._replace(dtype=dtype) for way in layouts(world_size) if way.placements != scattered]
-
-
 def _sharded_as_whole(rule: str, codecs: list[str], weights: str, block_size: int, third: int | None = None) -> None:
     """With all layouts, or every third one from this on."""
     dtype, options = FORMATS[weights]
-    ways = _ways(dist.get_world_size(), dtype)[slice(third, None, None if third is None else 3)]
+    ways = layouts(dist.get_world_size())[slice(third, None, None if third is None else 3)]
+    ways = [way._replace(dtype=dtype) for way in ways]
     pair = Pair(rule, codecs, ways, block_size=block_size, **options)
     for step in range(STEPS):
         pair.step(pair.gradients(seed=1000 * (step + 1)))
@@ -87,18 +79,6 @@ def test_small_blocks_and_all_codecs(ranks: Pool, world_size: int, rule: str, th
 @pytest.mark.parametrize("rule", RULES)
 def test_sweep(ranks: Pool, rule: str, block_size: int, weights: str, world_size: int) -> None:
     ranks.run(world_size, _sharded_as_whole, rule, list(CODEC_NAMES), weights, block_size)
-
-
-def _scattered(placements: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    pair = Pair("adamw", ["fp32"], [Layout(shape, (2, 1), placements, BF16)], **FORMATS["bf16 stochastic"].options)
-    with pytest.raises(RuntimeError, match="for rounding at random, expected every rank to hold one range of dim 0"):
-        pair.step(pair.gradients(seed=1))
-
-
-def test_rows_from_several_places_are_refused(ranks: Pool) -> None:
-    """Only for stochastic rounding, which has to know where each element lies."""
-    ranks.run(2, _scattered, (_StridedShard(0, split_factor=2), WHOLE), (97, 130))
-    ranks.run(2, _scattered, (Shard(2), WHOLE), (8, 6, 40))
 
 
 def trained(way: str, steps: int, weights: str, codec: str = "log8") -> tuple[nn.Module, ShardedOptimizer]:

@@ -1,7 +1,7 @@
 """The CPU kernels of all instruction sets leave the same bits and touch nothing beyond the end of a tensor.
 
-cpu_targets/digests.cpp takes the steps, in buffers before pages that cannot be read. Kernels of another processor are
-run in an emulator.
+cpu_targets/digests.cpp takes the steps, and cpu_targets/messages.cpp codes gradients, in buffers before pages that
+cannot be read. Kernels of another processor are run in an emulator.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def tool(name: str) -> str:
     return found
 
 
-def build(folder: Path, compiler: str, target: str, *flags: str) -> Path:
-    """The program with the kernels of one instruction set."""
-    sources = [SOURCES / "step" / f"cpu_{target}.cpp", ROOT / "tests/kernels/cpu_targets/digests.cpp"]
-    program = folder / f"digests_{target}"
+def build(folder: Path, compiler: str, target: str, *flags: str, of: str = "step") -> Path:
+    """The program with the kernels of one instruction set, of steps or of messages ("comm")."""
+    name = {"step": "digests", "comm": "messages"}[of]
+    sources = [SOURCES / of / f"cpu_{target}.cpp", ROOT / f"tests/kernels/cpu_targets/{name}.cpp"]
+    program = folder / f"{name}_{target}"
     run([compiler, *FLAGS, *flags, f"-DSHARDOPT_KERNELS={target}", *sources, "-o", program])
     return program
 
@@ -82,3 +83,32 @@ def test_neon(tables: Path, expected: list[str], tmp_path: Path) -> None:
     emulator = tool("qemu-aarch64-static")
     program = build(tmp_path, tool("aarch64-linux-gnu-g++"), "neon", "-O2", "-static")
     assert run([emulator, program, tables]).splitlines() == expected
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests of what the portable kernels of messages make, a line per case."""
+    program = build(tmp_path_factory.mktemp("messages"), tool("g++"), "portable", "-O2", of="comm")
+    found = run([program]).splitlines()
+    assert len(found) == 54
+    return found
+
+
+def test_messages_sanitized(messages: list[str], tmp_path: Path) -> None:
+    sanitizers = ("-fno-wrapv", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    assert (
+        run([build(tmp_path, tool("g++"), "portable", "-O1", "-g1", *sanitizers, of="comm")]).splitlines() == messages
+    )
+
+
+@pytest.mark.skipif("avx2" not in _C.cpu_targets(), reason="this processor has no AVX2")
+def test_messages_avx2(messages: list[str], tmp_path: Path) -> None:
+    program = build(tmp_path, tool("g++"), "avx2", "-O2", "-mavx2", "-mfma", "-mf16c", of="comm")
+    assert run([program]).splitlines() == messages
+
+
+def test_messages_neon(messages: list[str], tmp_path: Path) -> None:
+    """AArch64's, in an emulator."""
+    emulator = tool("qemu-aarch64-static")
+    program = build(tmp_path, tool("aarch64-linux-gnu-g++"), "neon", "-O2", "-static", of="comm")
+    assert run([emulator, program]).splitlines() == messages

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import cuda_emulated
+import message_problem
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, USUAL_RULES, Named, at_odd_offset, step
 from kernel_problem import DTYPES, gradients, make, start, using
 from pairs import by_passes
 from ranks.snapshot import Snapshot, assert_same, snapshot
+from shardopt import _C
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
@@ -186,3 +188,15 @@ def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
     asked_for = "companded8" if codec == "log4" else codec
     for block_size in (16, 128, 1024):
         compare(emulated, "repaid_adamw", asked_for, start(dtype, SHAPES), steps, block_size=block_size, **options)
+
+
+def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients as bytes: the kernels of csrc/comm."""
+    for name in ("encode_message", "decode_message"):
+        kernel = getattr(emulated, f"{name}_cuda")
+        monkeypatch.setattr(_C, name, lambda *args, kernel=kernel: kernel(*args[:-2], device=0, stream=0))
+    for dtype in message_problem.DTYPES:
+        for numel, chunks, chunk_numel in message_problem.SHAPES:
+            for _, floats in message_problem.numbers(dtype, numel, numel):
+                message_problem.check(floats, chunks, chunk_numel)
+        message_problem.check(torch.randn(1001).to(dtype)[1:], 2, 500)

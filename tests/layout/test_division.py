@@ -20,8 +20,8 @@ class OneRank:
 
     device_type = "cpu"
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.numbers = rank, tuple(range(size))
 
 
 def elements(region: Region) -> list[int]:
@@ -94,11 +94,11 @@ def test_ranges_of_ends_that_fall() -> None:
 
 
 @settings(deadline=None)
-@given(cuts=st.lists(st.integers(0, 60), max_size=4))
-def test_flat_shards_know_each_other(cuts: list[int]) -> None:
+@given(first=st.integers(0, 100), size=st.integers(1, 100))
+def test_flat_shards_know_each_other(first: int, size: int) -> None:
     """All ranks have the same regions, and each one's own is the range that it holds."""
-    ends = [0, *sorted(cuts), 60]
-    shards = [FlatShard.between((6, 10), ends, OneRank(rank)) for rank in range(len(ends) - 1)]
+    count = -(-(first + 60) // size)
+    shards = [FlatShard.equal((6, 10), first, size, OneRank(rank, count)) for rank in range(count)]
     regions = {shard.division.regions for shard in shards}
     assert len(regions) == 1
     for rank, (shard, region) in enumerate(zip(shards, regions.pop(), strict=True)):
@@ -148,7 +148,7 @@ def whole_rows(draw: st.DrawFn) -> tuple[Rectangle, list[int]]:
     """A rectangle of rows, and elements that begin one, some of which lie elsewhere."""
     cols, rows, per_row = draw(st.integers(1, 40)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     element = cols * draw(st.integers(0, 3))
-    rectangle = Rectangle(element, rows, draw(st.integers(0, 40)), cols, cols, draw(st.integers(0, 9)), per_row)
+    rectangle = Rectangle(element, rows, draw(st.integers(0, 40)), cols, cols, 99, draw(st.integers(0, 9)), per_row)
     begins = draw(st.sets(st.integers(0, 10)))
     return rectangle, [cols * row for row in sorted(begins)]
 
@@ -157,7 +157,7 @@ def whole_rows(draw: st.DrawFn) -> tuple[Rectangle, list[int]]:
 def one_row(draw: st.DrawFn) -> tuple[Rectangle, list[int]]:
     """A part of a row, and any elements."""
     cols = draw(st.integers(1, 60))
-    rectangle = Rectangle(draw(st.integers(0, 30)), 1, draw(st.integers(0, 50)), cols, cols, 4, 7)
+    rectangle = Rectangle(draw(st.integers(0, 30)), 1, draw(st.integers(0, 50)), cols, cols, 99, 4, 7)
     return rectangle, sorted(draw(st.sets(st.integers(0, 100))))
 
 

@@ -70,7 +70,7 @@ def column_ranges(draw: st.DrawFn) -> tuple[BlockGrid, int, int]:
 
 
 def rectangle_of(grid: BlockGrid, first_col: int, cols: int) -> Rectangle:
-    return Rectangle(0, 2, first_col, cols, cols, first_col // grid.block_size, grid.blocks_per_row)
+    return Rectangle(0, 2, first_col, cols, cols, grid.row_numel, first_col // grid.block_size, grid.blocks_per_row)
 
 
 @settings(deadline=None)
@@ -108,13 +108,13 @@ def test_a_plain_tensor_is_its_own_shard() -> None:
     tensor = torch.zeros(5, 7, 3)
     whole = shard_of(tensor)
     grid = BlockGrid((5, 7, 3), 16)
-    assert (whole.rows, whole.cols, whole.first_col) == (5, 21, 0)
+    assert (whole.rows, whole.cols, whole.columns) == (5, 21, ((0, 21),))
     assert whole.global_shape == whole.local_shape == (5, 7, 3)
     assert whole.local(tensor) is tensor
     assert whole.like_parameter(tensor) is tensor
     assert whole.whole(tensor) is tensor
     assert whole.part(tensor) is tensor
-    assert whole.local_blocks(grid) == (0, 2, None)
+    assert whole.local_blocks(grid) == (0, 2, None, 1)
     scalar = shard_of(torch.zeros(()))
     assert (scalar.rows, scalar.cols) == (1, 1)
 

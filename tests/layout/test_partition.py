@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ranks.layouts import _ALLOWS_UNEVEN
 from shardopt.checkpoint.rectangles import fill
-from shardopt.layout import BlockGrid, FlatShard
+from shardopt.layout import BlockGrid, FlatShard, boxes
 from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, even_steps
 from shardopt.sharding.dtensor import DTensorShard
 
@@ -145,7 +145,7 @@ def _partitions_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tu
         placed = shard.partition
         found.append(placed is not None)
         if placed is not None:
-            expected = [(shard.offset, tuple(shard.local_shape))] if math.prod(shard.local_shape) else []
+            expected = [(low, shard.local_shape) for low, _ in boxes(shard.indices)]
             assert placed.partition.parts(shape, placed.offset) == expected
     return found
 

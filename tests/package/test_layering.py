@@ -1,6 +1,6 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit -> optim -> step ->
+launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit, comm -> optim -> step ->
 state -> layout -> codec -> kernels -> _C
 """
 
@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shardopt.estimate",
         "shardopt.wrapper",
         "shardopt.unit",
+        "shardopt.comm",
     ),
     ("shardopt",),
     ("shardopt.doctor",),
@@ -49,6 +50,7 @@ INCLUDES = {
     "rules": {"core", "rules"},
     "codecs": {"core", "codecs"},
     "step": {"core", "rules", "codecs", "step"},
+    "comm": {"core", "step", "comm"},
 }
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 

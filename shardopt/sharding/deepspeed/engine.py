@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from shardopt.sharding.deepspeed.experts import unnamed_experts
 from shardopt.sharding.deepspeed.offload import masters_in_memory
 
 
@@ -56,15 +56,12 @@ def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
 
 
 def _refuse_model_parallel(engine: Any) -> None:
-    experts = (engine.expert_parallel_group or {}).values()
-    if (
-        engine.pipeline_parallelism
-        or max(engine.autotp_size(), engine.mp_world_size) > 1
-        or any(dist.get_world_size(group) > 1 for group in experts)
-    ):
+    unnamed = unnamed_experts(engine.module)
+    if engine.pipeline_parallelism or max(engine.autotp_size(), engine.mp_world_size) > 1 or unnamed:
         raise ValueError(
-            "got a DeepSpeed engine with tensor, pipeline or expert parallelism, whose ranks hold different parameters "
-            "under one name, expected data parallelism only; use engine.save_checkpoint and load_checkpoint"
+            "got a DeepSpeed engine with tensor or pipeline parallelism or AutoEP, whose ranks hold different "
+            "parameters under one name, expected data parallelism and experts of deepspeed.moe.layer.MoE only; use "
+            "engine.save_checkpoint and load_checkpoint"
         )
 
 

@@ -23,6 +23,7 @@ from shardopt.layout import (
 )
 from shardopt.layout.names import parameter_names
 from shardopt.optim import ShardedOptimizer
+from shardopt.sharding.deepspeed.experts import name_experts
 from shardopt.sharding.exchange import RanksExchange
 
 #: Places and names of a model's parameters, by identity.
@@ -40,6 +41,7 @@ def assign_partitions(engine: Any) -> None:
             the optimizer needs sums over all of them.
     """
     wrapper = engine.optimizer
+    name_experts(engine.module)
     named = enumerate(parameter_names(engine.module).items())
     names = {id(param): (number, name) for number, (name, param) in named}
     kind = type(wrapper).__name__

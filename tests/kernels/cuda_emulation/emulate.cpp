@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "comm/cuda.h"
+#include "comm/cuda_kernel.h"
 #include "step/cuda_prepare.h"
 
 namespace shardopt {
@@ -36,6 +38,20 @@ void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, 
   for (int64_t i = 0; i < count; ++i)
     std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), static_cast<size_t>(nbytes[i]));
 }
+
+namespace {
+
+// Three thread blocks, so that each takes several turns of the kernel's loop.
+void run_message(emulated::MessageBlocks kernel, const MessageCall& call) {
+  constexpr unsigned kThreadBlocks = 3;
+  for (blockIdx.x = 0; blockIdx.x < kThreadBlocks; ++blockIdx.x)
+    emulation::run_block(emulated::kMessageThreads, [&] { kernel(call, kThreadBlocks); });
+}
+
+}  // namespace
+
+void encode_cuda(const MessageCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
+void decode_cuda(const MessageCall& call, void*) { run_message(emulated::decode_of(call.dtype), call); }
 
 CudaDeviceGuard::CudaDeviceGuard(int) {}
 CudaDeviceGuard::~CudaDeviceGuard() {}

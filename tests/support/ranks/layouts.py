@@ -62,13 +62,18 @@ def layouts(world_size: int) -> list[Layout]:
             if len(shape) > max(getattr(p, "dim", 0) for p in placements):
                 dtype = torch.bfloat16 if len(found) % 2 else torch.float32
                 found.append(Layout(shape, mesh, placements, dtype))
+    return allowed(found)
+
+
+def allowed(found: Sequence[Layout]) -> list[Layout]:
+    """The layouts that this version of PyTorch can make."""
     return [layout for layout in found if _ALLOWS_UNEVEN or not _is_uneven(layout)]
 
 
 def _is_uneven(layout: Layout) -> bool:
-    """Whether a strided shard has dim 0 in parts of different sizes."""
+    """Whether a strided shard has its dim in parts of different sizes."""
     strided = [(p, n) for p, n in zip(layout.placements, layout.mesh, strict=True) if isinstance(p, _StridedShard)]
-    return any(layout.shape[0] % (n * placement.split_factor) != 0 for placement, n in strided)
+    return any(layout.shape[placement.dim] % (n * placement.split_factor) != 0 for placement, n in strided)
 
 
 def values(shape: Shape, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,61 @@
+#include "comm/cpu.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include "comm/cpu_call.h"
+#include "step/cpu.h"
+#include "step/thread_pool.h"
+
+namespace shardopt {
+namespace {
+
+constexpr int64_t kTaskBlocks = 512;
+
+MessageKernels kernels_of(const std::string& target) {
+  const std::vector<std::string> usable = cpu_targets();
+  if (std::find(usable.begin(), usable.end(), target) == usable.end()) {
+    throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
+  }
+#if defined(__x86_64__)
+  if (target == "avx512vbmi" || target == "avx512") return avx512::message_kernels();
+  if (target == "avx2" && __builtin_cpu_supports("f16c")) return avx2::message_kernels();
+#elif defined(__aarch64__)
+  if (target == "neon") return neon::message_kernels();
+#endif
+  return portable::message_kernels();
+}
+
+struct Work {
+  const MessageCall& call;
+  const MessageKernel kernel;
+  const int64_t blocks;
+  std::atomic<int64_t> next{0};
+};
+
+void run_tasks(void* context, int) {
+  Work& work = *static_cast<Work*>(context);
+  for (int64_t begin; (begin = work.next.fetch_add(kTaskBlocks)) < work.blocks;) {
+    work.kernel(work.call, begin, std::min(begin + kTaskBlocks, work.blocks));
+  }
+}
+
+void run(const MessageCall& call, MessageKernel kernel, int threads) {
+  Work work{call, kernel, call.chunks * generic::message_blocks(call.chunk_numel)};
+  const int64_t tasks = (work.blocks + kTaskBlocks - 1) / kTaskBlocks;
+  run_on_threads(static_cast<int>(std::clamp<int64_t>(threads, 1, std::max<int64_t>(tasks, 1))), run_tasks, &work);
+}
+
+}  // namespace
+
+void encode_cpu(const MessageCall& call, int threads, const std::string& target) {
+  run(call, kernels_of(target).encode[static_cast<int>(call.dtype)], threads);
+}
+
+void decode_cpu(const MessageCall& call, int threads, const std::string& target) {
+  run(call, kernels_of(target).decode[static_cast<int>(call.dtype)], threads);
+}
+
+}  // namespace shardopt

@@ -1,0 +1,29 @@
+// Launches the kernels of messages on CUDA.
+//
+// Compile as step/cuda.cu.
+#define SHARDOPT_TARGET cuda
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "comm/cuda.h"
+#include "comm/cuda_kernel.h"
+
+namespace shardopt {
+namespace {
+
+void launch(cuda::MessageBlocks kernel, const MessageCall& call, void* stream) {
+  const int64_t thread_blocks = cuda::message_thread_blocks(call);
+  kernel<<<static_cast<unsigned>(thread_blocks), cuda::kMessageThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      call, thread_blocks);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) throw std::runtime_error(std::string("a message's kernel: ") + cudaGetErrorString(error));
+}
+
+}  // namespace
+
+void encode_cuda(const MessageCall& call, void* stream) { launch(cuda::encode_of(call.dtype), call, stream); }
+void decode_cuda(const MessageCall& call, void* stream) { launch(cuda::decode_of(call.dtype), call, stream); }
+
+}  // namespace shardopt

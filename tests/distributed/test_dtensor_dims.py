@@ -1,0 +1,104 @@
+"""Sharded = unsharded, bit for bit, where DTensors shard dim 2 and up, or leave ranks with several ranges of a dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from helpers import CODEC_NAMES, RULES
+from pairs import slow
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, Shape, allowed
+from ranks.pool import Pool
+from ranks.snapshot import local
+from test_dtensor_step import Pair
+from weight_formats import FORMATS
+
+STEPS = 3
+DEEP = Shard(2)
+
+#: Stacks of experts and convolutions. With blocks of 128, a dim 2 of 256 or 384 is whole blocks; of 40 or 130 it leaves
+#: a rank with several pieces of one block. A dim 2 of 5 or 3 leaves ranks with little or nothing.
+EXPERTS: tuple[Shape, ...] = ((4, 6, 256), (2, 3, 384), (5, 7, 40), (3, 4, 130), (1, 5, 66))
+SHAPES: tuple[Shape, ...] = (*EXPERTS, (6, 9, 5, 24), (7, 20, 3, 3))
+#: State in float32.
+SMALL: Shape = (5, 3, 4)
+
+
+def deep_layouts(world_size: int) -> list[Layout]:
+    """Every shape in every way that leaves some rank with several ranges of a row's columns, or of rows."""
+    mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
+    ways: list[tuple[Shape, Any]] = [((world_size,), (DEEP,)), ((world_size,), (_StridedShard(1, split_factor=2),))]
+    pairs = [(ROW, DEEP), (DEEP, ROW), (COLUMN, DEEP), (DEEP, DEEP), (_StridedShard(2, split_factor=mesh[1]), DEEP)]
+    pairs += [(_StridedShard(0, split_factor=2), DEEP), (_StridedShard(0, split_factor=3), WHOLE)]
+    ways += [(mesh, pair) for pair in pairs]
+    return allowed(
+        [
+            Layout(shape, mesh, placements, torch.float32 if (i + j) % 2 else torch.bfloat16)
+            for i, (mesh, placements) in enumerate(ways)
+            for j, shape in enumerate((*SHAPES, SMALL))
+        ]
+    )
+
+
+def _is_scattered(way: Layout) -> bool:
+    """Whether some rank may hold several ranges of a dim."""
+    strided = [p for p in way.placements if isinstance(p, _StridedShard)]
+    return any(getattr(way.placements[-1], "dim", None) != p.dim or len(way.placements) == 1 for p in strided)
+
+
+def _sharded_as_whole(rule: str, codecs: list[str], weights: str | None, block_size: int) -> None:
+    ways = deep_layouts(dist.get_world_size())
+    if "muon" in rule:  # each rank has to hold one range of each dim
+        ways = [way for way in ways if not _is_scattered(way)]
+    options = {}
+    if weights is not None:
+        dtype, options = FORMATS[weights]
+        ways = [way._replace(dtype=dtype) for way in ways]
+    pair = Pair(rule, codecs, ways, block_size=block_size, **options)
+    for step in range(STEPS):
+        pair.step(pair.gradients(seed=1000 * (step + 1)))
+    pair.compare()
+
+
+@pytest.mark.parametrize(
+    ("rule", "codecs", "weights", "block_size", "world_size"),
+    [
+        ("adamw", ["log8"], None, 128, 4),
+        ("adamw", ["log4"], "bf16 24", 128, 3),
+        ("adamw", ["log8"], "bf16 stochastic", 128, 4),
+        ("lamb", ["log8", "fp32"], "bf16 stochastic", 128, 2),
+        *slow(
+            [
+                ("muon", ["log8"], "bf16 24", 128, 4),
+                ("repaid_adamw", ["companded8"], None, 128, 4),
+                ("prodigy", ["log8"], None, 128, 4),
+                *((rule, [*CODEC_NAMES], None, size, n) for rule in RULES for size in (16, 128) for n in (2, 3, 4)),
+                *(("adamw", ["log8", "fp32"], each, 64, n) for each in FORMATS for n in (2, 3, 4)),
+            ]
+        ),
+    ],
+)
+def test_sharded_as_whole(
+    ranks: Pool, rule: str, codecs: list[str], weights: str | None, block_size: int, world_size: int
+) -> None:
+    ranks.run(world_size, _sharded_as_whole, rule, codecs, weights, block_size)
+
+
+def _scales_change_in_place() -> None:
+    """Also those that further pieces of a block are decoded with."""
+    pair = Pair("lamb", ["log8"], [Layout((5, 7, 40), (2,), (DEEP,), torch.float32)])
+    for step in range(STEPS):
+        pair.step(pair.gradients(seed=step))
+        for optimizer in (pair.whole_optimizer, pair.sharded_optimizer):
+            (state,) = optimizer.state.values()
+            local(state["exp_avg_scales"]).mul_(0.5)
+    pair.compare()
+
+
+def test_scales_that_change_in_place(ranks: Pool) -> None:
+    ranks.run(2, _scales_change_in_place)

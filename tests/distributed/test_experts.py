@@ -1,0 +1,313 @@
+"""Mixtures of experts: stacks of experts as DTensors on expert meshes, and experts that not all ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import shardopt
+from helpers import CASES
+from pairs import slow
+from ranks.layouts import distribute, mesh_of, values
+from ranks.models import set_gradients
+from ranks.pool import Pool
+from ranks.snapshot import Snapshot, assert_same, assert_shards_of, entries, local, snapshot
+from shardopt.layout import shard_of
+from shardopt.step.matrices import matrices_of
+
+STEPS = 2
+OPTIONS = {"min_quantized_numel": 64, "block_size": 32}
+
+
+class Experts(nn.Module):
+    """Experts as stacks: dims that are and are not multiples of the block size, and a bias."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(values((4, 12, 20), seed))
+        self.down = nn.Parameter(values((4, 20, 12), seed + 1))
+        self.wide = nn.Parameter(values((4, 6, 64), seed + 2))
+        self.bias = nn.Parameter(values((4, 20), seed + 3))
+
+
+class Mixture(nn.Module):
+    """A router and experts."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.router = nn.Parameter(values((4, 33), seed + 4))
+        self.experts = Experts(seed)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, **placement_of: tuple[Placement, ...]) -> None:
+    """Replaces parameters by DTensors."""
+    for name, placements in placement_of.items():
+        whole = module.get_parameter(name).detach()
+        setattr(module, name, nn.Parameter(distribute(whole, mesh, placements)))
+
+
+def _placements(first: Placement | None, tensor_parallel: bool) -> dict[str, tuple[Placement, ...]]:
+    """The placement of dim 0, and of the dim that tensor parallel experts divide."""
+    of: dict[str, Any] = {"up": Shard(1), "down": Shard(2), "wide": Shard(2), "bias": Shard(1)}
+    expert = () if first is None else (first,)
+    return {name: (*expert, *([placement] if tensor_parallel else [])) for name, placement in of.items()}
+
+
+def _experts(model: Mixture) -> Mixture:
+    _shard(model.experts, mesh_of((dist.get_world_size(),)), **_placements(Shard(0), False))
+    return model
+
+
+def _tensors(model: Mixture) -> Mixture:
+    _shard(model.experts, mesh_of((dist.get_world_size(),)), **_placements(None, True))
+    return model
+
+
+def _both(model: Mixture) -> Mixture:
+    """Expert and tensor parallel."""
+    _shard(model.experts, mesh_of((2, 2)), **_placements(Shard(0), True))
+    return model
+
+
+def _scattered(model: Mixture) -> Mixture:
+    """Each rank holds several ranges of a dim."""
+    mesh = mesh_of((2,))
+    dims = {"up": 1, "down": 2, "wide": 0, "bias": 1}
+    _shard(model.experts, mesh, **{name: (_StridedShard(dim, split_factor=2),) for name, dim in dims.items()})
+    return model
+
+
+def _on_submeshes(model: Mixture, tensor_parallel: bool = False) -> Mixture:
+    """Ranks 0 and 1 hold what ranks 2 and 3 hold, each pair on a mesh of its own."""
+    first = None if tensor_parallel else Shard(0)
+    _shard(model.experts, mesh_of((2, 2), "data", "expert")["expert"], **_placements(first, tensor_parallel))
+    return model
+
+
+def _fully_sharded(model: Mixture, tensor_parallel: bool, dim: int) -> Mixture:
+    """FSDP2 on top of expert or tensor parallel experts; the router is on the data mesh."""
+    mesh = mesh_of((2, 2), "data", "expert")
+    first = None if tensor_parallel else Shard(0)
+    _shard(model.experts, mesh["expert"], **_placements(first, tensor_parallel))
+    placement = lambda param: Shard(dim if param.ndim > dim else 0)  # noqa: E731
+    fully_shard(model.experts, mesh=mesh["data"], shard_placement_fn=placement)
+    return fully_shard(model, mesh=mesh["data"])
+
+
+#: Ways to divide the experts, and the number of ranks.
+WAYS: dict[str, tuple[int, Callable[[Mixture], Mixture]]] = {
+    "single": (1, lambda model: model),
+    "ep": (3, _experts),
+    "tp": (2, _tensors),
+    "ep tp": (4, _both),
+    "scattered": (2, _scattered),
+    "dp ep": (4, _on_submeshes),
+    "dp tp": (4, partial(_on_submeshes, tensor_parallel=True)),
+    "fsdp ep": (4, partial(_fully_sharded, tensor_parallel=False, dim=0)),
+    "fsdp tp": (4, partial(_fully_sharded, tensor_parallel=True, dim=0)),
+    "fsdp of dim 1, ep": (4, partial(_fully_sharded, tensor_parallel=False, dim=1)),
+    "fsdp of dim 2, tp": (4, partial(_fully_sharded, tensor_parallel=True, dim=2)),
+}
+
+
+#: torch.distributed.checkpoint takes a rank's part of a DTensor for one rectangle.
+NOT_BY_TORCH = ("scattered",)
+BY_TORCH = [way for way in WAYS if way not in NOT_BY_TORCH]
+
+
+def _run(way: str, steps: int, rule: str = "adamw", seed: int = 0) -> tuple[nn.Module, Any]:
+    model = WAYS[way][1](Mixture(seed))
+    optimizer = CASES[rule].make(model.parameters(), **OPTIONS)
+    for step in range(steps):
+        _step(model, optimizer, step)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: Any, step: int) -> None:
+    set_gradients(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _snapshot(model: nn.Module, optimizer: Any) -> Snapshot:
+    return snapshot(dict(model.named_parameters()), optimizer)
+
+
+@lru_cache(maxsize=8)
+def _expected(steps: int, rule: str = "adamw") -> Snapshot:
+    return _snapshot(*_run("single", steps, rule))
+
+
+def _save(way: str, path: Path) -> None:
+    model, optimizer = _run(way, STEPS)
+    assert_same(_snapshot(model, optimizer), _expected(STEPS))
+    shardopt.checkpoint.save(path / "portable", model, optimizer)
+    if way not in NOT_BY_TORCH:
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=path / "torch")
+
+
+def _load(way: str, path: Path, by_torch: bool) -> None:
+    model, optimizer = _run(way, 1, seed=10)
+    if by_torch:
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path / "torch")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        shardopt.checkpoint.load(path / "portable", model, optimizer)
+    assert_same(_snapshot(model, optimizer), _expected(STEPS))
+    _step(model, optimizer, STEPS)
+    assert_same(_snapshot(model, optimizer), _expected(STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints of every way, saved when first asked for."""
+    folder = tmp_path_factory.mktemp("experts")
+
+    @lru_cache
+    def save(way: str) -> Path:
+        ranks.run(WAYS[way][0], _save, way, folder / way)
+        return folder / way
+
+    return save
+
+
+def _round(ways: Sequence[str], distance: int) -> list[tuple[str, str]]:
+    """Each way with the one that is so many places before it."""
+    return [(way, ways[(place - distance) % len(ways)]) for place, way in enumerate(ways)]
+
+
+FEW = ("single", "fsdp of dim 2, tp", "ep", "scattered", "dp tp", "fsdp ep")
+FEW_BY_TORCH = [way for way in FEW if way in BY_TORCH]
+
+
+@pytest.mark.parametrize(
+    ("way", "source", "by_torch"),
+    [
+        *((*pair, False) for pair in _round(FEW, 1)),
+        *((*pair, True) for pair in _round(FEW_BY_TORCH, 2)),
+        *slow((*pair, False) for pair in product(WAYS, WAYS)),
+        *slow((*pair, True) for pair in product(BY_TORCH, BY_TORCH)),
+    ],
+)
+def test_any_to_any(ranks: Pool, saved: Callable[[str], Path], way: str, source: str, by_torch: bool) -> None:
+    ranks.run(WAYS[way][0], _load, way, saved(source), by_torch)
+
+
+class Separate(nn.Module):
+    """A router and experts that are modules of their own; some of them, or all."""
+
+    def __init__(self, seed: int, experts: Iterable[int] = range(4)) -> None:
+        super().__init__()
+        self.router = nn.Parameter(values((4, 33), seed))
+        self.experts = nn.ModuleDict({str(expert): nn.Module() for expert in experts})
+        for expert, module in self.experts.items():
+            module.weight = nn.Parameter(values((6, 7, 40), seed + int(expert)))
+
+
+@lru_cache(maxsize=1)
+def _meshes() -> list[DeviceMesh]:
+    return [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+
+
+def _apart(everywhere: bool, steps: int, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Ranks 0 and 1 share two experts, ranks 2 and 3 the other two; an expert's rows are cut if its number is odd.
+
+    Args:
+        everywhere: whether all ranks have modules of all experts, empty ones of those that they have no part of.
+        steps: how many to take.
+        seed: of the parameters.
+    """
+    meshes, pair = _meshes(), dist.get_rank() // 2
+    model = Separate(seed, range(4) if everywhere else range(2 * pair, 2 * pair + 2))
+    for expert, module in model.experts.items():
+        _shard(module, meshes[int(expert) // 2], weight=(Shard(2 if int(expert) % 2 else 0),))
+    return _stepped(model, steps)
+
+
+def _stepped(model: nn.Module, steps: int, first: int = 0, optimizer: Any = None) -> tuple[nn.Module, Any]:
+    """Takes steps with gradients that follow from the names, of parameters that this rank has a part of."""
+    optimizer = optimizer or shardopt.AdamW8bit(model.parameters(), **OPTIONS)
+    for step in range(first, first + steps):
+        for name, param in model.named_parameters():
+            gradient = values(tuple(param.shape), 100 * step + sum(map(ord, name)))
+            if not isinstance(param, DTensor):
+                param.grad = gradient
+            elif param.device_mesh.get_coordinate() is not None:
+                param.grad = distribute(gradient, param.device_mesh, param.placements)
+        optimizer.step()
+    return model, optimizer
+
+
+def _save_apart(everywhere: bool, path: Path) -> None:
+    shardopt.checkpoint.save(path, *_apart(everywhere, STEPS))
+
+
+def _save_whole(path: Path) -> None:
+    shardopt.checkpoint.save(path, *_stepped(Separate(0), STEPS))
+
+
+def _load_whole(path: Path) -> None:
+    model, optimizer = _stepped(Separate(10), 1)
+    shardopt.checkpoint.load(path, model, optimizer)
+    assert_same(_snapshot(model, optimizer), _snapshot(*_stepped(Separate(0), STEPS)))
+
+
+def _load_apart(everywhere: bool, path: Path) -> None:
+    """What this rank has a part of is as in one process, then and after another step."""
+    model, optimizer = _apart(everywhere, 1, seed=10)
+    shardopt.checkpoint.load(path, model, optimizer)
+    whole, expected = _stepped(Separate(0), STEPS)
+    own = {name for name, param in model.named_parameters() if local(param).numel()}
+    for more in (0, 1):
+        _stepped(model, more, STEPS, optimizer)
+        _stepped(whole, more, STEPS, expected)
+        found, of_whole = (entries(dict(m.named_parameters()), o) for m, o in ((model, optimizer), (whole, expected)))
+        of_whole = {name: value for name, value in of_whole.items() if name.split("/")[0] in own}
+        assert_shards_of({name: value for name, value in found.items() if name in of_whole}, of_whole)
+    assert len(own) == 3
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_experts_on_meshes_of_their_own(ranks: Pool, tmp_path: Path, everywhere: bool) -> None:
+    ranks.run(4, _save_apart, everywhere, tmp_path / "apart")
+    ranks.run(1, _load_whole, tmp_path / "apart")
+    ranks.run(1, _save_whole, tmp_path / "whole")
+    ranks.run(4, _load_apart, everywhere, tmp_path / "whole")
+    ranks.run(4, _load_apart, not everywhere, tmp_path / "apart")
+
+
+def _has_no_matrices() -> None:
+    model, _ = _apart(everywhere=True, steps=0)
+    for module in model.experts.values():
+        shard = shard_of(module.weight)
+        slices = [SimpleNamespace(spec=SimpleNamespace(shard=shard), offset=0, name=None)]
+        described = SimpleNamespace(name="weight", spec=SimpleNamespace(slices=slices))
+        if not local(module.weight).numel():
+            assert not list(matrices_of(0, described, None))
+            assert (shard.holders, shard.parts, shard.division) == (None, None, None)
+
+
+def test_muon_takes_no_memory_for_experts_of_other_ranks(ranks: Pool) -> None:
+    ranks.run(4, _has_no_matrices)

@@ -1,0 +1,93 @@
+"""Gradients to code into messages, and what their messages must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import reference_messages as reference
+from shardopt.kernels import messages
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Elements of the tensor, chunks, elements per chunk: whole blocks; short ones; chunks that end within the tensor's
+#: last one, or begin beyond its end.
+SHAPES = (
+    (128 * 12, 4, 384),
+    (1000, 2, 500),
+    (1001, 3, 384),
+    (37, 4, 16),
+    (5, 4, 128),
+    (1, 1, 1),
+    (129, 1, 129),
+    (2 * 9000, 2, 9000),
+)
+
+
+def numbers(dtype: torch.dtype, numel: int, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Kinds of gradients by name."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(numel, generator=generator)
+    wide = normal * torch.exp(8 * torch.randn(numel, generator=generator))
+    bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator).int()
+    yield "normal", normal.to(dtype)
+    yield "wide", wide.to(dtype)
+    yield "any bits", bits.view(torch.float32) if dtype == torch.float32 else bits.short().view(dtype)
+    yield "zeros", torch.zeros(numel, dtype=dtype)
+    yield "opposite zeros", -torch.zeros(numel, dtype=dtype)
+    yield "subnormal", (normal * torch.finfo(dtype).smallest_normal * 0.01).to(dtype)
+    yield "huge", (normal.clamp(-3, 3) * (torch.finfo(dtype).max / 3)).to(dtype)
+    ties = torch.arange(numel) % 2048 * 2.0**-10  # halfway between subnormal codes, and between normal ones
+    ties = torch.where(torch.arange(numel) % 128 == 0, 448.0, ties).to(dtype)
+    yield "ties", ties
+    yield "just above", torch.nextafter(ties, torch.full_like(ties, 1e3))
+    yield "just below", torch.nextafter(ties, torch.full_like(ties, -1e3))
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    """NaN equals NaN: payloads are the processor's."""
+    assert torch.equal(found.isnan(), wanted.isnan())
+    integers = torch.int32 if found.dtype == torch.float32 else torch.int16
+    assert torch.equal(found.view(integers)[~found.isnan()], wanted.view(integers)[~wanted.isnan()])
+
+
+def check(floats: Tensor, chunks: int, chunk_numel: int) -> None:
+    message = messages.encode(floats, chunks, chunk_numel)
+    wanted = reference.encode(floats, chunks, chunk_numel)
+    found = reference.split(message, chunk_numel)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scales, wanted.scales)
+    used = torch.ones_like(message, dtype=torch.bool)
+    for part in reference.split(used, chunk_numel):
+        part.zero_()
+    assert not message[used].any()  # what fills the chunks up
+    out = torch.empty_like(floats)
+    messages.decode_sum(message, out, chunk_numel)
+    assert_same_bits(out, reference.decode_sum(wanted, floats.numel(), floats.dtype))
+    out = torch.empty(chunk_numel, dtype=floats.dtype)
+    for factor in (1.0, 1 / 3):
+        messages.decode_sum(message, out, chunk_numel, terms=chunks, factor=factor)
+        expected = reference.decode_sum(wanted, chunk_numel, floats.dtype, terms=chunks, factor=factor)
+        assert_same_bits(out, expected)
+
+
+def bytes_sent(act: Callable[[], object]) -> int:
+    """Runs a function; returns the bytes that its messages take from this rank to others."""
+    sent = 0
+    original = dist.all_to_all_single
+    size = dist.get_world_size()
+
+    def counted(output: Tensor, source: Tensor, **options: Any) -> None:
+        nonlocal sent
+        sent += source.nbytes // size * (size - 1)
+        original(output, source, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        act()
+    finally:
+        dist.all_to_all_single = original
+    return sent
