@@ -79,8 +79,9 @@ class Chunks:
         Args:
             copy: gives the copy of a rectangle.
         """
-        copies = [Chunk(offsets, copy(tensor)) for offsets, tensor in self.written.items()]
-        return Chunks(self.shape, self.dtype, copies, placed=self.placed, is_assumed=self.is_assumed)
+        copies = Chunks(self.shape, self.dtype, [], placed=self.placed, is_assumed=self.is_assumed)
+        copies.held = copies.written = {offsets: copy(tensor) for offsets, tensor in self.written.items()}
+        return copies
 
     def __repr__(self) -> str:
         return f"Chunks(shape={self.shape}, dtype={self.dtype}, {len(self.held)} held)"
