@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from shardopt.checkpoint.convert.dcp_metadata import metadata_in, tensor_in_zip, unpickled
 from shardopt.checkpoint.convert.state_dicts import take_state_dicts
-from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt, refuse_quantize_state
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.local_folder import sync_folder
 from shardopt.checkpoint.own_files import open_own
-from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.wording import line, named, shown
 from shardopt.layout.partition import rectangles_of_range
@@ -227,11 +226,7 @@ def write_dcp(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Call
     Raises:
         CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
     """
-    if is_of_quantize_state(checkpoint.optimizer):
-        raise CheckpointError(
-            f"{checkpoint.path}: got a checkpoint of {checkpoint.optimizer}, expected one of an optimizer of shardopt; "
-            "load it, and save it with torch.distributed.checkpoint"
-        )
+    refuse_quantize_state(checkpoint, "load it, and save it with torch.distributed.checkpoint")
     folder = Path(path)
     made: list[Path] = []
     try:

@@ -17,6 +17,7 @@ from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.data_file import rectangle
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import SavedGroup
+from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.reading import common_part, inside
 from shardopt.checkpoint.wording import named
 from shardopt.layout import FlatShard
@@ -271,3 +272,20 @@ def _index(corner: Sequence[int], shape: Sequence[int]) -> int:
     for at, extent in zip(corner, shape, strict=True):
         index = index * extent + at
     return index
+
+
+def refuse_quantize_state(checkpoint: Checkpoint, remedy: str) -> None:
+    """Raises for state of quantize_state, which a format has no place for.
+
+    Args:
+        checkpoint: the checkpoint.
+        remedy: for the error.
+
+    Raises:
+        CheckpointError: the checkpoint has such state.
+    """
+    if is_of_quantize_state(checkpoint.optimizer):
+        raise CheckpointError(
+            f"{checkpoint.path}: got a checkpoint of {checkpoint.optimizer}, expected one of an optimizer of shardopt; "
+            f"{remedy}"
+        )

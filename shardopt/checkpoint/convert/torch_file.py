@@ -19,12 +19,19 @@ from shardopt.checkpoint.contents import model_key
 from shardopt.checkpoint.convert.bitsandbytes import is_bitsandbytes, take_bitsandbytes
 from shardopt.checkpoint.convert.recoding import class_named, made_optimizer
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, lazy_tensors, take_state_dicts
-from shardopt.checkpoint.convert.stream import Checkpoint, Piece, State, lazy, pieces_of_state, pieces_of_tensor
+from shardopt.checkpoint.convert.stream import (
+    Checkpoint,
+    Piece,
+    State,
+    lazy,
+    pieces_of_state,
+    pieces_of_tensor,
+    refuse_quantize_state,
+)
 from shardopt.checkpoint.convert.torch_archive import StoredTensor, TorchArchive, bytes_of
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.foreign.structure import check_structure
-from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.wording import few, line
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_state import LOW_BITS
@@ -106,11 +113,7 @@ def write_torch(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Ca
     Raises:
         CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
     """
-    if is_of_quantize_state(checkpoint.optimizer):
-        raise CheckpointError(
-            f"{checkpoint.path}: got a checkpoint of {checkpoint.optimizer}, expected one of an optimizer of shardopt; "
-            "load it, and save state_dict(dequantize=True)"
-        )
+    refuse_quantize_state(checkpoint, "load it, and save state_dict(dequantize=True)")
     if any(LOW_BITS in state.form.entries for state in checkpoint.states.values()):
         checkpoint.left_out.append("low bits of master weights")
     try:
