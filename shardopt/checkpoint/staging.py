@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,8 @@ class Stager:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._end = 0
+        self._copies: list[Tensor] = []
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self.in_use = False
 
     def stage(self, tensors: Mapping[str, Chunks]) -> dict[str, Chunks]:
@@ -44,21 +45,31 @@ class Stager:
             RuntimeError: there is not enough memory.
             CheckpointError: there is not enough room in the folder, or no file can be made there.
         """
-        size = sum(_room(tensor) for chunks in tensors.values() for tensor in chunks.written.values())
-        self._end = 0
+        rectangles = [tensor for chunks in tensors.values() for tensor in chunks.written.values()]
+        forms = [(tensor.shape, tensor.dtype) for tensor in rectangles]
+        if forms != self._forms:  # mostly they are those of the last save
+            self._make_copies(rectangles)
+            self._forms = forms
+        if rectangles:
+            torch._foreach_copy_(self._copies, rectangles)
+        copies = iter(self._copies)
+        return {name: chunks.copied(lambda _: next(copies)) for name, chunks in tensors.items()}
+
+    def _make_copies(self, rectangles: Sequence[Tensor]) -> None:
+        """Makes tensors for copies in the buffer, which grows when more memory is needed."""
+        size = sum(map(_room, rectangles))
+        self._copies, self._forms = [], []
         if self._buffer.numel() < size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
             if self.folder is None:
                 self._buffer = torch.empty(size, dtype=torch.uint8)
             else:
                 self._buffer = _mapped(self.folder, size)
-        return {name: chunks.copied(self._copy) for name, chunks in tensors.items()}
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        begin = self._end
-        self._end += _room(tensor)
-        elements = self._buffer[begin : begin + tensor.numel() * tensor.itemsize]
-        return elements.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        begin = 0
+        for tensor in rectangles:
+            elements = self._buffer[begin : begin + tensor.numel() * tensor.itemsize]
+            self._copies.append(elements.view(tensor.dtype).view(tensor.shape))
+            begin += _room(tensor)
 
 
 def _mapped(folder: Path, size: int) -> Tensor:
