@@ -152,7 +152,8 @@ def test_a_program_that_ends_meanwhile_completes_the_save(tmp_path: Path) -> Non
         "saving = shardopt.checkpoint.async_save(sys.argv[1], model, number=3)\n"
         "assert not saving.done()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", program, tmp_path / "saved"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert shardopt.checkpoint.load(tmp_path, torch.nn.Linear(1000, 3000)).extra == {"number": 3}
+    assert shardopt.checkpoint.load(tmp_path / "saved", torch.nn.Linear(1000, 3000)).extra == {"number": 3}

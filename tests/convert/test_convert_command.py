@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path) -> None:
         "    except CheckpointError as error:\n"
         "        print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert len(done.stdout.splitlines()) == len(FORMATS)
     assert done.stdout.count("File too large") == len(FORMATS)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -255,5 +255,6 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
         else:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
     arguments = [str(tmp_path / "run"), str(tmp_path / "target"), to, codec, str(1 << 17)]
-    done = subprocess.run([sys.executable, "-c", _MEMORY, *arguments], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", _MEMORY, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert int(done.stdout) < 64 << 20

@@ -23,6 +23,14 @@ from shardopt.checkpoint.wording import named
 
 _LAYOUTS = {"torch.strided": torch.strided}
 
+
+def _enum_member(kind: Any, name: Any) -> Any:
+    """In place of ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of an Enum."""
+    if kind is not _ALLOWED["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"]:
+        raise pickle.UnpicklingError(f"getattr of {type(kind).__name__}")
+    return kind[name]
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
@@ -45,6 +53,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): PurePosixPath,
     ("pathlib._local", "WindowsPath"): PurePosixPath,
     ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "getattr"): _enum_member,
 }
 
 

@@ -7,6 +7,7 @@ the config of an engine.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ class _Unused:
 
 
 #: DeepSpeed's classes in ``optimizer_state.pt``.
+
+
+def _unused_member(kind: Any, name: Any) -> None:
+    """In place of ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of an Enum."""
+    if kind is not _Unused:
+        raise pickle.UnpicklingError(f"getattr of {type(kind).__name__}")
+
+
 _IGNORED: list[Any] = [
     (_Unused, f"deepspeed.runtime.{name}")
     for name in (
@@ -45,6 +54,7 @@ _IGNORED: list[Any] = [
         "zero.config.ZeroStageEnum",
     )
 ] + [
+    (_unused_member, "builtins.getattr"),
     (_Unused, "shardopt.sharding.deepspeed.moment_view.MomentView"),
     (_Unused, "shardopt.sharding.deepspeed.moment_view.SavedBuffer"),
     (dict, "shardopt.sharding.deepspeed.moment_view.SavedState"),
