@@ -211,7 +211,7 @@ def _save_stages_of_one_name(path: Path, change: str) -> str:
     [
         ("weight", "got different values of model.weight on different ranks"),
         ("signs", "got different values of model.weight on different ranks"),
-        ("shape", "got different shapes, dtypes or shards of model.weight"),
+        ("shape", "got different shapes or dtypes of model.weight"),
         ("exp_avg_codes", "got different values of optimizer.weight.exp_avg_codes on different ranks"),
         ("exp_avg_sq_scales", "got different values of optimizer.weight.exp_avg_sq_scales on different ranks"),
         ("options", "got bias with different options on different ranks"),
