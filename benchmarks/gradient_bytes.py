@@ -65,7 +65,7 @@ def times(numel: int, rounds: int, threads: int) -> None:
 
 
 def message_coder(x: Tensor) -> Tensor:
-    """What the kernels do: a power of two per 128 elements."""
+    """Codes and decodes with the kernels, whose scale is a power of two per 128 elements."""
     out = torch.empty_like(x)
     decode_sum(encode(x, 1, x.numel()), out, x.numel())
     return out

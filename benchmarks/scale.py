@@ -169,7 +169,7 @@ def shards(parameters: list[Parameter], sharding: str, ranks: int, rank: int) ->
 
 
 def tensors(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -> dict[str, Chunks]:
-    """What a rank holds, as :func:`shardopt.checkpoint.save` describes it."""
+    """The tensors of a rank, in the form in which :func:`shardopt.checkpoint.save` plans with them."""
     optimizer = shardopt.AdamW8bit([torch.nn.Parameter(torch.zeros(1))], master_weight_bits=24)
     group = optimizer.param_groups[0]
     moments = optimizer.rule(group).moments
@@ -226,7 +226,7 @@ class Simulation:
             index.files[number] = StoredFile(data, len(table), zlib.crc32(table))
         return sum(len(self._tables[number][1]) for number in numbers)
 
-    # What reading asks a folder.
+    # The part of the interface of a Folder that reading needs.
 
     def shown(self, name: str) -> str:
         return name

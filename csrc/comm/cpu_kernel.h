@@ -199,7 +199,8 @@ SHARDOPT_HD Floats<4> decode_lanes(const uint8_t* codes) {
 #elif defined(__AVX2__)
 constexpr float kDecodedUnit = 256.0f;
 
-// The same of 16 codes. The conversion is of F16C, which the compiler is not told to use: comm/cpu.cpp asks for it.
+// AVX2 decodes 16 codes, likewise by float16. Its instruction belongs to F16C: comm/cpu.cpp checks that the processor
+// has it. This file is compiled without -mf16c, so the instruction is written out.
 SHARDOPT_HD native::Floats float_from_halves(__m128i halves) {
   native::Floats floats;
   asm("vcvtph2ps %1, %0" : "=x"(floats) : "x"(halves));

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,14 +73,14 @@ class Chunks:
         is_own = bool(placed.partition.parts(tensor.shape, placed.offset))
         return cls(tensor.shape, tensor.dtype, [chunk], [chunk] if is_own else [], placed)
 
-    def copied(self, copy: Callable[[Tensor], Tensor]) -> Chunks:
+    def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
         """Chunks that hold copies of the rectangles this rank can save, and nothing else.
 
         Args:
-            copy: gives the copy of a rectangle.
+            rectangles: the copies, in the order of ``written``; takes as many as there are.
         """
         copies = Chunks(self.shape, self.dtype, [], placed=self.placed, is_assumed=self.is_assumed)
-        copies.held = copies.written = {offsets: copy(tensor) for offsets, tensor in self.written.items()}
+        copies.held = copies.written = {offsets: next(rectangles) for offsets in self.written}
         return copies
 
     def __repr__(self) -> str:

@@ -64,9 +64,11 @@ class ObjectFolder:
     def names(self) -> list[str]:
         self._fs.invalidate_cache()
         try:
-            return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False)]
-        except Exception:  # the stores' packages raise their own errors
+            with _os_errors():
+                paths = self._fs.ls(self._path, detail=False)
+        except OSError:  # as of LocalFolder, where they cannot be listed
             return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def read(self, name: str) -> bytes:
         return self._retried(lambda: bytes(self._fs.cat_file(f"{self._path}/{name}")))
@@ -179,5 +181,5 @@ def _os_errors() -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:
+    except Exception as error:  # each store's package has errors of its own, with no common class
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -309,7 +309,9 @@ def _described(
             lines[name] = [dtype, chunks.shape, None]
             continue
         partition, offset = chunks.placed
-        if offsets.setdefault(partition.strides, offset) != offset:  # of another group of ranks in the same steps
+        if (
+            offsets.setdefault(partition.strides, offset) != offset
+        ):  # another group, with ranks in the same steps: listed
             lines[name] = [dtype, chunks.shape, None]
             chunks.placed = None
             continue

@@ -53,7 +53,7 @@ class Stager:
         if rectangles:
             torch._foreach_copy_(self._copies, rectangles)
         copies = iter(self._copies)
-        return {name: chunks.copied(lambda _: next(copies)) for name, chunks in tensors.items()}
+        return {name: chunks.with_copies(copies) for name, chunks in tensors.items()}
 
     def _make_copies(self, rectangles: Sequence[Tensor]) -> None:
         """Makes tensors for copies in the buffer, which grows when more memory is needed."""

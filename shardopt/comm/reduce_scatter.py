@@ -57,7 +57,11 @@ class ReduceScatter8bit:
 
 
 def factor_of(op: Any, size: int) -> float:
-    """What an operation of FSDP2's multiplies the sum of so many ranks by.
+    """The factor by which FSDP2's reduction multiplies the sum over the ranks.
+
+    Args:
+        op: the reduction.
+        size: how many ranks there are.
 
     Raises:
         ValueError: another operation.

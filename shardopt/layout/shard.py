@@ -187,14 +187,14 @@ class Shard:
 
     @property
     def partition(self) -> Placed | None:
-        """Which ranks hold which parts, as a rule, and this rank's offset in it.
+        """The rule that says which ranks hold which parts of the parameter, and this rank's offset in it.
 
-        None where no such rule is known: a checkpoint then lists the parts.
+        None where no rule is known: a checkpoint then lists the parts.
         """
         return WHOLE if self.local_shape == self.global_shape else None
 
     def scales_partition(self, grid: BlockGrid) -> Placed | None:
-        """The same of the scales. Where several ranks hold a block's scales, the rule has one of them."""
+        """The rule for the parameter's scales: it gives each block's to one of the ranks that hold them."""
         return self.partition
 
     def local(self, tensor: Tensor) -> Tensor:

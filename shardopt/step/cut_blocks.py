@@ -39,7 +39,7 @@ class CutParameter(NamedTuple):
     def of(
         cls, spec: SliceState, covered: LocalBlocks, scales: Sequence[Tensor | None], device: torch.device
     ) -> CutParameter:
-        """What the owners of a parameter's blocks exchange, for a shard that cuts blocks.
+        """The tensors that ranks exchange for the cut blocks of a parameter.
 
         Args:
             spec: describes the parameter's state.

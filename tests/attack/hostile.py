@@ -172,13 +172,13 @@ def _options(target: Content, header: Json, before: Any) -> Outcome:
             return fault("took a hyper-parameter out of range", wrong)
     try:
         _targets[1].optimizer.load_state_dict(target.optimizer.state_dict())
-    except Exception as error:
+    except Exception as error:  # any error is judged: most kinds are faults
         return fault("took options that load_state_dict refuses", f"{type(error).__name__}: {shown(str(error))}")
     try:
         for param in target.model.parameters():
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         target.optimizer.step()
-    except Exception as error:
+    except Exception as error:  # any error is judged: most kinds are faults
         return fault("no step is possible afterwards", f"{type(error).__name__}: {shown(str(error))}")
     return ok("loaded")
 

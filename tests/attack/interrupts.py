@@ -122,7 +122,7 @@ def _check(known: Known, what: str, folder: Path, before: Hashable) -> Outcome:
             return fault(f"{what}: the folder holds no whole content", shown(extra))
         known.save(folder, 1 - k)
         after, extra = known.load(folder)
-    except Exception as error:
+    except Exception as error:  # any error is judged: most kinds are faults
         return fault(f"{what}: afterwards {type(error).__name__}", shown(str(error)))
     if after != 1 - k:
         return fault(f"{what}: the next save was another", shown(extra))

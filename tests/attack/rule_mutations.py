@@ -64,7 +64,7 @@ def _rule(rng: Random, content: Json) -> str:
 
 
 def _way(rng: Random, content: Json) -> str:
-    """The same elements by another way of saying so, or nearly so, or no rule, or two."""
+    """Describes a tensor in another of the three ways, rightly or nearly so; or in none, or in two."""
     name, line = _tensor(rng, content)
     shape = line["shape"]
     files = None if 0 in shape else files_of_elements(line)

@@ -170,7 +170,7 @@ def fault(optimizer: ShardedOptimizer, state_dict: Any) -> tuple[str | None, boo
     before, options = everything(optimizer), options_of(optimizer)
     try:
         report = import_state(optimizer, state_dict)
-    except Exception as error:
+    except Exception as error:  # any error is judged: most kinds are faults
         message = str(error)
         if type(error) is not ValueError:
             return repr(error)[:200], False
@@ -190,7 +190,7 @@ def fault(optimizer: ShardedOptimizer, state_dict: Any) -> tuple[str | None, boo
                 k: (x.dtype, x.shape) for k, x in like.items()
             }
         stepped(optimizer, 1)
-    except Exception as error:
+    except Exception as error:  # any error is judged: most kinds are faults
         return f"imported, then {error!r}"[:200], True
     return None, True
 

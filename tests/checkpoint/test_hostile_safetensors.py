@@ -221,7 +221,7 @@ def fault(path: Path, target: Target, saved: dict[str, Tensor]) -> tuple[str | N
     """The fault in a load of a file, and whether it was loaded."""
     try:
         load_safetensors(path, target.model, target.optimizer)
-    except Exception as error:
+    except Exception as error:  # any error is judged: most kinds are faults
         message = str(error)
         if type(error) is not CheckpointError or not message.startswith(f"{path}: "):
             return repr(error)[:200], False
@@ -238,7 +238,7 @@ def fault(path: Path, target: Target, saved: dict[str, Tensor]) -> tuple[str | N
             target.optimizer.check_group(group)
         set_gradients(target.model, 3)
         target.optimizer.step()
-    except Exception as error:
+    except Exception as error:  # any error is judged: most kinds are faults
         return f"loaded, then {error!r}"[:200], True
     return None, True
 

@@ -275,7 +275,7 @@ def _load_whole(path: Path) -> None:
 
 
 def _load_apart(everywhere: bool, path: Path) -> None:
-    """What this rank has a part of is as in one process, then and after another step."""
+    """Compares this rank's parts with a run of one process, after the load and after another step."""
     model, optimizer = _apart(everywhere, 1, seed=10)
     shardopt.checkpoint.load(path, model, optimizer)
     whole, expected = _stepped(Separate(0), STEPS)

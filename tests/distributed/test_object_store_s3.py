@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing
 def server() -> Iterator[str]:
     """The address of a server with an empty bucket."""
     import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -45,7 +46,7 @@ def server() -> Iterator[str]:
         try:
             client.create_bucket(Bucket="runs")
             break
-        except Exception:
+        except (BotoCoreError, ClientError):
             assert process.poll() is None, "the server ended"
             assert time.monotonic() < deadline, "the server did not answer in a minute"
             time.sleep(0.2)

@@ -32,7 +32,7 @@ _ZIP = b"PK\3\4"
 
 
 class Converted(NamedTuple):
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         source: the format of the source.
