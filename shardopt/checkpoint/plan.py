@@ -85,8 +85,8 @@ def plan_save(
         ranks: the ranks that save together.
 
     Raises:
-        CheckpointError: on all ranks: tensors of one name differ in shape, dtype or partition, or parts do not fill a
-            tensor or overlap.
+        CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor or
+            overlap.
     """
     any_assumed = any(chunks.is_assumed for chunks in tensors.values())
     found = _Planning(tensors, groups, unequal, ranks, any_assumed)
@@ -111,8 +111,8 @@ class _Planning:
         text, strides, held = ranks.agree(lambda: _described(tensors, groups, unequal))
         own_starts = {each: ranks.rank - offset for each, offset in strides.items()}
         numbers = np.array([held, any_assumed, *own_starts.values()], dtype="<i8").tobytes()
-        digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-        messages = ranks.gathered(digest + numbers)
+        own_key = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+        messages = ranks.gathered(own_key + numbers)
         of_digest: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
             of_digest[message[:_DIGEST_BYTES]].append(rank)
@@ -123,8 +123,8 @@ class _Planning:
         for key, members in of_digest.items():
             sent = b""
             if len(of_digest) > 1:
-                sent = ranks.from_rank(members[0], zlib.compress(text) if key == digest else b"")
-            if key == digest:
+                sent = ranks.from_rank(members[0], zlib.compress(text) if key == own_key else b"")
+            if key == own_key:
                 kind = _own(tensors, groups, unequal, np.array(members), ranks.size)
             else:
                 kind = _parsed(zlib.decompress(sent), np.array(members), ranks.size)

@@ -96,9 +96,8 @@ class Saving:
             check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
             files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
             ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
-        except (
-            LostRanksError
-        ):  # the first rank may complete the checkpoint yet: what is no part of it, the next save removes
+        except LostRanksError:
+            # The first rank may complete the checkpoint yet. If it does not, the next save removes this rank's file.
             self._lock.release()
             raise
         except BaseException:  # on all ranks
