@@ -12,6 +12,7 @@ import torch
 
 import shardopt
 from shardopt.checkpoint import CheckpointError, data_file, object_store, retries
+from shardopt.checkpoint.index import INDEX_NAME
 from test_portable_checkpoint_single import everything, same, step_with, trained
 
 fsspec = pytest.importorskip("fsspec")
@@ -28,7 +29,9 @@ def url() -> Iterator[str]:
 
 
 def names(folder: str = "/runs/step-1") -> list[str]:
-    return sorted(path.rpartition("/")[2] for path in MemoryFileSystem.store if path.startswith(folder + "/"))
+    """What is there, the index last: names of data files begin with random digits."""
+    found = sorted(path.rpartition("/")[2] for path in MemoryFileSystem.store if path.startswith(folder + "/"))
+    return sorted(found, key=INDEX_NAME.__eq__)
 
 
 def test_save_and_load(url: str) -> None:
@@ -39,7 +42,7 @@ def test_save_and_load(url: str) -> None:
     assert shardopt.checkpoint.load(url, other, fresh).extra == {"epoch": 3}
     assert same(everything(other, fresh), everything(model, optimizer))
     data, index = names()
-    assert (data[16:], index) == ("-0.bin", "checkpoint.json")
+    assert (data[16:], index) == ("-0.bin", INDEX_NAME)
     assert shardopt.checkpoint.read_header(url)["optimizer"] == "AdamW8bit"
 
 
@@ -50,7 +53,7 @@ def test_a_save_replaces_the_last_one(url: str) -> None:
     step_with(model, optimizer, 3)
     shardopt.checkpoint.async_save(url, model, optimizer).result()
     assert len(names()) == 2
-    assert set(before) & set(names()) == {"checkpoint.json"}
+    assert set(before) & set(names()) == {INDEX_NAME}
     other, fresh = trained(seed=7, steps=0)
     shardopt.checkpoint.load(url, other, fresh)
     assert same(everything(other, fresh), everything(model, optimizer))
@@ -170,7 +173,7 @@ def test_damage_and_what_is_not_there(url: str) -> None:
     MemoryFileSystem().pipe_file(f"/runs/step-1/{names()[0]}", bytes(content))
     with pytest.raises(CheckpointError, match=r"memory://runs/step-1/.*got checksum"):
         shardopt.checkpoint.load(url, model, optimizer)
-    MemoryFileSystem().rm_file("/runs/step-1/checkpoint.json")
+    MemoryFileSystem().rm_file(f"/runs/step-1/{INDEX_NAME}")
     with pytest.raises(CheckpointError, match="saving it was never finished"):
         shardopt.checkpoint.load(url, model, optimizer)
 
