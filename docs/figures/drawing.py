@@ -41,10 +41,10 @@ class Drawing:
         inside = escape(text)
         self._add("text", {"x": number(x), "y": number(y), **named, **weight, **_attributes(style)}, inside)
 
-    def lines(self, x: float, y: float, texts: Sequence[str], anchor: str = "start", **style: str) -> None:
+    def lines(self, x: float, y: float, texts: Sequence[str], anchor: str = "start") -> None:
         """Several lines of small text, 15 pixels apart."""
         for index, text in enumerate(texts):
-            self.text(x, y + 15 * index, text, anchor, font_size="12", **style)
+            self.text(x, y + 15 * index, text, anchor, font_size="12")
 
     def rect(self, x: float, y: float, width: float, height: float, **style: str) -> None:
         """A rectangle."""

@@ -8,11 +8,12 @@ The package's layout says which blocks there are, who holds them, and which are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from drawing import BLUE, GREY, ORANGE, PINK, Drawing
-from shardopt.layout import BlockGrid, FlatShard, Shard, equal_ends
+from shardopt.layout import BlockGrid, FlatShard, Ranges, Shard, equal_ends
 from shardopt.layout.ranges import chunk, count
 
 TARGET = Path(__file__).with_name("block-grid.svg")
@@ -36,8 +37,8 @@ def dim_sharded(dim: int) -> list[Shard]:
     """The shards of a parameter that is sharded along one dimension, as DTensors are."""
     shards = []
     for rank in range(len(RANKS)):
-        indices = tuple(((0, size),) for size in GRID.global_shape)
-        indices = (*indices[:dim], chunk(indices[dim], len(RANKS), rank), *indices[dim + 1 :])
+        whole: list[Ranges] = [((0, size),) for size in GRID.global_shape]
+        indices = tuple(chunk(of, len(RANKS), rank) if at == dim else of for at, of in enumerate(whole))
         shard = Shard(GRID.global_shape, tuple(map(count, indices)))
         shard.indices = indices
         shards.append(shard)
@@ -48,7 +49,7 @@ def flat_sharded() -> list[FlatShard]:
     """The shards of a parameter that is flattened and divided evenly, as by FSDP1 and ZeRO."""
     numel = GRID.rows * GRID.row_numel
     ends = equal_ends(0, numel, numel // len(RANKS), len(RANKS))
-    return [FlatShard(GRID.global_shape, *ends[rank : rank + 2], ends[1:-1]) for rank in range(len(RANKS))]
+    return [FlatShard(GRID.global_shape, start, end, ends[1:-1]) for start, end in pairwise(ends)]
 
 
 def pieces(shards: Sequence[Shard]) -> Iterator[Piece]:

@@ -42,8 +42,8 @@ def measure() -> dict[str, tuple[Curve, Curve]]:
     for name in CODECS:
         coded = encode_moments(get_codec(name), MOMENTS, values, random=noise)
         (first, second), _ = decode_moments(get_codec(name), MOMENTS, coded)
-        errors = (second.sqrt() / root - 1).abs(), (first / second.sqrt() / update - 1).abs()
-        found[name] = tuple(_medians(error, which) for error in errors)
+        of_root, of_update = (second.sqrt() / root - 1).abs(), (first / second.sqrt() / update - 1).abs()
+        found[name] = _medians(of_root, which), _medians(of_update, which)
     return found
 
 
