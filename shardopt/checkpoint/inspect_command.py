@@ -13,6 +13,7 @@ from typing import Any
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.summary import Parameter, Summary, summarize
+from shardopt.checkpoint.update_error import UpdateError
 from shardopt.state.options import STATE_FORMAT
 
 _SHOWN_OPTIONS = ("lr", *STATE_FORMAT)
@@ -28,17 +29,25 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("path", help="folder of the checkpoint")
     parser.add_argument("--index-only", action="store_true", help="does not read the data")
+    parser.add_argument(
+        "--errors",
+        action="store_true",
+        help="also how much the rounding of codes may change the next update; takes SECONDS",
+    )
     parser.add_argument("--json", action="store_true", help="prints JSON instead of tables")
-    parser.add_argument("--plot", metavar="FILE", help="histograms of the codes; needs pip install 'shardopt[plot]'")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="histograms of codes and errors; needs pip install 'shardopt[plot]'"
+    )
     parser.set_defaults(run=lambda args: _run(parser, args))
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    if args.plot and args.index_only:
-        parser.error("got --plot and --index-only, expected one of them; histograms need the data")
+    errors = args.errors or args.plot is not None
+    if errors and args.index_only:
+        parser.error(f"got {'--errors' if args.errors else '--plot'} and --index-only, expected one; leave one out")
     try:
         with _progress() as progress:
-            summary = summarize(args.path, values=not args.index_only, progress=progress)
+            summary = summarize(args.path, values=not args.index_only, errors=errors, progress=progress)
         if args.plot:
             _plot(summary, args.plot)
     except CheckpointError as error:
@@ -47,7 +56,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except (OSError, ModuleNotFoundError) as error:
         parser.error(str(error))
     problems = list(summary.problems())
-    print(json.dumps(_values(summary, problems), indent=2) if args.json else _text(summary, problems))
+    print(json.dumps(_values(summary, problems), indent=2) if args.json else _text(summary, problems, errors=errors))
     return 1 if problems else 0
 
 
@@ -63,7 +72,7 @@ def _progress() -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _text(summary: Summary, problems: Sequence[str]) -> str:
+def _text(summary: Summary, problems: Sequence[str], *, errors: bool) -> str:
     header, parameters = summary.header, summary.parameters
     numel, size = sum(each.numel for each in parameters), sum(summary.files.values())
     saved_by = header.get("optimizer", "no optimizer")
@@ -87,6 +96,8 @@ def _text(summary: Summary, problems: Sequence[str]) -> str:
         lines.append("Loads as it is into an optimizer with these options, into others with convert=True.")
     head = ["parameter", "shape", "weights", "codec", "step", "state, bytes per element", "codes, bits used", "scales"]
     lines += ["", *_table(head, [_row(each) for each in parameters])]
+    if errors:
+        lines += ["", *_errors(parameters)]
     lines += ["", *(problems or ["No NaN, no infinities." if _is_read(summary) else "The data were not read."])]
     return "\n".join(lines)
 
@@ -107,6 +118,21 @@ def _row(parameter: Parameter) -> list[str]:
         f"{state / max(parameter.numel, 1):.3f}" if parameter.state else "",
         ", ".join(codes),
         f"{min(each.low for each in scales):.1e} to {max(each.high for each in scales):.1e}" if scales else "",
+    ]
+
+
+def _errors(parameters: Sequence[Parameter]) -> list[str]:
+    found = [(each, each.update_error) for each in parameters if each.update_error is not None]
+    rows = [
+        [each.name, each.codec, error.update, f"{error.median:.2%}", f"{error.most:.2%}", f"{error.at_floor:.2%}"]
+        for each, error in found
+    ]
+    if not rows:
+        return ["No state in codes, or updates of zero: no errors of rounding."]
+    head = ["parameter", "codec", "update", "error of half the elements", "of 99%", "second moment at the floor"]
+    return [
+        *_table(head, rows),
+        "Errors: the most that half a step of the codes changes an update, in % of its root mean square.",
     ]
 
 
@@ -137,11 +163,16 @@ def _values(summary: Summary, problems: Sequence[str]) -> dict[str, Any]:
                     | ({"bits_used": found.bits_used} if key.endswith("_codes") else {})
                     for key, found in each.values.items()
                 },
+                "update_error": None if each.update_error is None else _error_values(each.update_error),
             }
             for each in summary.parameters
         ],
         "problems": list(problems),
     }
+
+
+def _error_values(error: UpdateError) -> dict[str, Any]:
+    return {"update": error.update, "median": error.median, "most": error.most, "at_floor": error.at_floor}
 
 
 def _plot(summary: Summary, path: str) -> None:
