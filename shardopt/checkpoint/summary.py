@@ -44,7 +44,7 @@ class Values:
     Attributes:
         nan: how many are NaN.
         infinite: how many are infinite.
-        low: the least finite one; infinity without one.
+        low: the least finite one, of scales with a step beside each the least scale; infinity without one.
         high: the largest finite one; minus infinity without one.
         counts: of uint8, how often each value occurs: int64, (256,).
     """
@@ -55,22 +55,21 @@ class Values:
     high: float = -math.inf
     counts: Tensor = field(default_factory=lambda: torch.zeros(256, dtype=torch.int64))
 
-    def add(self, x: Tensor) -> None:
-        """Takes more values: 1-D, any dtype."""
+    def add(self, x: Tensor, stride: int = 1) -> None:
+        """Takes more values: 1-D, any dtype. Every ``stride``-th one counts for ``low`` and ``high``."""
         if x.dtype == torch.uint8:
             self.counts += torch.bincount(x, minlength=256)
         if not x.is_floating_point() or not x.numel():
             return
         x = x if x.dtype.itemsize > 1 else x.float()  # of float8 PyTorch has few functions
-        low, high = (float(end) for end in torch.aminmax(x))
-        if not (math.isfinite(low) and math.isfinite(high)):
+        counted = x[::stride]
+        if not all(math.isfinite(end) for end in torch.aminmax(x)):
             self.nan += int(x.isnan().sum())
             self.infinite += int(x.isinf().sum())
-            x = x[x.isfinite()]
-            if not x.numel():
-                return
-            low, high = (float(end) for end in torch.aminmax(x))
-        self.low, self.high = min(self.low, low), max(self.high, high)
+            counted = counted[counted.isfinite()]
+        if counted.numel():
+            low, high = (float(end) for end in torch.aminmax(counted))
+            self.low, self.high = min(self.low, low), max(self.high, high)
 
     @property
     def bits_used(self) -> float:
@@ -235,5 +234,6 @@ def _read(
     with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:
         for _, chunk, data in chunks_read:
             key = of_chunk[chunk]
-            found[key].add(data.view(index.tensors[key].dtype))
+            has_steps = key.endswith("_scales") and len(chunk.shape) > 2
+            found[key].add(data.view(index.tensors[key].dtype), chunk.shape[-1] if has_steps else 1)
             progress(chunk.bytes)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt import optim
 from shardopt.checkpoint.convert.portable import lazy_tensors
 from shardopt.checkpoint.convert.recoding import add_states, checked, of_names
 from shardopt.checkpoint.convert.stream import (
@@ -40,7 +41,7 @@ from shardopt.wrapper.loading import UNSIGNED, codec_name
 #: Bins of :attr:`UpdateError.histogram`: 4 per octave from 2^-40 on, up to 2^24.
 BINS_PER_OCTAVE, FIRST_OCTAVE, BINS = 4, -40, 256
 
-_PIECE_NUMEL = 1 << 20
+_PIECE_NUMEL = 1 << 18  # in memory at a time, up to 250 bytes each
 _FINE_BITS = 16  # of float32's 32, the lower ones, that fine bins leave out: 128 bins per octave
 
 #: Moments that are divided by the root of another one, and these other ones: a rule has the first that it keeps.
@@ -93,6 +94,8 @@ def update_errors(
     Raises:
         CheckpointError: the checkpoint is damaged, or was replaced.
     """
+    if "param_groups" not in index.header:
+        return {}, []
     found: dict[str, UpdateError] = {}
     problems: list[str] = []
     options = options_by_name(groups)
@@ -106,12 +109,12 @@ def update_errors(
             if not state.form.codec.blockwise:
                 continue
             try:
-                error = _of_parameter(state, options[name], progress)
-            except CheckpointError as problem:
-                problems.append(f"no update errors of {named(name)}: {line(problem)}")
+                of_parameter = _of_parameter(state, options[name], progress)
+            except CheckpointError as error:
+                problems.append(f"no update errors of {named(name)}: {line(error)}")
                 continue
-            if error is not None:
-                found[name] = error
+            if of_parameter is not None:
+                found[name] = of_parameter
     return found, problems
 
 
@@ -119,6 +122,11 @@ def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dic
     """The states of parameters. Reading them checks them."""
     entries = of_names(tensors)
     if not is_of_quantize_state(checkpoint.optimizer):
+        if checkpoint.optimizer not in optim.__all__:
+            raise CheckpointError(
+                f"{checkpoint.path}: got the state of {named(checkpoint.optimizer)}, expected that of an optimizer of "
+                "shardopt, whose moments are known; leave out --errors and --plot"
+            )
         checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if key.startswith("model.")}
         add_states(checkpoint, entries)
         return checkpoint.states
