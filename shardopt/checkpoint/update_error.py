@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt import optim
 from shardopt.checkpoint.convert.portable import lazy_tensors
-from shardopt.checkpoint.convert.recoding import add_states, checked, of_names
+from shardopt.checkpoint.convert.recoding import add_states, checked, of_names, reading
 from shardopt.checkpoint.convert.stream import (
     Checkpoint,
     LazyTensor,
@@ -41,7 +41,7 @@ from shardopt.wrapper.loading import UNSIGNED, codec_name
 #: Bins of :attr:`UpdateError.histogram`: 4 per octave from 2^-40 on, up to 2^24.
 BINS_PER_OCTAVE, FIRST_OCTAVE, BINS = 4, -40, 256
 
-_PIECE_NUMEL = 1 << 18  # in memory at a time, up to 250 bytes each
+_PIECE_NUMEL = 1 << 18  # decoded at a time, which takes about 90 MiB
 _FINE_BITS = 16  # of float32's 32, the lower ones, that fine bins leave out: 128 bins per octave
 
 #: Moments that are divided by the root of another one, and these other ones: a rule has the first that it keeps.
@@ -121,39 +121,39 @@ def update_errors(
 def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dict[str, Any]) -> dict[str, State]:
     """The states of parameters. Reading them checks them."""
     entries = of_names(tensors)
+    checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if key.startswith("model.")}
     if not is_of_quantize_state(checkpoint.optimizer):
         if checkpoint.optimizer not in optim.__all__:
             raise CheckpointError(
                 f"{checkpoint.path}: got the state of {named(checkpoint.optimizer)}, expected that of an optimizer of "
                 "shardopt, whose moments are known; leave out --errors and --plot"
             )
-        checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if key.startswith("model.")}
         add_states(checkpoint, entries)
         return checkpoint.states
     states = {}
     for name, of_name in entries.items():
         quantized = coded_names(of_name)
         if name in options and quantized:
-            form = _form_of_quantize_state(checkpoint.path, name, of_name, quantized, options[name])
+            with reading(f"{checkpoint.path}: {named(name)}"):
+                form = _form_of_quantize_state(checkpoint.parameter(name).shape, of_name, quantized, options[name])
             coded = {key: of_name[key] for key in form.moment_entries}
             states[name] = checked(state_of_tensors(form, torch.zeros(()), coded), name, checkpoint.path)
     return states
 
 
 def _form_of_quantize_state(
-    path: str, name: str, entries: dict[str, LazyTensor], quantized: Sequence[str], options: dict[str, Any]
+    shape: tuple[int, ...], entries: Mapping[str, LazyTensor], quantized: Sequence[str], options: Mapping[str, Any]
 ) -> SliceState:
-    try:
-        own = Entries({}, options[UNSIGNED], ())
-        coding = own.with_options({"codec": codec_name(options["codec"]), "block_size": options["block_size"]})
-        (shape,) = {entries[f"{key}_codes"].shape for key in quantized if not own.moment(key).wide}
-        shard = Shard(shape, shape)
-        form = SliceState.of(shard, torch.float32, coding, tuple(map(own.moment, quantized)))
-        for key, entry in form.moment_entries.items():
-            if (entries[key].dtype, entries[key].shape) != (entry.dtype, entry.shape):
-                raise ValueError(f"got {named(key)} of {entries[key].shape}, expected {entry.shape}")
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: {named(name)}: {line(error)}; load another checkpoint") from error
+    own = Entries({}, options[UNSIGNED], ())
+    coding = own.with_options({"codec": codec_name(options["codec"]), "block_size": options["block_size"]})
+    form = SliceState.of(Shard(shape, shape), torch.float32, coding, tuple(map(own.moment, quantized)))
+    for key, entry in form.moment_entries.items():
+        found = entries[key]
+        if (found.dtype, found.shape) != (entry.dtype, entry.shape):
+            raise ValueError(
+                f"got {named(key)} of {found.dtype} and shape {found.shape}, expected {entry.dtype} and {entry.shape}; "
+                "load another checkpoint"
+            )
     return form
 
 

@@ -110,7 +110,8 @@ class Codec(ABC):
     def neighbours(self, codes: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
         """The codes of the next smaller and of the next larger value; the code itself where there is none.
 
-        Zero of an unsigned moment is no neighbour of other codes: only zero is encoded as it.
+        Zero of an unsigned moment is no neighbour of other codes: only zero is encoded as it. Signed codes are in two's
+        complement here, and unsigned ones in the order of their values: other codecs override this.
         """
         whole = torch.int8 if self.code_dtype == torch.uint8 else torch.int16
         q, most = codes.view(whole).int(), torch.iinfo(whole).max

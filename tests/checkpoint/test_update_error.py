@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardopt
+from attack.index_file import read_index, write_index
 from shardopt.__main__ import main
 from shardopt.checkpoint import save, update_error
 from shardopt.checkpoint.inspect_command import _error_counts
@@ -172,11 +173,25 @@ def test_formulas(tmp_path: Path) -> None:
         assert summary.undecoded == []
 
 
-def test_quantize_state(tmp_path: Path) -> None:
-    summary, state = summary_of(tmp_path, lambda params: shardopt.quantize_state(torch.optim.AdamW(params)))
-    m = decoded(state, "log8", "exp_avg", signed=True)
-    x, off = decoded(state, "log8", "exp_avg_sq", signed=False)
-    expect(summary, "exp_avg / (sqrt(exp_avg_sq) + eps)", *adam(m, (x, x.astype(np.float64) - off), 1e-8))
+@pytest.mark.parametrize("codec", ["log8", "companded16"])
+def test_quantize_state(tmp_path: Path, codec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    summary, state = summary_of(
+        tmp_path, lambda params: shardopt.quantize_state(torch.optim.AdamW(params), codec=codec)
+    )
+    m = decoded(state, codec, "exp_avg", signed=True)
+    x, off = decoded(state, codec, "exp_avg_sq", signed=False)
+    updates = adam(m, (x, x.astype(np.float64) - off), 1e-8)
+    at_floor = 0 if codec == "log8" else int((state["exp_avg_sq_codes"].view(torch.int16) == 1).sum())
+    expect(summary, "exp_avg / (sqrt(exp_avg_sq) + eps)", *updates, at_floor)
+    for key, wrong in (("block_size", 64), ("codec", "log8"), ("unsigned", 7)):
+        content = read_index(tmp_path)
+        right = content["header"]["param_groups"][0]["options"][key]
+        content["header"]["param_groups"][0]["options"][key] = wrong
+        write_index(tmp_path, content)
+        assert main(["inspect", str(tmp_path), "--errors"]) == 1
+        assert "no update errors: " in capsys.readouterr().out
+        content["header"]["param_groups"][0]["options"][key] = right
+        write_index(tmp_path, content)
 
 
 def test_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
