@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
+from shardopt.codec import Codec, Coded, Moment, Rounded, decode_moments, encode_moments, get_codec, rounded_moments
 from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
@@ -225,6 +225,13 @@ class SliceState:
             for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
                 _matrix(x, rectangle).copy_(from_blocks(values, lead + rectangle.cols)[:, lead:])
         return [x.view(self.shard.local_shape) for x in moments]
+
+    def rounded(self, state: Mapping[str, Tensor]) -> Iterator[list[Rounded]]:
+        """The moments of a state in blocks, with what rounding may have changed: some rows at a time, 2-D."""
+        for rectangle, coded in self._blocks_of([self.local_coded(state, moment) for moment in self.moments]):
+            lead = rectangle.first_col % self.grid.block_size
+            found = rounded_moments(self.codec, self.moments, coded)
+            yield [Rounded(*(from_blocks(x, lead + rectangle.cols)[:, lead:] for x in each)) for each in found]
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """Codes, in the codec's dtype, and scales of a moment: views of the state."""
