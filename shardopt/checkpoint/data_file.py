@@ -155,8 +155,9 @@ class DataFiles:
         stored = self._index.files[number]
         assert stored is not None  # opening it would have raised
         path = self.folder.shown(self._index.file_name(number))
+        file = self[number]  # checks that the file is as long as the index says, before memory is taken for it
         data = memoryview(bytearray(stored.table))
-        _read(self[number], path, data, stored.data)
+        _read(file, path, data, stored.data)
         _check(path, data, stored.data, stored.crc32)
         try:
             return table.decoded(bytes(data), self._shapes, self._itemsizes, stored.data)

@@ -215,6 +215,17 @@ def test_a_table_that_is_none(tmp_path: Path, kind: str) -> None:
     assert not target.any()
 
 
+def test_a_table_that_is_longer_than_memory(tmp_path: Path) -> None:
+    """Nothing is allocated for what the file does not have."""
+    saved(tmp_path)
+    index = index_of(tmp_path)
+    stored = index.files[0]
+    assert stored is not None
+    (tmp_path / INDEX_NAME).write_bytes(dump_index(index._replace(files=[stored._replace(table=2**55)])))
+    with pytest.raises(CheckpointError, match=rf"got \d+ bytes, expected {stored.data + 2**55}"):
+        load(tmp_path, {"first": cut(torch.zeros(8, 16), ((), ()))})
+
+
 def test_an_index_that_leaves_a_file_out(tmp_path: Path) -> None:
     saved(tmp_path)
     index = index_of(tmp_path)
