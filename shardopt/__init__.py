@@ -9,9 +9,9 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
     if _error.name != "shardopt._C":
         raise
     raise ImportError(
-        f"shardopt in {__path__[0]} is not built for {_sys.implementation.cache_tag}: build it there (python setup.py "
-        "build_ext --inplace), or install the package (pip install .) and keep this folder off sys.path (run pytest, "
-        "not python -m pytest, and start python in another folder)"
+        f"shardopt in {__path__[0]} is not built for {_sys.implementation.cache_tag}: start Python in another "
+        "folder if the package is installed by pip install . (run pytest, not python -m pytest, and shardopt, not "
+        "python -m shardopt), or build it there (python setup.py build_ext --inplace)"
     ) from None
 
 from shardopt import optim as _optim

@@ -77,7 +77,8 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
         shapes = sorted(tuple(param.shape) for param in strangers)
         raise CheckpointError(
             f"got an optimizer with {len(strangers)} parameters that the model has not, of shapes {shapes[:5]}, "
-            "expected the optimizer of this model"
+            "expected the optimizer of this model; make it after fully_shard, parallelize_module and the like, which "
+            "replace parameters"
         )
     slices = {} if owner is None else {param: owner.slices(param, group) for param, group in group_of.items()}
     contents = []

@@ -298,10 +298,21 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path}: cannot be read: {error}"
     if not folder.exists():
-        return f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path"
+        return (
+            f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path, or make a "
+            "folder of a file: shardopt convert"
+        )
     if any(map(_DATA_FILE.fullmatch, folder.names())):
         return f"{folder}: got data without {INDEX_NAME}: saving it was never finished; load another checkpoint"
-    return f"{folder}: there is no {INDEX_NAME} in it, expected a checkpoint of shardopt; check the path"
+    if ".metadata" in folder.names():
+        return (
+            f"{folder}: got a folder of torch.distributed.checkpoint, expected one of shardopt; load it with "
+            f"torch.distributed.checkpoint, or make one of it: shardopt convert {folder} TARGET"
+        )
+    return (
+        f"{folder}: there is no {INDEX_NAME} in it, expected the folder that shardopt.checkpoint.save was given; check "
+        "the path (step-1000 in place of the folder around it), or make one of another format: shardopt convert"
+    )
 
 
 def _plain(tensor: StoredTensor) -> dict[str, Any]:

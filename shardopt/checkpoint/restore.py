@@ -192,11 +192,15 @@ class Restoration:
         unexpected = sorted(name for name, is_wanted in zip(saved, wanted, strict=True) if not is_wanted)
         other = sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])
         if missing or unexpected or other:
-            shapes = first_of([f"{named(name)} {shown(saved[name])} for {shown(own[name])}" for name in other])
+            shapes = first_of([f"{named(name)} {shown(saved[name])} and {shown(own[name])}" for name in other])
+            differences = [
+                f"the checkpoint does not have {few(missing)}" if missing else "",
+                f"the model does not have {few(unexpected)}" if unexpected else "",
+                f"shapes saved and in the model differ: {shapes}" if other else "",
+            ]
             raise CheckpointError(
-                f"{self._path}: got a checkpoint of another model: it lacks {few(missing) or 'nothing'}, has also "
-                f"{few(unexpected) or 'nothing'}, and has in other shapes {shapes or 'nothing'}; build the model that "
-                "was saved"
+                f"{self._path}: got a checkpoint of another model: {'; '.join(filter(None, differences))}; expected "
+                "the model that was saved: build it with the same sizes and names"
             )
 
     def _free_entries(self) -> list[StoredTensor]:

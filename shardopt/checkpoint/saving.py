@@ -65,8 +65,12 @@ class Saving:
         self._folder = folder
         try:
             self._header: dict[str, Any] = json.loads(json.dumps(header))
-        except ValueError as error:  # a circle, or a whole number of thousands of digits
-            raise TypeError(f"got a header that JSON cannot hold: {error}") from error
+        except (TypeError, ValueError) as error:  # ValueError: a circle, or a whole number of thousands of digits
+            raise TypeError(
+                f"got a header that JSON cannot hold: {error}; pass tensors, numbers, text, and lists and dicts of "
+                "the last two, such as scheduler.state_dict()"
+            ) from error
+        _check_keys("extra", header.get("extra"))
         self._unequal = frozenset(unequal)
         self._lock = folder.lock()
         self._token = ""
@@ -177,3 +181,22 @@ def require_little_endian() -> None:
         raise CheckpointError(
             "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
         )
+
+
+def _check_keys(name: str, value: object) -> None:
+    """Checks the keys of dicts within a value, because JSON would make text of other keys without a word.
+
+    Raises:
+        TypeError: a key is not text.
+    """
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"{name}: got the key {key!r}, expected text, as JSON has no other keys; leave out what the "
+                    "constructor makes (milestones of MultiStepLR), or save a list of pairs"
+                )
+            _check_keys(f"{name}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_keys(name, each)

@@ -19,6 +19,7 @@ What weights, gradients and optimizer state of a model take up: bytes per parame
 Shows AdamW on one GPU, from float32 throughout to 8-bit state with everything else that saves memory, and what is asked
 for by options. Needs neither a GPU nor a process group."""
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OPTIONS = ("codec", "block_size", "master_weight_bits", "offload", "device_state_budget")
 _SETUP = (
     "optimizer",
@@ -35,7 +36,10 @@ _SETUP = (
 def add_parser(commands: Any) -> None:
     """Adds the command to what ``argparse.ArgumentParser.add_subparsers`` made."""
     parser = commands.add_parser(
-        "estimate", help="bytes per parameter and GiB per GPU and host", description=_DESCRIPTION
+        "estimate",
+        help="bytes per parameter and GiB per GPU and host",
+        description=_DESCRIPTION,
+        usage="%(prog)s (SIZE | --config FILE) [options]; --help lists them",
     )
     parser.add_argument("size", nargs="?", help="number of parameters: 125M, 7B, 1.3e9")
     parser.add_argument("--config", metavar="FILE", help=f"Hugging Face config.json of {', '.join(SUPPORTED)}")
@@ -45,7 +49,13 @@ def add_parser(commands: Any) -> None:
     asked = parser.add_argument_group("a row to add (any of these options adds it)")
     add, unset = asked.add_argument, argparse.SUPPRESS
     add("--optimizer", choices=OPTIMIZERS, default=unset, help="sgd is with momentum (default: adamw)")
-    add("--dtype", choices=DTYPES, default=unset, help="of weights and gradients (default: bfloat16)")
+    add(
+        "--dtype",
+        type=lambda text: _SHORT_DTYPES.get(text, text),
+        choices=DTYPES,
+        default=unset,
+        help="of weights and gradients, also bf16, fp16, fp32 (default: bfloat16)",
+    )
     add("--backend", default=unset, help=f"how the model is sharded: {', '.join(BACKENDS)} (default: single)")
     add("--world-size", type=int, default=unset, metavar="N", help="GPUs (default: 1)")
     add("--gpus-per-node", type=int, default=unset, metavar="N", help="of them on one host, at most (default: 8)")

@@ -232,6 +232,8 @@ class ShardedOptimizer(Optimizer, ABC):
         if internals.is_paused:
             return loss
         internals.warn_of_skipped()
+        if released is None:
+            internals.warn_without_gradients()
         if left:
             internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
         if released is not None:

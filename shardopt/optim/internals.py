@@ -64,6 +64,7 @@ class Internals:
         self._pauses = 0
         self._optimizer = optimizer
         self._steppers: dict[tuple[int, ...], Stepper] = {}
+        self._has_stepped = False
         self._skipped_reported = 0
         self._skipped_released = 0  # gradient elements that were skipped in releases that have ended
 
@@ -170,5 +171,20 @@ class Internals:
             warn_user(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",
+                RuntimeWarning,
+            )
+
+    def warn_without_gradients(self) -> None:
+        """Warns if the optimizer's first step finds no gradient, as when its parameters are no longer the model's."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        groups = self._optimizer.param_groups
+        params = [param for group in groups for param in group["params"] if param.requires_grad and param.numel()]
+        if params and all(param.grad is None for param in params):
+            warn_user(
+                f"the first step found no gradient in any of {len(params)} parameters and changed nothing; expected "
+                "gradients of backward(): make the optimizer after fully_shard, parallelize_module and the like, which "
+                "replace parameters",
                 RuntimeWarning,
             )

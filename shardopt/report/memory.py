@@ -66,7 +66,14 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
     """Adds up what an optimizer's parameters, gradients and state take up on this rank, as allocated.
 
     Works for any torch optimizer. State exists from the first step on.
+
+    Raises:
+        TypeError: the argument has no param groups, so it is no optimizer.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"got {type(optimizer).__name__}, expected an optimizer; of a DeepSpeed engine pass engine.optimizer"
+        )
     report = MemoryReport()
     seen: set[int] = set()
 

@@ -126,8 +126,10 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     unknown = set(options) - set(DEFAULTS)
     if unknown:
+        close = [match for name in sorted(unknown) for match in get_close_matches(name, DEFAULTS, 1)]
         raise TypeError(
             f"got unknown option {', '.join(map(repr, sorted(unknown)))}, expected some of {', '.join(DEFAULTS)}"
+            + (f"; did you mean {', '.join(close)}?" if close else "")
         )
     return {**DEFAULTS, **options}
 

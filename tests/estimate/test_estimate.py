@@ -342,6 +342,14 @@ def test_deepspeed_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("Its buckets" in note for note in found["notes"])
 
 
+def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for dtype in ("bf16", "bfloat16", "fp32"):
+        assert main(["estimate", "7B", "--dtype", dtype]) == 0
+        rows.append(capsys.readouterr().out)
+    assert rows[0] == rows[1] != rows[2]
+
+
 def test_options_are_not_taken_for_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """One that says what is so anyway asks for a row, too."""
     for arguments in (["--codec", "log8"], ["--offload", "none"], ["--world-size", "1"]):

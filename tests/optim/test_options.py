@@ -83,6 +83,10 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 def test_unknown_options() -> None:
     with pytest.raises(TypeError, match="got unknown option 'blocksize', expected some of maximize, codec"):
         make(blocksize=64)
+    with pytest.raises(TypeError, match=r"did you mean block_size, codec\?$"):
+        make(block_sise=64, codex="log8")
+    with pytest.raises(TypeError, match=r"differentiable$"):
+        make(quantum=64)
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,10 @@ def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str)
         if not (is_dense(tensor) if isinstance(value, CodedMoment) else are_floats(tensor)):
             raise ValueError(f"{name}: got {key} as {kind_of(tensor)}, expected a dense tensor of floats")
         if tuple(tensor.shape) != spec.shard.global_shape:
-            raise ValueError(f"{name}: got {key} of shape {tuple(tensor.shape)}, expected {spec.shard.global_shape}")
+            raise ValueError(
+                f"{name}: got {key} of shape {tuple(tensor.shape)}, expected {spec.shard.global_shape}; give the "
+                "optimizer the parameters of the saved run, in its order"
+            )
         if isinstance(tensor, DTensor):
             plain = tensor is value and type(tensor.to_local()) is Tensor
             if not (plain and isinstance(param, DTensor) and _placed(tensor) == _placed(param)):

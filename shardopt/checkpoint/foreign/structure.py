@@ -28,10 +28,9 @@ def check_structure(state_dict: Any, hyper: AbstractSet[str]) -> None:
     states, groups = fields.get("state"), fields.get("param_groups")
     if not isinstance(states, Mapping) or not _is_list(groups):
         got = f"a state dict with {few(fields)}" if fields else type(state_dict).__name__
-        raise ValueError(
-            f"got {got}, expected state and param_groups; pass what an optimizer's state_dict() or "
-            "get_optimizer_state_dict() gives, not flattened"
-        )
+        remedy = "its entry 'optimizer'" if "optimizer" in fields else "what an optimizer's state_dict() or "
+        remedy += "" if "optimizer" in fields else "get_optimizer_state_dict() gives, not flattened"
+        raise ValueError(f"got {got}, expected state and param_groups; pass {remedy}")
     for index, group in enumerate(groups):
         _check_group(group, hyper, f"param group {index}")
     for key, state in states.items():
