@@ -47,6 +47,25 @@ def test_own_optimizer(tmp_path: Path, codec: str) -> None:
     assert_same(snapshot_of(*other), snapshot_of(*run))
 
 
+def test_a_scheduler_comes_along_both_ways(tmp_path: Path) -> None:
+    model, optimizer = trained(codec="log8")
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    scheduler.step()
+    noise = torch.arange(4.0)
+    save(
+        tmp_path / "dcp", model, optimizer, scheduler=scheduler.state_dict(), deep={"a": {"b": [1, 2]}, "noise": noise}
+    )
+    report = convert(tmp_path / "dcp", tmp_path / "portable", piece_numel=PIECE)
+    assert report.left_out == ["deep.noise"]
+    extra = checkpoint.load(tmp_path / "portable", *make(codec="log8")).extra
+    assert extra == {"scheduler": scheduler.state_dict(), "deep": {"a": {"b": [1, 2]}}}
+    convert(tmp_path / "portable", tmp_path / "back", "dcp", piece_numel=PIECE)
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(make(codec="log8")[1], 7)
+    template = {"scheduler": other.state_dict()}
+    dcp.load(template, checkpoint_id=tmp_path / "back")
+    assert template["scheduler"] == scheduler.state_dict()
+
+
 def test_torchs_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()

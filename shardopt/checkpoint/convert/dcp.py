@@ -7,7 +7,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,7 +25,7 @@ from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.local_folder import sync_folder
 from shardopt.checkpoint.own_files import open_own
 from shardopt.checkpoint.rectangles import fill
-from shardopt.checkpoint.wording import line, named, shown
+from shardopt.checkpoint.wording import named, shown
 from shardopt.layout.partition import rectangles_of_range
 
 METADATA = ".metadata"
@@ -35,6 +35,7 @@ _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
 _MOST_BYTES = 1 << 26  # of a value that is no tensor
 _CHUNK_NUMEL = 1 << 21
 _MOST_OPEN = 256  # files
+_MOST_NESTED = 16  # dicts within extra values
 
 
 class _Chunk(NamedTuple):
@@ -116,9 +117,9 @@ def read_dcp(path: PathLike, optimizer: str | None, closing: ExitStack) -> Check
                     f"{text}: got {named('.'.join(map(str, rest)))} of an optimizer, expected state and param_groups; "
                     "save what get_state_dict gives without flatten_optimizer_state_dict"
                 )
-            case (str(name),):
-                _take_extra(checkpoint, name, value)
-            case _:
+            case (str(name),) if isinstance(value, LazyTensor):
+                checkpoint.tensors[f"extra.{name}"] = value
+            case _ if not _take_extra(checkpoint.extra, path_in, value):
                 checkpoint.left_out.append(named(key))
         has_optimizer |= path_in[0] in _OPTIMIZER
     if not model:
@@ -291,7 +292,7 @@ def _write_data(
                 tensors[_dcp_key(key)].chunks.append(chunk)
                 at += size
         progress(data.nbytes)
-    values: dict[tuple[str | int, ...], Any] = {(key,): value for key, value in checkpoint.extra.items()}
+    values: dict[tuple[str | int, ...], Any] = dict(_flattened((), checkpoint.extra))
     for index, group in enumerate(checkpoint.groups):
         options = {key: tuple(x) if isinstance(x, list) else x for key, x in group["options"].items()}
         for key, value in {**options, "params": list(group["parameters"])}.items():
@@ -315,11 +316,25 @@ def _dcp_key(key: str) -> str:
     return ".".join(map(str, _path_of(key)))
 
 
-def _take_extra(checkpoint: Checkpoint, name: str, value: Any) -> None:
-    if isinstance(value, LazyTensor):
-        checkpoint.tensors[f"extra.{name}"] = value
-        return
+def _flattened(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values in nested dicts and their paths, as torch.distributed.checkpoint flattens them."""
+    if isinstance(value, dict) and (value or not path):
+        for name, each in value.items():
+            yield from _flattened((*path, name), each)
+    else:
+        yield path, value
+
+
+def _take_extra(extra: dict[str, Any], path: tuple[Any, ...], value: Any) -> bool:
+    """Puts a value back into nested dicts, which DCP flattens. False if JSON cannot hold it there."""
     try:
-        checkpoint.extra[name] = json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError):
-        checkpoint.left_out.append(line(name))
+        plain = json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):  # TypeError: a tensor within a dict, too
+        return False
+    if len(path) > _MOST_NESTED or not all(isinstance(name, str) for name in path):
+        return False
+    for name in path[:-1]:
+        extra = extra.setdefault(name, {})
+        if not isinstance(extra, dict):
+            return False
+    return extra.setdefault(path[-1], plain) is plain
