@@ -151,7 +151,8 @@ class Owner:
         if stored.keys() != saved.entries.keys():
             raise CheckpointError(
                 f"{path}: got {few(stored)} of {named(piece.name)}, saved by {named(self._saved_by)}, expected "
-                f"{', '.join(sorted(saved.entries))} of {self.name}; load it into the optimizer that it was saved from"
+                f"{', '.join(sorted(saved.entries))} of {self.name}; load it into {named(self._saved_by)}, "
+                "or the model alone: load(path, model)"
             )
         return Forms(saved, own)
 

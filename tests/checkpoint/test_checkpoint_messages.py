@@ -54,6 +54,23 @@ def test_the_optimizer_of_replaced_parameters_is_told_the_order(tmp_path: Path) 
         shardopt.checkpoint.save(tmp_path, model, optimizer)
 
 
+def test_arguments_in_another_order(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(TypeError, match=r"got Linear for a path.*save\(path, model, optimizer\)"):
+        shardopt.checkpoint.save(model, shardopt.AdamW8bit(model.parameters()), tmp_path)  # type: ignore[arg-type]
+
+
+def test_another_optimizer_is_told_the_model_alone(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match=r"load it into AdamW8bit, or the model alone: load\(path, model\)"):
+        shardopt.checkpoint.load(tmp_path, model, shardopt.Lion8bit(model.parameters()))
+    shardopt.checkpoint.load(tmp_path, model)
+
+
 def test_other_folders_are_told_the_way(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     (tmp_path / "run" / "step-1").mkdir(parents=True)
