@@ -7,6 +7,8 @@ Environment:
         driver compiles when it loads it: a third of the time to build. Default: those of the GPUs of this machine, all
         where it has none.
     CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
+    SHARDOPT_KERNEL_OBJECTS: a folder that keeps compiled kernels, which serve every Python. Objects found there are
+        linked without another look: only for builds of the same sources with the same settings, as in launch/wheel.sh.
 """
 
 import glob
@@ -36,7 +38,8 @@ ARM = {"cpu_neon.cpp": []}
 #: Flags of the sources that only processors of this kind run.
 TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
-
+#: Sources that include Python's headers; the objects of all others are the same for every Python.
+PYTHON_SOURCES = ("bindings.cpp", "bindings_comm.cpp", "bindings_cuda.cpp", "inputs.cpp", "torch_tensor.cpp")
 CUDA_SOURCES = ("csrc/step/cuda.cu", "csrc/step/cuda_rules.cu", "csrc/step/cuda_sum_rules.cu", "csrc/comm/cuda.cu")
 
 
@@ -167,11 +170,16 @@ class BuildExtension(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         include = str(ROOT / "csrc")
+        kernel_objects = os.environ.get("SHARDOPT_KERNEL_OBJECTS", self.build_temp)
 
         def compile_cpu(source: str) -> list[str]:
+            folder = self.build_temp if Path(source).name in PYTHON_SOURCES else kernel_objects
+            (name,) = self.compiler.object_filenames([source], output_dir=folder)
+            if folder != self.build_temp and Path(name).exists():
+                return [name]
             return self.compiler.compile(
                 [source],
-                output_dir=self.build_temp,
+                output_dir=folder,
                 include_dirs=[include, *ext.include_dirs],
                 macros=ext.define_macros,
                 extra_postargs=[*ext.extra_compile_args, *EXACT, *TARGET_FLAGS.get(Path(source).name, [])],
@@ -179,8 +187,9 @@ class BuildExtension(build_ext):
 
         def compile_cuda(source: str) -> list[str]:
             assert toolkit is not None
-            cuda_object = Path(self.build_temp) / source.replace(".cu", ".cu.o")
-            toolkit.compile(source, cuda_object, include)
+            cuda_object = Path(kernel_objects) / source.replace(".cu", ".cu.o")
+            if kernel_objects == self.build_temp or not cuda_object.exists():
+                toolkit.compile(source, cuda_object, include)
             return [str(cuda_object)]
 
         if toolkit is not None:

@@ -45,12 +45,15 @@ out=$(cd "$out" && pwd)
 suffix=
 if [ -n "$cuda" ]; then
     [ -x "$cuda/bin/nvcc" ] || die "--cuda: got $cuda, expected a CUDA toolkit with bin/nvcc"
+    cuda=$(cd "$cuda" && pwd)
     release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
     suffix=+cu$release
     export SHARDOPT_CUDA=1 CUDA_HOME=$cuda SHARDOPT_CUDA_ARCHS=${SHARDOPT_CUDA_ARCHS:-all}
 else
     export SHARDOPT_CUDA=0
 fi
+
+export SHARDOPT_KERNEL_OBJECTS=$work/kernels  # compiled for the first Python, linked for the others
 
 # A copy: a build leaves files beside the source.
 tar -C "$root" --exclude=./dist --exclude='./.*' --exclude=./build --exclude='*.so' --exclude='__pycache__' -cf "$work/source.tar" .
