@@ -47,6 +47,7 @@ def cpu_sources() -> list[str]:
     names = [
         "csrc/bindings.cpp",
         "csrc/bindings_comm.cpp",
+        "csrc/copies.cpp",
         "csrc/inputs.cpp",
         "csrc/torch_tensor.cpp",
         "csrc/comm/cpu.cpp",

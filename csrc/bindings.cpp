@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "copies.h"
 #include "core/exact_sum.h"
 #include "inputs.h"
 #include "step/cpu.h"
@@ -163,6 +164,17 @@ PYBIND11_MODULE(_C, m) {
            "Takes the param groups of the next step, and on how many threads and with which kernels it runs.")
       .def("run", &CpuStepOfTables::run, py::arg("phase"),
            "Steps the entries; returns the number of elements that were skipped.");
+  m.def(
+      "copy_ranges",
+      [](const Table<uint64_t>& to, const Table<uint64_t>& from, const Table<int64_t>& nbytes, int threads) {
+        if (to.size() != nbytes.size() || from.size() != nbytes.size()) {
+          throw std::invalid_argument("got ranges of memory by arrays of other lengths, expected one length");
+        }
+        const py::gil_scoped_release release;
+        copy_ranges(to.data(), from.data(), nbytes.data(), nbytes.size(), threads);
+      },
+      py::arg("to"), py::arg("source"), py::arg("nbytes"), py::arg("threads"),
+      "Copies ranges of memory, given by their addresses, past the caches.");
   bind_inputs(m);
   bind_comm(m);
 #if defined(SHARDOPT_WITH_CUDA)

@@ -110,6 +110,9 @@ def decode_message_cuda(
     device: int,
     stream: int,
 ) -> None: ...
+def copy_ranges(
+    to: npt.NDArray[np.uint64], source: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.int64], threads: int
+) -> None: ...
 def message_chunk_bytes(numel: int) -> int: ...
 def encode_message(
     floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, threads: int, target: str

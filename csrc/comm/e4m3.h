@@ -11,9 +11,10 @@ constexpr int32_t kLargestE4M3Bits = 0x43e00000;  // 448
 // Blocks up to here have a scale that leaves nothing above 448.
 constexpr int32_t kLargestScaledBits = 0x7f600000;  // 1.75 * 2^127
 
-// The scale's byte, of the bits of a block's largest finite magnitude.
+// The scale's byte, of the bits of a block's largest magnitude.
 SHARDOPT_HD int32_t scale_code(int32_t largest) {
-  return min_int(max_int(((largest + 0x1fffff) >> 23) - 8, 3), 246);  // 448 is 1.75 * 2^8
+  const int32_t exponent = static_cast<int32_t>((static_cast<uint32_t>(largest) + 0x1fffff) >> 23);
+  return min_int(max_int(exponent - 8, 3), 246);  // 448 is 1.75 * 2^8
 }
 
 SHARDOPT_HD float scale_value(int32_t code) { return float_from_bits(code << 23); }

@@ -8,8 +8,6 @@ packages follow from the layouts that they document:
 - bitsandbytes 0.50.2, ``AdamW8bit``: one byte per moment and element, and a float32 scale per block of 256.
 - FlashOptim 0.1.4 (arXiv 2602.23349), ``FlashAdamW`` with ``master_weight_bits=24``: bfloat16 weights and gradients,
   one byte per moment and element, a float16 scale per group of 32, and one byte that extends the weight.
-
-Text is of a medium grey, so that light and dark pages show the figure equally well.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from drawing import KINDS, Drawing
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
 
 TARGET = Path(__file__).with_name("memory.svg")
-KINDS = {"weights": "#3b82d6", "gradients": "#e0822a", "optimizer state": "#2fa05a", "master bits": "#8f6ad0"}
-GREY = "#78828e"
 WIDTH, LEFT, TOP, ROW, UNIT = 840, 300, 40, 26, 29  # pixels; UNIT is those of one byte
 
 
@@ -64,36 +61,25 @@ def bars() -> list[list[Bar]]:
     ]
 
 
-def draw(groups: list[list[Bar]]) -> str:
+def figure() -> str:
     """The figure as SVG."""
-    lines, y = [], TOP
-    for group in groups:
+    drawing = Drawing(WIDTH, "Memory per parameter of AdamW: torch, bitsandbytes, FlashOptim, shardopt")
+    drawing.legend(LEFT, 21, KINDS)
+    y = TOP
+    for group in bars():
         for bar in group:
-            name = bar.name.replace("&", "&amp;").replace('"', "&quot;")
-            lines.append(f'<text x="{LEFT - 10}" y="{y + 14}" text-anchor="end">{name}</text>')
+            drawing.text(LEFT - 10, y + 14, bar.name, "end")
             x = float(LEFT)
             for size, colour in zip(bar.parts, KINDS.values(), strict=True):
                 if size * UNIT >= 0.5:
-                    lines.append(
-                        f'<rect x="{x:.1f}" y="{y}" width="{size * UNIT:.1f}" height="{ROW - 6}" fill="{colour}"/>'
-                    )
+                    drawing.rect(x, y, size * UNIT, ROW - 6, fill=colour)
                 x += size * UNIT
-            lines.append(f'<text x="{x + 7:.1f}" y="{y + 14}" font-weight="bold">{sum(bar.parts):.2f}</text>')
+            drawing.text(x + 7, y + 14, f"{sum(bar.parts):.2f}", bold=True)
             y += ROW
         y += 12
-    legend = float(LEFT)
-    for kind, colour in KINDS.items():
-        lines.append(f'<rect x="{legend:.0f}" y="10" width="12" height="12" fill="{colour}"/>')
-        lines.append(f'<text x="{legend + 18:.0f}" y="21">{kind}</text>')
-        legend += 40 + 7.2 * len(kind)
-    lines.append(f'<text x="{LEFT}" y="{y + 6}">bytes per parameter on the GPU, activations not counted</text>')
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 16}" width="{WIDTH}" height="{y + 16}" '
-        f'font-family="system-ui, sans-serif" font-size="13" fill="{GREY}" role="img">'
-    )
-    title = "<title>Memory per parameter of AdamW: torch, bitsandbytes, FlashOptim, shardopt</title>"
-    return "\n".join([head, title, *lines, "</svg>"]) + "\n"
+    drawing.text(LEFT, y + 6, "bytes per parameter on the GPU, activations not counted")
+    return drawing.svg(y + 16)
 
 
 if __name__ == "__main__":
-    TARGET.write_text(draw(bars()))
+    TARGET.write_text(figure())

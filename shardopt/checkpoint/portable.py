@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
@@ -299,7 +300,7 @@ def _to_save(
     ranks: Ranks,
 ) -> tuple[Saving, dict[str, Chunks]]:
     """The save, and this rank's tensors. All ranks must call this."""
-    with _opened(model, optimizer) as (bare, own):
+    with _opened(model, optimizer) as (bare, own), torch.no_grad():  # as DTensors give their local tensors at once
         owner, contents = ranks.agree(lambda: _read(bare, own))
         common = with_common_scales(contents)
         return ranks.agree(lambda: _described(folder, bare, owner, common, extra, keep_last))

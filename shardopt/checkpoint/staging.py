@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.kernels.copies import copy_tensors
 
 _ALIGNMENT = 64  # bytes
 
@@ -50,8 +51,7 @@ class Stager:
         if forms != self._forms:  # mostly they are those of the last save
             self._make_copies(rectangles)
             self._forms = forms
-        if rectangles:
-            torch._foreach_copy_(self._copies, rectangles)
+        copy_tensors(self._copies, rectangles)
         copies = iter(self._copies)
         return {name: chunks.with_copies(copies) for name, chunks in tensors.items()}
 

@@ -30,6 +30,7 @@ from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import StoredChunk
+from shardopt.checkpoint.update_error import UpdateError, update_errors
 from shardopt.checkpoint.wording import named
 from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
 
@@ -43,7 +44,7 @@ class Values:
     Attributes:
         nan: how many are NaN.
         infinite: how many are infinite.
-        low: the least finite one; infinity without one.
+        low: the least finite one, of scales with a step beside each the least scale; infinity without one.
         high: the largest finite one; minus infinity without one.
         counts: of uint8, how often each value occurs: int64, (256,).
     """
@@ -54,22 +55,21 @@ class Values:
     high: float = -math.inf
     counts: Tensor = field(default_factory=lambda: torch.zeros(256, dtype=torch.int64))
 
-    def add(self, x: Tensor) -> None:
-        """Takes more values: 1-D, any dtype."""
+    def add(self, x: Tensor, stride: int = 1) -> None:
+        """Takes more values: 1-D, any dtype. Every ``stride``-th one counts for ``low`` and ``high``."""
         if x.dtype == torch.uint8:
             self.counts += torch.bincount(x, minlength=256)
         if not x.is_floating_point() or not x.numel():
             return
         x = x if x.dtype.itemsize > 1 else x.float()  # of float8 PyTorch has few functions
-        low, high = (float(end) for end in torch.aminmax(x))
-        if not (math.isfinite(low) and math.isfinite(high)):
+        counted = x[::stride]
+        if not all(math.isfinite(end) for end in torch.aminmax(x)):
             self.nan += int(x.isnan().sum())
             self.infinite += int(x.isinf().sum())
-            x = x[x.isfinite()]
-            if not x.numel():
-                return
-            low, high = (float(end) for end in torch.aminmax(x))
-        self.low, self.high = min(self.low, low), max(self.high, high)
+            counted = counted[counted.isfinite()]
+        if counted.numel():
+            low, high = (float(end) for end in torch.aminmax(counted))
+            self.low, self.high = min(self.low, low), max(self.high, high)
 
     @property
     def bits_used(self) -> float:
@@ -88,6 +88,8 @@ class Parameter:
         state: the stored entries of the optimizer's state, by name.
         options: of its param group; empty for one without.
         values: of all these, by their names in the checkpoint; empty where they were not read.
+        update_error: what rounding may change in updates; None without quantized state, for updates of zero, and where
+            it was not asked for.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Parameter:
     state: dict[str, StoredTensor]
     options: dict[str, Any]
     values: dict[str, Values]
+    update_error: UpdateError | None = None
 
     @property
     def numel(self) -> int:
@@ -139,6 +142,7 @@ class Summary:
         files: the lengths of the data files, bytes.
         parameters: parameters and buffers, in the order of their names.
         others: further tensors, by name: those of ``extra``, and state that belongs to no parameter.
+        undecoded: a line for each parameter whose state could not be decoded, where errors of updates were asked for.
     """
 
     path: str
@@ -146,9 +150,10 @@ class Summary:
     files: dict[str, int]
     parameters: list[Parameter]
     others: dict[str, StoredTensor]
+    undecoded: list[str] = field(default_factory=list)
 
     def problems(self) -> Iterator[str]:
-        """One line for each tensor with NaN or infinities, and one if step counts differ."""
+        """Lines: of tensors with NaN or infinities, of state that cannot be decoded, and of step counts that differ."""
         steps = set()
         for parameter in self.parameters:
             for key, values in parameter.values.items():
@@ -156,18 +161,25 @@ class Summary:
                     yield f"{key}: {values.nan:,} NaN, {values.infinite:,} infinite"
                 if key.endswith(".step"):
                     steps.add(values.low)
+        yield from self.undecoded
         if len(steps) > 1:
             yield f"step counts differ: {', '.join(f'{step:g}' for step in sorted(steps))}"
 
 
 def summarize(
-    path: str | os.PathLike[str], *, values: bool = True, progress: Callable[[int], object] = lambda _: None
+    path: str | os.PathLike[str],
+    *,
+    values: bool = True,
+    errors: bool = False,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Summary:
     """Reads what a portable checkpoint holds.
 
     Args:
         path: the folder.
         values: whether to read the data; without, only the index.
+        errors: whether to read codes and scales a second time, and find what rounding may change in updates; needs
+            ``values``.
         progress: called with the bytes of each chunk that was read.
 
     Raises:
@@ -198,6 +210,10 @@ def summarize(
         for parameter in summary.parameters:
             keys = [f"model.{parameter.name}", *(f"optimizer.{parameter.name}.{key}" for key in parameter.state)]
             parameter.values.update({key: found[key] for key in keys if key in found})
+    if values and errors:
+        of_parameter, summary.undecoded = update_errors(folder, index, groups, progress)
+        for parameter in summary.parameters:
+            parameter.update_error = of_parameter.get(parameter.name)
     return summary
 
 
@@ -218,5 +234,6 @@ def _read(
     with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:
         for _, chunk, data in chunks_read:
             key = of_chunk[chunk]
-            found[key].add(data.view(index.tensors[key].dtype))
+            has_steps = key.endswith("_scales") and len(chunk.shape) > 2
+            found[key].add(data.view(index.tensors[key].dtype), chunk.shape[-1] if has_steps else 1)
             progress(chunk.bytes)

@@ -73,6 +73,20 @@ class Decoded(NamedTuple):
     roots: list[Tensor]
 
 
+class Rounded(NamedTuple):
+    """A moment as stored, and how far rounding may have moved it.
+
+    Attributes:
+        value: the decoded moment; of one that ``has_root``, the root: float32.
+        error: the most that rounding moved it by, see :meth:`Codec.rounding`: float32.
+        at_floor: where anything smaller is stored as the same, see :meth:`Codec.at_floor`: bool.
+    """
+
+    value: Tensor
+    error: Tensor
+    at_floor: Tensor
+
+
 def encode_moments(
     codec: Codec,
     moments: Sequence[Moment],
@@ -133,6 +147,28 @@ def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Code
             x = x * x
         values[moment.name] = x
     return Decoded([values[moment.name] for moment in moments], roots)
+
+
+def rounded_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> list[Rounded]:
+    """Moments with what rounding may have changed.
+
+    Moments in units of the root beside them have been divided by this root as stored: its error is none of theirs.
+    """
+    found: dict[str, Rounded] = {}
+    unit: Tensor | None = None
+    for moment, (codes, scales) in _unsigned_first(moments, coded):
+        own = moment.codec(codec)
+        x = own.decode(codes, codes if scales is None else scales, signed=moment.signed)
+        error, at_floor = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        if scales is not None:
+            error = own.rounding(codes, scales, signed=moment.signed)
+            at_floor = at_floor if moment.signed else own.at_floor(codes, scales)
+        if codec.relative and not moment.signed and unit is None:
+            unit = x
+        elif unit is not None and moment.is_relative(codec):
+            x, error = x * unit, error * unit
+        found[moment.name] = Rounded(x, error, at_floor)
+    return [found[moment.name] for moment in moments]
 
 
 def _unsigned_first(moments: Sequence[Moment], values: Sequence[_T]) -> list[tuple[Moment, _T]]:

@@ -58,6 +58,7 @@ class DTensorShard(Shard):
         self.indices = indices
         self.cuts_rows = any(getattr(placement, "dim", 0) > 0 for placement in placements)
         self._blocks: dict[int, LocalBlocks] = {}
+        self._scales_partitions: dict[int, Placed | None] = {}
 
     def _indices_at(self, shape: tuple[int, ...], coordinate: Sequence[int]) -> tuple[Ranges, ...]:
         """The indices of each dimension that the rank at a coordinate of the mesh holds."""
@@ -121,7 +122,11 @@ class DTensorShard(Shard):
         return self._partition_by(self._placements, self.global_shape)
 
     def scales_partition(self, grid: BlockGrid) -> Placed | None:
-        return self._partition_by(self._scales_placements(grid), (self.global_shape[0], grid.blocks_per_row))
+        found = self._scales_partitions
+        if grid.block_size not in found:
+            shape = (self.global_shape[0], grid.blocks_per_row)
+            found[grid.block_size] = self._partition_by(self._scales_placements(grid), shape)
+        return found[grid.block_size]
 
     def _partition_by(self, placements: Sequence[Placement], shape: Sequence[int]) -> Placed | None:
         """The partition by these placements; None if the mesh's ranks are not evenly spaced, or parts are no grid."""

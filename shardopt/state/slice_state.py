@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
+from shardopt.codec import Codec, Coded, Moment, Rounded, decode_moments, encode_moments, get_codec, rounded_moments
 from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
@@ -118,14 +118,9 @@ class SliceState:
 
     def _initial(self, moment: Moment) -> tuple[EntryFormat, tuple[float, ...]]:
         """A moment's codes before the first step, and the scales of each block."""
-        codec, shape = moment.codec(self.codec), self.shard.local_shape
-        code, scales = torch.tensor(codec.zero_code(signed=moment.signed), dtype=codec.code_dtype), (0.0,)
-        if moment.initial:
-            (coded,) = encode_moments(self.codec, [moment], [torch.full((1,), moment.initial)])
-            code, scales = coded.codes[0], tuple([] if coded.scales is None else coded.scales.tolist())
-        if codec.code_dtype != torch.int16:
-            return EntryFormat(shape, codec.code_dtype, (code.item(),)), scales
-        return EntryFormat((*shape, 2), torch.uint8, tuple(_as_bytes(code).tolist())), scales
+        dtype, fill, scales = _first_codes(self.codec, moment)
+        shape = self.shard.local_shape
+        return EntryFormat(shape if len(fill) == 1 else (*shape, len(fill)), dtype, fill), scales
 
     def codes_name(self, moment: Moment) -> str:
         """The state entry with a moment's codes."""
@@ -230,6 +225,13 @@ class SliceState:
             for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
                 _matrix(x, rectangle).copy_(from_blocks(values, lead + rectangle.cols)[:, lead:])
         return [x.view(self.shard.local_shape) for x in moments]
+
+    def rounded(self, state: Mapping[str, Tensor]) -> Iterator[list[Rounded]]:
+        """The moments of a state in blocks, with what rounding may have changed: some rows at a time, 2-D."""
+        for rectangle, coded in self._blocks_of([self.local_coded(state, moment) for moment in self.moments]):
+            lead = rectangle.first_col % self.grid.block_size
+            found = rounded_moments(self.codec, self.moments, coded)
+            yield [Rounded(*(from_blocks(x, lead + rectangle.cols)[:, lead:] for x in each)) for each in found]
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """Codes, in the codec's dtype, and scales of a moment: views of the state."""
@@ -343,6 +345,19 @@ class SliceState:
                 per_block = rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
                 coded.append(Coded(blocks, per_block))
             yield rectangle, coded
+
+
+@cache
+def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float, ...], tuple[float, ...]]:
+    """What a moment begins with: the dtype of its codes as they are stored, an element's code, and a block's scales."""
+    own = moment.codec(codec)
+    code, scales = torch.tensor(own.zero_code(signed=moment.signed), dtype=own.code_dtype), (0.0,)
+    if moment.initial:
+        (coded,) = encode_moments(codec, [moment], [torch.full((1,), moment.initial)])
+        code, scales = coded.codes[0], tuple([] if coded.scales is None else coded.scales.tolist())
+    if own.code_dtype != torch.int16:
+        return own.code_dtype, (code.item(),), scales
+    return torch.uint8, tuple(_as_bytes(code).tolist()), scales
 
 
 def _as_bytes(codes: Tensor) -> Tensor:

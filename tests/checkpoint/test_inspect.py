@@ -13,6 +13,7 @@ import shardopt
 from attack.index_file import read_index, write_index
 from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, save
+from shardopt.checkpoint.inspect_command import _order
 from shardopt.checkpoint.summary import summarize
 
 
@@ -100,6 +101,41 @@ def test_plot(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "codes.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         main(["inspect", str(saved), "--plot", "x.png", "--index-only"])
+
+
+def test_plots_without_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
+    save(tmp_path / "saved", Small())
+    assert main(["inspect", str(tmp_path / "saved"), "--plot", str(tmp_path / "codes.png")]) == 1
+    assert "got no state in codes to plot" in capsys.readouterr().err
+    assert not (tmp_path / "codes.png").exists()
+
+
+def test_codes_are_drawn_by_value() -> None:
+    by_sign = [*range(128, 256), *range(128)]
+    assert _order("exp_avg_codes", "log8").tolist() == by_sign
+    assert _order("exp_avg_codes", "companded8 by entry").tolist() == by_sign
+    for entry, codec in (("exp_avg_sq_codes", "log8"), ("exp_avg_codes", "dynamic8"), ("moment_codes", "log4")):
+        assert _order(entry, codec).tolist() == list(range(256))
+
+
+def test_scales_are_shown_without_the_steps_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Small()
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.linspace(0.1, 1, param.numel(), dtype=param.dtype).view_as(param)
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg_sq_scales"][0, 0, 1] = torch.inf
+    save(tmp_path, model, optimizer)
+    scales = optimizer.state[model.weight]["exp_avg_sq_scales"]
+    (found,) = (x.values for x in summarize(tmp_path).parameters if x.name == "weight")
+    values = found["optimizer.weight.exp_avg_sq_scales"]
+    assert (values.low, values.high) == (float(scales[..., 0].min()), float(scales[..., 0].max()))
+    assert values.infinite == 1
+    assert main(["inspect", str(tmp_path)]) == 1
+    first = optimizer.state[model.weight]["exp_avg_scales"]
+    ranges = [f"{float(x.min()):.1e} to {float(x.max()):.1e}" for x in (first, scales[..., 0])]
+    assert ", ".join(ranges) in capsys.readouterr().out
 
 
 def test_float8_and_what_no_version_writes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,35 @@ def test_lora(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
 
 def trained_adapters(mode: str, output: Path, resume: str | None = None) -> Any:
     return trained(mode, output, resume, model=hugging_face.tiny_lora)
+
+
+@needs("peft")
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, "plain"), (2, "ddp")),
+        ((2, "ddp"), (1, "plain")),
+        ((2, "fsdp2"), (1, "fsdp2")),
+        ((1, "fsdp2"), (2, "fsdp2")),
+    ],
+    ids=lambda run: f"{run[1]} on {run[0]}",
+)
+def test_lora_resumes_on_another_number_of_ranks(
+    client_ranks: Pool, before: tuple[int, str], after: tuple[int, str], portable: bool, tmp_path: Path
+) -> None:
+    """Without dropout, whose random numbers belong to a rank."""
+    (expected,) = client_ranks.run(1, adapters_without_dropout, "plain", portable, tmp_path / "plain")
+    found = client_ranks.run(before[0], adapters_without_dropout, before[1], portable, tmp_path / "a")
+    assert found == [expected] * before[0]
+    start = str(tmp_path / "a" / "checkpoint-3")
+    found = client_ranks.run(after[0], adapters_without_dropout, after[1], portable, tmp_path / "a", start)
+    assert found == [expected] * after[0]
+
+
+def adapters_without_dropout(mode: str, portable: bool, output: Path, resume: str | None = None) -> Any:
+    run = trained_portably if portable else trained
+    return run(mode, output, resume, model=partial(hugging_face.tiny_lora, dropout=0.0))
 
 
 @needs("peft")

@@ -21,6 +21,22 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc"
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", f"-I{SOURCES}")
 
+#: The address and undefined-behaviour sanitizers.
+SANITIZED = ("-O1", "-g1", "-fno-wrapv", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
+#: Flags of the kernels that processors of this kind run.
+TARGETS = {
+    "portable": (),
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": AVX512,
+    "avx512vbmi": (*AVX512, "-mavx512vbmi"),
+}
+USABLE = [
+    pytest.param(each, marks=pytest.mark.skipif(each not in _C.cpu_targets(), reason=f"no {each} in this processor"))
+    for each in TARGETS
+]
+EACH_TARGET = pytest.mark.parametrize("target", USABLE)
+
 pytestmark = pytest.mark.slow
 
 
@@ -65,16 +81,11 @@ def expected(tables: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     return run([program, tables]).splitlines()
 
 
-def test_sanitized(tables: Path, expected: list[str], tmp_path: Path) -> None:
-    """The address and undefined-behaviour sanitizers find nothing in the portable kernels."""
-    sanitizers = ("-fno-wrapv", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    program = build(tmp_path, tool("g++"), "portable", "-O1", "-g1", *sanitizers)
-    assert run([program, tables]).splitlines() == expected
-
-
-@pytest.mark.skipif("avx2" not in _C.cpu_targets(), reason="this processor has no AVX2")
-def test_avx2(tables: Path, expected: list[str], tmp_path: Path) -> None:
-    program = build(tmp_path, tool("g++"), "avx2", "-O2", "-mavx2", "-mfma")
+@EACH_TARGET
+@pytest.mark.parametrize("flags", [("-O2",), SANITIZED], ids=["optimized", "sanitized"])
+def test_steps(tables: Path, expected: list[str], target: str, flags: Sequence[str], tmp_path: Path) -> None:
+    """The sanitizers find nothing in the kernels, either."""
+    program = build(tmp_path, tool("g++"), target, *flags, *TARGETS[target])
     assert run([program, tables]).splitlines() == expected
 
 
@@ -94,16 +105,13 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found
 
 
-def test_messages_sanitized(messages: list[str], tmp_path: Path) -> None:
-    sanitizers = ("-fno-wrapv", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    assert (
-        run([build(tmp_path, tool("g++"), "portable", "-O1", "-g1", *sanitizers, of="comm")]).splitlines() == messages
-    )
-
-
-@pytest.mark.skipif("avx2" not in _C.cpu_targets(), reason="this processor has no AVX2")
-def test_messages_avx2(messages: list[str], tmp_path: Path) -> None:
-    program = build(tmp_path, tool("g++"), "avx2", "-O2", "-mavx2", "-mfma", "-mf16c", of="comm")
+@EACH_TARGET
+@pytest.mark.parametrize("flags", [("-O2",), SANITIZED], ids=["optimized", "sanitized"])
+def test_messages(messages: list[str], target: str, flags: Sequence[str], tmp_path: Path) -> None:
+    if target == "avx512vbmi":
+        target = "avx512"  # such processors run its kernels
+    more = ("-mf16c",) if target == "avx2" else ()
+    program = build(tmp_path, tool("g++"), target, *flags, *TARGETS[target], *more, of="comm")
     assert run([program]).splitlines() == messages
 
 
@@ -112,3 +120,19 @@ def test_messages_neon(messages: list[str], tmp_path: Path) -> None:
     emulator = tool("qemu-aarch64-static")
     program = build(tmp_path, tool("aarch64-linux-gnu-g++"), "neon", "-O2", "-static", of="comm")
     assert run([emulator, program]).splitlines() == messages
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        (SANITIZED, ["fork"]),
+        (("-O1", "-g1", "-fsanitize=thread"), []),  # whose run-time cannot follow a fork of several threads
+    ],
+    ids=["address", "thread"],
+)
+def test_threads(flags: Sequence[str], arguments: Sequence[str], tmp_path: Path) -> None:
+    """The sanitizers find nothing in the pool of threads and in copies."""
+    sources = [SOURCES / "step/thread_pool.cpp", SOURCES / "copies.cpp", ROOT / "tests/kernels/cpu_targets/threads.cpp"]
+    program = tmp_path / "threads"
+    run([tool("g++"), *FLAGS, *flags, *sources, "-o", program, "-pthread"])
+    assert run([program, *arguments]) == "done\n"

@@ -88,12 +88,12 @@ def tiny_llama(vocabulary: int = VOCABULARY) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def tiny_lora() -> nn.Module:
+def tiny_lora(dropout: float = 0.5) -> nn.Module:
     """The Llama with adapters of rank 32, whose matrices are quantized, behind dropout."""
     from peft import LoraConfig, get_peft_model
 
     model = tiny_llama()
-    return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+    return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "v_proj"], lora_dropout=dropout))
 
 
 def muon() -> Callable[..., Any]:

@@ -54,13 +54,8 @@ def read_portable(folder: Folder, closing: ExitStack) -> Checkpoint:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    require_little_endian()
     index = load_index(folder)
-    with noticing_replacement(folder, index):
-        chunks = stored_chunks(folder, index)
-        files = closing.enter_context(DataFiles(folder, index))
-        recent = lru_cache(_RECENT)(files.chunk)  # consecutive pieces often are of one chunk
-        tensors = {key: _lazy(files, recent, index, key, found) for key, found in chunks.items()}
+    tensors = lazy_tensors(folder, index, closing)
     extra = index.header.get("extra", {})
     checkpoint = Checkpoint(str(folder), extra=dict(extra))
     checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
@@ -69,6 +64,25 @@ def read_portable(folder: Folder, closing: ExitStack) -> Checkpoint:
         checkpoint.groups = checked_groups(str(folder), index.header["param_groups"])
         add_states(checkpoint, of_names(tensors))
     return checkpoint
+
+
+def lazy_tensors(folder: Folder, index: Index, closing: ExitStack) -> dict[str, LazyTensor]:
+    """The tensors of a portable checkpoint by name, verified when they are read.
+
+    Args:
+        folder: its folder.
+        index: its index.
+        closing: closes the files.
+
+    Raises:
+        CheckpointError: a table is damaged.
+    """
+    require_little_endian()
+    with noticing_replacement(folder, index):
+        chunks = stored_chunks(folder, index)
+        files = closing.enter_context(DataFiles(folder, index))
+        recent = lru_cache(_RECENT)(files.chunk)  # consecutive pieces often are of one chunk
+        return {key: _lazy(files, recent, index, key, found) for key, found in chunks.items()}
 
 
 def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress: Callable[[int], object]) -> None:

@@ -1,0 +1,12 @@
+// Copies of many ranges of memory at once.
+#pragma once
+
+#include <cstdint>
+
+namespace shardopt {
+
+// Copies nbytes[i] bytes from from[i] to to[i] for each i, by several threads, past the caches: for copies that are not
+// read again soon. The ranges do not overlap.
+void copy_ranges(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, int threads);
+
+}  // namespace shardopt
