@@ -38,8 +38,7 @@ ARM = {"cpu_neon.cpp": []}
 #: Flags of the sources that only processors of this kind run.
 TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
-#: Sources that include Python's headers; the objects of all others are the same for every Python.
-PYTHON_SOURCES = ("bindings.cpp", "bindings_comm.cpp", "bindings_cuda.cpp", "inputs.cpp", "torch_tensor.cpp")
+
 CUDA_SOURCES = ("csrc/step/cuda.cu", "csrc/step/cuda_rules.cu", "csrc/step/cuda_sum_rules.cu", "csrc/comm/cuda.cu")
 
 
@@ -174,7 +173,8 @@ class BuildExtension(build_ext):
         kernel_objects = os.environ.get("SHARDOPT_KERNEL_OBJECTS", self.build_temp)
 
         def compile_cpu(source: str) -> list[str]:
-            folder = self.build_temp if Path(source).name in PYTHON_SOURCES else kernel_objects
+            is_kernel = len(Path(source).parts) > 2  # in a folder of csrc, where no file includes Python's headers
+            folder = kernel_objects if is_kernel else self.build_temp
             (name,) = self.compiler.object_filenames([source], output_dir=folder)
             if folder != self.build_temp and Path(name).exists():
                 return [name]
