@@ -76,7 +76,9 @@ for python in "${pythons[@]}"; do
         python -m build -q --sdist --no-isolation --outdir "$out" .
         touch "$work/sdist"
     fi
-    python setup.py -q egg_info --tag-build="$suffix" bdist_wheel --dist-dir "$work/$name-wheel"
+    python setup.py -q egg_info --tag-build="$suffix" build
+    patchelf --remove-rpath build/lib*/shardopt/_C*.so  # folders of this machine, from the flags that Python was built with
+    python setup.py -q egg_info --tag-build="$suffix" bdist_wheel --skip-build --dist-dir "$work/$name-wheel"
     auditwheel -v repair --wheel-dir "$out" "$work/$name-wheel"/*.whl >"$work/auditwheel.log" 2>&1 ||
         { cat "$work/auditwheel.log" >&2; die "auditwheel refused the wheel"; }
     cd "$root"
