@@ -7,6 +7,8 @@ Environment:
         driver compiles when it loads it: a third of the time to build. Default: those of the GPUs of this machine, all
         where it has none.
     CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
+    SHARDOPT_KERNEL_OBJECTS: a folder that keeps compiled kernels, which serve every Python. Objects found there are
+        linked without another look: only for builds of the same sources with the same settings, as in launch/wheel.sh.
 """
 
 import glob
@@ -168,11 +170,17 @@ class BuildExtension(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         include = str(ROOT / "csrc")
+        kernel_objects = os.environ.get("SHARDOPT_KERNEL_OBJECTS", self.build_temp)
 
         def compile_cpu(source: str) -> list[str]:
+            is_kernel = len(Path(source).parts) > 2  # in a folder of csrc, where no file includes Python's headers
+            folder = kernel_objects if is_kernel else self.build_temp
+            (name,) = self.compiler.object_filenames([source], output_dir=folder)
+            if folder != self.build_temp and Path(name).exists():
+                return [name]
             return self.compiler.compile(
                 [source],
-                output_dir=self.build_temp,
+                output_dir=folder,
                 include_dirs=[include, *ext.include_dirs],
                 macros=ext.define_macros,
                 extra_postargs=[*ext.extra_compile_args, *EXACT, *TARGET_FLAGS.get(Path(source).name, [])],
@@ -180,8 +188,9 @@ class BuildExtension(build_ext):
 
         def compile_cuda(source: str) -> list[str]:
             assert toolkit is not None
-            cuda_object = Path(self.build_temp) / source.replace(".cu", ".cu.o")
-            toolkit.compile(source, cuda_object, include)
+            cuda_object = Path(kernel_objects) / source.replace(".cu", ".cu.o")
+            if kernel_objects == self.build_temp or not cuda_object.exists():
+                toolkit.compile(source, cuda_object, include)
             return [str(cuda_object)]
 
         if toolkit is not None:

@@ -7,9 +7,14 @@
 #   launch/wheel.sh --python python3.12            for one Python; several times for several
 #   launch/wheel.sh --out FOLDER
 #
-# The kernels do not link to PyTorch: a wheel serves any PyTorch that shardopt supports. auditwheel names the oldest glibc
-# that a wheel works with, which is that of the symbols that this machine's compiler uses: build in a manylinux container
-# for older systems.
+# Kernels do not link to PyTorch and do not depend on the Python: a wheel serves any PyTorch that shardopt supports, and
+# the kernels are compiled once for all Pythons of a run. auditwheel names the oldest glibc that a wheel works with, which
+# is that of the symbols that this machine's compiler uses: build in a manylinux container for older systems.
+#
+# --cuda takes a folder with bin/nvcc, include, nvvm and libcudart_static.a. CUDA 13's packages on PyPI have all of it
+# (nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime, nvidia-cuda-cccl: site-packages/nvidia/cu13).
+# CUDA 12's do not: nvidia-cuda-nvcc-cu12 has ptxas but no nvcc; take NVIDIA's installer or a distribution's packages.
+# SHARDOPT_CUDA_ARCHS, as in setup.py, leaves GPUs out.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=$root/dist
@@ -45,12 +50,15 @@ out=$(cd "$out" && pwd)
 suffix=
 if [ -n "$cuda" ]; then
     [ -x "$cuda/bin/nvcc" ] || die "--cuda: got $cuda, expected a CUDA toolkit with bin/nvcc"
+    cuda=$(cd "$cuda" && pwd)
     release=$("$cuda/bin/nvcc" --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
     suffix=+cu$release
     export SHARDOPT_CUDA=1 CUDA_HOME=$cuda SHARDOPT_CUDA_ARCHS=${SHARDOPT_CUDA_ARCHS:-all}
 else
     export SHARDOPT_CUDA=0
 fi
+
+export SHARDOPT_KERNEL_OBJECTS=$work/kernels  # compiled for the first Python, linked for the others
 
 # A copy: a build leaves files beside the source.
 tar -C "$root" --exclude=./dist --exclude='./.*' --exclude=./build --exclude='*.so' --exclude='__pycache__' -cf "$work/source.tar" .
@@ -68,7 +76,9 @@ for python in "${pythons[@]}"; do
         python -m build -q --sdist --no-isolation --outdir "$out" .
         touch "$work/sdist"
     fi
-    python setup.py -q egg_info --tag-build="$suffix" bdist_wheel --dist-dir "$work/$name-wheel"
+    python setup.py -q egg_info --tag-build="$suffix" build
+    patchelf --remove-rpath build/lib*/shardopt/_C*.so  # folders of this machine, from the flags that Python was built with
+    python setup.py -q egg_info --tag-build="$suffix" bdist_wheel --skip-build --dist-dir "$work/$name-wheel"
     auditwheel -v repair --wheel-dir "$out" "$work/$name-wheel"/*.whl >"$work/auditwheel.log" 2>&1 ||
         { cat "$work/auditwheel.log" >&2; die "auditwheel refused the wheel"; }
     cd "$root"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,14 +19,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line, by default the process's.
 
     Returns:
-        The exit status.
+        The exit status; 141, as a shell reports SIGPIPE, where standard output was closed early, as by `head`.
     """
     parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (cli, inspect_command, convert_command, doctor):
         command.add_parser(commands)
     args = parser.parse_args(arguments)
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
+        return 141
     return status
 
 

@@ -144,6 +144,7 @@ def async_save(
         saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
         stager = _free_stager(None if staging_dir is None else Path(staging_dir))
         staged = ranks.agree(lambda: stager.stage(tensors))
+        del tensors  # while no other thread takes turns with this one
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
@@ -160,8 +161,10 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
     if _thread is None:
         # Before the executors of other packages end, which object stores need; Python waits for threads after that.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
-    _thread = threading.Thread(target=_run, args=(done, work, _thread), name="shardopt save")
+    may_begin = threading.Event()  # a thread that has work at once would keep the caller waiting for the interpreter
+    _thread = threading.Thread(target=_run, args=(done, work, _thread, may_begin), name="shardopt save")
     _thread.start()
+    may_begin.set()
 
 
 def _wait_for_thread() -> None:
@@ -169,8 +172,9 @@ def _wait_for_thread() -> None:
         _thread.join()
 
 
-def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
+def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None, may_begin: threading.Event) -> None:
     try:
+        may_begin.wait()
         if last is not None:
             last.join()
         work()

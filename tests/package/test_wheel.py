@@ -6,6 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -33,20 +36,58 @@ shardopt.checkpoint.load("checkpoint", model, optimizer)
 """
 
 
-def run(*command: object, cwd: Path) -> str:
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+def run(*command: object, cwd: Path, **more: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")} | more
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+def files_of(folder: Path) -> set[str]:
+    """Files of the package in a folder that holds `shardopt`, without what a build or an interpreter leaves there."""
+    left = ("*.so", "*.pyc")
+    paths = (path for path in (folder / "shardopt").rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in paths if not any(path.match(each) for each in left)}
+
+
+def check_contents(wheel: Path, build: Path) -> None:
+    """The package and nothing else, with its types and its licence, and without paths of the machine that built it."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+        (extension,) = (name for name in names if name.endswith(".so"))
+        code = archive.read(extension)
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    described = {name for name in names if name.startswith("shardopt-")}
+    assert names - described == files_of(ROOT) | {extension}
+    assert {"shardopt/py.typed", "shardopt/_C.pyi"} <= names
+    assert any(name.endswith("/LICENSE") for name in described), described
+    for folder in (ROOT, build, Path(sys.prefix)):
+        assert f"{folder}/".encode() not in code
+    (build / "_C.so").write_bytes(code)
+    assert not re.search("R(UN)?PATH", run("readelf", "--dynamic", build / "_C.so", cwd=build))
+    fields = Parser().parsestr(metadata)
+    assert fields["Requires-Python"] == ">=3.10"
+    assert fields["License"] == "Apache-2.0"
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert fields.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert f"Programming Language :: Python :: 3.{sys.version_info.minor}" in fields.get_all("Classifier", [])
+    needed = [each.partition(";")[0] for each in fields.get_all("Requires-Dist", []) if "extra ==" not in each]
+    assert sorted(each.replace("_", "-") for each in needed) == ["numpy", "torch>=2.6", "typing-extensions"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="manylinux wheels")
 def test_a_wheel_in_an_empty_environment(tmp_path: Path) -> None:
-    run("bash", ROOT / "launch/wheel.sh", "--python", sys.executable, "--out", tmp_path / "dist", cwd=tmp_path)
+    build = tmp_path / "build"
+    build.mkdir()
+    script = ROOT / "launch/wheel.sh"
+    run("bash", script, "--python", sys.executable, "--out", "dist", cwd=tmp_path, TMPDIR=str(build))
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert re.fullmatch(r"shardopt-[\d.]+-(cp3\d+)-\1-(manylinux[\w.]+)\.whl", wheel.name), wheel.name
-    assert list((tmp_path / "dist").glob("shardopt-*.tar.gz"))
+    check_contents(wheel, build)
+    (sdist,) = (tmp_path / "dist").glob("shardopt-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert files_of(ROOT) <= {name.partition("/")[2] for name in archive.getnames()}
     python = tmp_path / ".venv/bin/python"
     run(sys.executable, "-m", "venv", tmp_path / ".venv", cwd=tmp_path)
     requirements = ROOT / "launch/requirements.txt"
