@@ -141,15 +141,27 @@ def async_save(
     global _last_saving
     ranks = Ranks()
     with deferred_interrupts():
-        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
-        stager = _free_stager(None if staging_dir is None else Path(staging_dir))
-        staged = ranks.agree(lambda: stager.stage(tensors))
-        del tensors  # while no other thread takes turns with this one
+        saving, staged, stager = _stage(folder_at(path), model, optimizer, extra, keep_last, staging_dir, ranks)
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
         _begin(done, lambda: saving.run(staged, others))
     return done
+
+
+def _stage(
+    folder: Folder,
+    model: Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any],
+    keep_last: int | None,
+    staging_dir: str | os.PathLike[str] | None,
+    ranks: Ranks,
+) -> tuple[Saving, dict[str, Chunks], Stager]:
+    """The save, copies of this rank's tensors, and where these are. All ranks must call this."""
+    saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
+    stager = _free_stager(None if staging_dir is None else Path(staging_dir))
+    return saving, ranks.agree(lambda: stager.stage(tensors)), stager
 
 
 _thread: threading.Thread | None = None  # of the last asynchronous save
