@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -91,16 +90,17 @@ def _by_offsets(shape: tuple[int, ...], dtype: torch.dtype, chunks: Sequence[Chu
     """The chunks that have elements, as plain tensors by their offsets."""
     found: dict[tuple[int, ...], Tensor] = {}
     for offsets, tensor in chunks:
-        within = len(offsets) == tensor.dim() == len(shape) and all(
+        extents = tuple(tensor.shape)
+        within = len(offsets) == len(extents) == len(shape) and all(
             0 <= offset <= offset + extent <= whole
-            for offset, extent, whole in zip(offsets, tensor.shape, shape, strict=True)
+            for offset, extent, whole in zip(offsets, extents, shape, strict=True)
         )
         if not within or tensor.dtype != dtype:
             raise ValueError(
-                f"got a chunk of {tensor.dtype} and shape {tuple(tensor.shape)} at {tuple(offsets)}, expected one of "
-                f"{dtype} within shape {shape}"
+                f"got a chunk of {tensor.dtype} and shape {extents} at {tuple(offsets)}, expected one of {dtype} "
+                f"within shape {shape}"
             )
-        if math.prod(tensor.shape) == 0:
+        if 0 in extents:
             continue
         if tuple(offsets) in found:
             raise ValueError(f"got two chunks at {tuple(offsets)}, expected each at other offsets; make them one")

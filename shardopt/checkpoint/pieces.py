@@ -152,6 +152,8 @@ def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
         local: the elements at these indices, with any trailing dimensions behind.
     """
     zeros = (0,) * (local.dim() - len(indices))
+    if all(len(ranges) == 1 for ranges in indices):  # by far the most: all of the elements
+        return [Chunk((*(start for ((start, _),) in indices), *zeros), local)]
     return [Chunk((*offsets, *zeros), local[elements]) for offsets, elements in boxes(indices)]
 
 
