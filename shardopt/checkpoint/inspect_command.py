@@ -61,6 +61,10 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return 1
     except (OSError, ModuleNotFoundError) as error:
         parser.error(str(error))
+    if not args.errors:  # asked for a plot, whose histograms of codes need no errors
+        for line in summary.undecoded:
+            print(line, file=sys.stderr)
+        summary.undecoded.clear()
     problems = list(summary.problems())
     print(json.dumps(_values(summary, problems), indent=2) if args.json else _text(summary, problems, errors=errors))
     return 1 if problems else 0

@@ -309,9 +309,8 @@ def _described(
             lines[name] = [dtype, chunks.shape, None]
             continue
         partition, offset = chunks.placed
-        if (
-            offsets.setdefault(partition.strides, offset) != offset
-        ):  # another group, with ranks in the same steps: listed
+        # Of another group with ranks in the same steps: listed.
+        if offsets.setdefault(partition.strides, offset) != offset:
             lines[name] = [dtype, chunks.shape, None]
             chunks.placed = None
             continue

@@ -175,8 +175,10 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
     may_begin = threading.Event()  # a thread that has work at once would keep the caller waiting for the interpreter
     _thread = threading.Thread(target=_run, args=(done, work, _thread, may_begin), name="shardopt save")
-    _thread.start()
-    may_begin.set()
+    try:
+        _thread.start()
+    finally:  # a signal's handler may have raised
+        may_begin.set()
 
 
 def _wait_for_thread() -> None:
@@ -316,7 +318,7 @@ def _to_save(
     ranks: Ranks,
 ) -> tuple[Saving, dict[str, Chunks]]:
     """The save, and this rank's tensors. All ranks must call this."""
-    with _opened(model, optimizer) as (bare, own), torch.no_grad():  # as DTensors give their local tensors at once
+    with _opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
         owner, contents = ranks.agree(lambda: _read(bare, own))
         common = with_common_scales(contents)
         return ranks.agree(lambda: _described(folder, bare, owner, common, extra, keep_last))

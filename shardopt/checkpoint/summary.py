@@ -44,7 +44,7 @@ class Values:
     Attributes:
         nan: how many are NaN.
         infinite: how many are infinite.
-        low: the least finite one, of scales with a step beside each the least scale; infinity without one.
+        low: the least finite one, of scales that are stored with a step each the least scale; infinity without one.
         high: the largest finite one; minus infinity without one.
         counts: of uint8, how often each value occurs: int64, (256,).
     """
@@ -142,7 +142,7 @@ class Summary:
         files: the lengths of the data files, bytes.
         parameters: parameters and buffers, in the order of their names.
         others: further tensors, by name: those of ``extra``, and state that belongs to no parameter.
-        undecoded: a line for each parameter whose state could not be decoded, where errors of updates were asked for.
+        undecoded: a line for each parameter whose errors of updates were asked for and could not be found.
     """
 
     path: str
@@ -234,6 +234,6 @@ def _read(
     with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:
         for _, chunk, data in chunks_read:
             key = of_chunk[chunk]
-            has_steps = key.endswith("_scales") and len(chunk.shape) > 2
+            has_steps = key.startswith("optimizer.") and key.endswith("_scales") and len(chunk.shape) > 2
             found[key].add(data.view(index.tensors[key].dtype), chunk.shape[-1] if has_steps else 1)
             progress(chunk.bytes)

@@ -79,7 +79,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
             CheckpointError: see :func:`shardopt.checkpoint.save`.
         """
         folder = _folder(args, state)
-        extra = {name: each.state_dict() for name, each in _stateful(optimizer, lr_scheduler).items()}
+        extra: dict[str, Any] = {name: _saved(each) for name, each in _stateful(optimizer, lr_scheduler).items()}
         checkpoint.save(folder / FOLDER, model, optimizer, **extra)
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if plugin is not None:  # Trainer resumes a sharded model from this file only, and does not write it here
@@ -125,6 +125,11 @@ def _folder(args: TrainingArguments, state: Any) -> Path:
 def _stateful(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
     scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
     return {"lr_scheduler": lr_scheduler} | ({} if scaler is None else {"scaler": scaler})
+
+
+def _saved(stateful: Any) -> dict[str, Any]:
+    """The state without MultiStepLR's milestones, whose keys are numbers: its constructor makes them."""
+    return {key: value for key, value in stateful.state_dict().items() if key != "milestones"}
 
 
 def _random_state() -> dict[str, Any]:

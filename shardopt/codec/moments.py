@@ -152,7 +152,7 @@ def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Code
 def rounded_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> list[Rounded]:
     """Moments with what rounding may have changed.
 
-    Moments in units of the root beside them have been divided by this root as stored: its error is none of theirs.
+    Moments in units of the root beside them were divided by this root as stored: its error does not add to theirs.
     """
     found: dict[str, Rounded] = {}
     unit: Tensor | None = None

@@ -37,5 +37,7 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def _is_memory(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in host memory as they are, one after another."""
-    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-    return is_plain and tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
+        return False
+    has_memory = tensor.data_ptr() != 0 or tensor.nbytes == 0  # not so torch._efficientzerotensor
+    return has_memory and not (tensor.is_conj() or tensor.is_neg())

@@ -132,6 +132,7 @@ class Internals:
                 "on the first one"
             )
         self.released = released
+        self._has_stepped = True  # or will have, in backward passes
 
     def end_release(self) -> None:
         """Ends the release of gradients, if there is one."""
@@ -180,7 +181,8 @@ class Internals:
             return
         self._has_stepped = True
         groups = self._optimizer.param_groups
-        params = [param for group in groups for param in group["params"] if param.requires_grad and param.numel()]
+        own = (param for group in groups for param in group["params"] if param.requires_grad)
+        params = [param for param in own if getattr(param, "_local_tensor", param).numel()]  # of DTensors this rank's
         if params and all(param.grad is None for param in params):
             warn_user(
                 f"the first step found no gradient in any of {len(params)} parameters and changed nothing; expected "

@@ -351,9 +351,11 @@ class SliceState:
 def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float, ...], tuple[float, ...]]:
     """What a moment begins with: the dtype of its codes as they are stored, an element's code, and a block's scales."""
     own = moment.codec(codec)
-    code, scales = torch.tensor(own.zero_code(signed=moment.signed), dtype=own.code_dtype), (0.0,)
+    code, scales = torch.tensor(own.zero_code(signed=moment.signed), dtype=own.code_dtype, device="cpu"), (0.0,)
     if moment.initial:
-        (coded,) = encode_moments(codec, [moment], [torch.full((1,), moment.initial)])
+        (coded,) = encode_moments(
+            codec, [moment], [torch.full((1,), moment.initial, dtype=torch.float32, device="cpu")]
+        )
         code, scales = coded.codes[0], tuple([] if coded.scales is None else coded.scales.tolist())
     if own.code_dtype != torch.int16:
         return own.code_dtype, (code.item(),), scales

@@ -111,12 +111,38 @@ def test_plots_without_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "codes.png").exists()
 
 
+class Own(shardopt.AdamW8bit):
+    """An optimizer whose update shardopt does not know."""
+
+
+def test_codes_of_an_unknown_optimizer_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
+    model = Small()
+    optimizer = Own(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save(tmp_path / "saved", model, optimizer)
+    assert main(["inspect", str(tmp_path / "saved"), "--plot", str(tmp_path / "codes.png")]) == 0
+    assert "got the state of Own" in capsys.readouterr().err
+    assert (tmp_path / "codes.png").exists()
+    assert main(["inspect", str(tmp_path / "saved"), "--errors"]) == 1
+
+
 def test_codes_are_drawn_by_value() -> None:
     by_sign = [*range(128, 256), *range(128)]
     assert _order("exp_avg_codes", "log8").tolist() == by_sign
     assert _order("exp_avg_codes", "companded8 by entry").tolist() == by_sign
     for entry, codec in (("exp_avg_sq_codes", "log8"), ("exp_avg_codes", "dynamic8"), ("moment_codes", "log4")):
         assert _order(entry, codec).tolist() == list(range(256))
+
+
+def test_a_models_own_scales_are_shown_in_full(tmp_path: Path) -> None:
+    model = Small()
+    model.register_buffer("weight_scales", torch.tensor([[[1.0, 9.0], [2.0, -7.0]]]))
+    save(tmp_path, model)
+    (found,) = (x.values for x in summarize(tmp_path).parameters if x.name == "weight_scales")
+    assert (found["model.weight_scales"].low, found["model.weight_scales"].high) == (-7.0, 9.0)
 
 
 def test_scales_are_shown_without_the_steps_beside_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

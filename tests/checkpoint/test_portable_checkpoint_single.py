@@ -209,7 +209,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     shardopt.checkpoint.save(tmp_path, model, optimizer)
     other = Wider()
     fresh = shardopt.AdamW8bit([p for p in other.parameters() if p.requires_grad])
-    with pytest.raises(CheckpointError, match=r"another model: the checkpoint does not have model.more; .*weight \(33, 200\) and"):
+    with pytest.raises(
+        CheckpointError, match=r"another model: the checkpoint does not have model.more; .*weight \(33, 200\) and"
+    ):
         shardopt.checkpoint.load(tmp_path, other, fresh)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hugging_face
 from hugging_face import trained
@@ -215,6 +217,26 @@ def refused(mode: str, output: Path, more: dict[str, Any]) -> str:
     with pytest.raises(ValueError, match="PortableCheckpoint") as caught:
         trained_portably(mode, output, **more)
     return str(caught.value)
+
+
+def milestones_are_left_out() -> None:
+    from torch.optim import SGD
+    from torch.optim.lr_scheduler import MultiStepLR
+
+    from shardopt.clients.transformers import _saved
+
+    first, second = (MultiStepLR(SGD([torch.zeros(1, requires_grad=True)], lr=1.0), [2, 4]) for _ in range(2))
+    first.optimizer.step()
+    first.step()
+    second.load_state_dict(json.loads(json.dumps(_saved(first))))
+    second.optimizer.step()
+    second.step()
+    assert second.get_last_lr() == [0.1]
+
+
+def test_schedulers_with_milestones(client_ranks: Pool) -> None:
+    """JSON would make text of their numbers; the constructor makes them again."""
+    client_ranks.run(1, milestones_are_left_out)
 
 
 def searched() -> str:

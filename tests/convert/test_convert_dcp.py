@@ -66,6 +66,23 @@ def test_a_scheduler_comes_along_both_ways(tmp_path: Path) -> None:
     assert template["scheduler"] == scheduler.state_dict()
 
 
+def test_values_that_other_formats_have_no_place_for_are_told(tmp_path: Path) -> None:
+    """A module's extra state, and two values of one name once dicts are flattened."""
+    model, optimizer = trained(codec="log8")
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save(
+        {"model": {**of_model, "_extra_state": 7}, "optimizer": of_optimizer, "epoch": 3}, checkpoint_id=tmp_path / "a"
+    )
+    report = convert(tmp_path / "a", tmp_path / "file.pt", "torch", piece_numel=PIECE)
+    assert report.left_out == ["model._extra_state"]
+    content = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert content["epoch"] == 3
+    assert_same(content["model"], dict(model.state_dict()))
+    checkpoint.save(tmp_path / "b", model, optimizer, a={"b": 1}, **{"a.b": 2})
+    report = convert(tmp_path / "b", tmp_path / "dcp", "dcp", piece_numel=PIECE)
+    assert report.left_out == ["a second value that would be called a.b"]
+
+
 def test_torchs_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()

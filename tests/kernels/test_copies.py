@@ -50,8 +50,9 @@ def _complex() -> Tensor:
         torch.zeros(0, 3),
         torch.randn(5, dtype=torch.bfloat16),
         torch.rand(33) < 0.5,
+        torch._efficientzerotensor((1000,)),
     ],
-    ids=["transposed", "columns", "conjugate", "negative", "parameter", "scalar", "empty", "bf16", "bool"],
+    ids=["transposed", "columns", "conjugate", "negative", "parameter", "scalar", "empty", "bf16", "bool", "zeros"],
 )
 def test_tensors_of_any_form(source: Tensor) -> None:
     target = torch.empty(source.shape, dtype=source.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
+from shardopt.state import slice_state
 
 STEPS = 6
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,6 +78,22 @@ def test_an_initial_sum_is_there_before_the_first_step() -> None:
         param.grad = torch.zeros_like(param)
         optimizer.step()
         assert torch.equal(optimizer.state_dict(dequantize=True)["state"][0]["sum"], torch.full((64, 96), 0.25)), codec
+
+
+def test_an_initial_sum_does_not_depend_on_the_default_dtype() -> None:
+    sums = []
+    for dtype in (torch.bfloat16, torch.float32):
+        slice_state._first_codes.cache_clear()
+        torch.set_default_dtype(dtype)
+        try:
+            param = Parameter(torch.zeros(64, 96, dtype=torch.float32))
+            param.grad = torch.zeros_like(param)
+            optimizer = shardopt.Adagrad8bit([param], initial_accumulator_value=0.1)
+            optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        sums.append(optimizer.state_dict(dequantize=True)["state"][0]["sum"])
+    assert torch.equal(sums[0], sums[1])
 
 
 def test_a_slow_average_survives_in_16_bits() -> None:

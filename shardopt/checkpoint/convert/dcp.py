@@ -117,6 +117,8 @@ def read_dcp(path: PathLike, optimizer: str | None, closing: ExitStack) -> Check
                     f"{text}: got {named('.'.join(map(str, rest)))} of an optimizer, expected state and param_groups; "
                     "save what get_state_dict gives without flatten_optimizer_state_dict"
                 )
+            case (first, *_) if first in _MODEL:
+                checkpoint.left_out.append(named(key))
             case (str(name),) if isinstance(value, LazyTensor):
                 checkpoint.tensors[f"extra.{name}"] = value
             case _ if not _take_extra(checkpoint.extra, path_in, value):
@@ -299,6 +301,9 @@ def _write_data(
             values["optimizer", "param_groups", index, key] = value
     for path, value in values.items():
         key = ".".join(map(str, path))
+        if key in paths:  # DCP has names with dots in place of nested dicts
+            checkpoint.left_out.append(f"a second value that would be called {named(key)}")
+            continue
         tensors[key], paths[key] = metadata.BytesStorageMetadata(), path
         add(key, None, value)
     return metadata.Metadata(tensors, paths, stored, metadata.StorageMeta())

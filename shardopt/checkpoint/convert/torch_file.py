@@ -124,7 +124,7 @@ def write_torch(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Ca
                 kind, _, name = key.partition(".")
                 parts = _told(pieces_of_tensor(key, tensor, numel), progress)
                 (model if kind == "model" else extra)[name] = archive.add(tensor.dtype, tensor.shape, parts)
-            content = {"model": model, **extra}
+            content = {**extra, "model": model}
             if checkpoint.optimizer is not None:
                 content["optimizer"] = _optimizer_state(checkpoint, archive, numel, progress)
             archive.commit(content)
