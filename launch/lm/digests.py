@@ -39,7 +39,7 @@ def of_tensors(held: dict[str, Chunks]) -> dict[str, str]:
     return found
 
 
-def _everywhere(here: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _everywhere(here: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The tensors of all ranks: a rank may hold no part of a parameter's state."""
     ranks = [here]
     if dist.is_initialized():
