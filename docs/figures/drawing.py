@@ -1,4 +1,4 @@
-"""What the figures have in common: an SVG that is made shape by shape, and its colours.
+"""Writes an SVG shape by shape, in the colours that all figures share.
 
 Text is of a medium grey, and there is no background, so that light and dark pages show figures equally well. The same
 calls give the same bytes.

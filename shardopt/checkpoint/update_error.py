@@ -51,7 +51,7 @@ _DIVISORS = ("max_exp_avg_sq", "exp_avg_sq", "exp_inf")
 
 @dataclass(frozen=True)
 class UpdateError:
-    """What rounding may change in the updates of a parameter, relative to their root mean square over the parameter.
+    """Errors of a parameter's updates due to rounding, divided by the root mean square of the parameter's updates.
 
     Attributes:
         update: the update, as a formula of moments.

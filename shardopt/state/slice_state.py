@@ -349,7 +349,7 @@ class SliceState:
 
 @cache
 def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float, ...], tuple[float, ...]]:
-    """What a moment begins with: the dtype of its codes as they are stored, an element's code, and a block's scales."""
+    """A moment before the first step: the dtype of its stored codes, the code of an element, the scales of a block."""
     own = moment.codec(codec)
     code, scales = torch.tensor(own.zero_code(signed=moment.signed), dtype=own.code_dtype, device="cpu"), (0.0,)
     if moment.initial:

@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 
 
 def names(folder: str = "/runs/step-1") -> list[str]:
-    """What is there, the index last: names of data files begin with random digits."""
+    """The names in a folder. The index comes last, because names of data files begin with random digits."""
     found = sorted(path.rpartition("/")[2] for path in MemoryFileSystem.store if path.startswith(folder + "/"))
     return sorted(found, key=INDEX_NAME.__eq__)
 

@@ -1,4 +1,4 @@
-"""What rounding may change in updates, against all values that codes can stand for, and the whole state at once."""
+"""Errors of updates, compared with those computed from the whole state and from all values that a code can have."""
 
 from __future__ import annotations
 

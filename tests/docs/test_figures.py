@@ -28,7 +28,7 @@ def test_figures(script: Path) -> None:
 
 
 def test_codec_errors() -> None:
-    """What docs/codecs.md says under the figure."""
+    """The errors that docs/codecs.md names are those of the codecs."""
     updates = {name: dict(curves[1]) for name, curves in run(FIGURES / "make_codec_error.py")["measure"]().items()}
     assert max(updates["log8"].values()) < 0.015
     assert max(updates["bf16"].values()) < 0.002

@@ -46,7 +46,7 @@ def test_steps_of_a_release_count() -> None:
 
 
 def test_a_rank_that_holds_nothing_does_not_warn() -> None:
-    """It is on none of the mesh's places."""
+    """The rank is not part of the parameter's mesh."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = DeviceMesh("cpu", [1])
