@@ -126,7 +126,7 @@ def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dic
         if checkpoint.optimizer not in optim.__all__:
             raise CheckpointError(
                 f"{checkpoint.path}: got the state of {named(checkpoint.optimizer)}, expected that of an optimizer of "
-                "shardopt, whose moments are known; leave out --errors and --plot"
+                "shardopt, whose moments are known; leave out --errors"
             )
         add_states(checkpoint, entries)
         return checkpoint.states
