@@ -12,6 +12,7 @@ namespace native {
 typedef float Floats __attribute__((vector_size(4 * SHARDOPT_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * SHARDOPT_LANES)));
 typedef uint32_t UnsignedInts __attribute__((vector_size(4 * SHARDOPT_LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(4 * SHARDOPT_LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * SHARDOPT_LANES)));  // twice as many
 
 #if SHARDOPT_LANES == 16

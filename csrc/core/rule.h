@@ -86,7 +86,7 @@ SHARDOPT_HD auto is_lost(F gradient, F new_param, const F* new_moments) {
 // not even -0 or an infinite x.
 template <class F>
 SHARDOPT_HD F add_scaled(float factor, F x, F y) {
-  return select(spread<F>(factor) != 0.0f, fma(factor, x, y), y);
+  return factor != 0.0f ? fma(factor, x, y) : y;
 }
 
 // Decoupled weight decay of a parameter. Not param * (1 - decay): that factor's rounding would be a bias of

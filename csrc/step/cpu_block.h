@@ -38,11 +38,16 @@ class BlockStepper {
   using I = Ints<kPack>;
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
   static constexpr bool kBlockwise = Signed::kScales > 0;
+  // Whether zeros of the unsigned moment are told apart, so that blocks without take the coder's cheaper way. Copies
+  // are filled up with zeros.
+  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest;
+  static constexpr int kRootScales = Unsigned::kScales + 1;
 
   // Extremes and moments of a block, kept between the passes.
   struct Kept {
     LaneExtremes extremes[kMoments + 1];
-    F x[kMoments + 1][kCapacity];  // signed moments, the unsigned one or its root
+    native::UnsignedInts smallest_root;  // of lanes: its bits, where zeros are told apart
+    F x[kMoments + 1][kCapacity];        // signed moments, the unsigned one or its root
   };
 
  public:
@@ -119,15 +124,16 @@ class BlockStepper {
   __attribute__((noinline)) int64_t step(const Block* blocks, int count) {
     const int n = kExact ? kMost : blocks[0].n;
     Kept kept[kTogether];
+    bool has_large = false, has_zero = !kTellsZeros;
+    for (int b = 0; b < count; ++b) has_large = has_large || has_large_gradient(blocks[b], n);
+    for (int b = 0; b < count; ++b) has_zero = has_zero || has_zero_code(blocks[b], n);
     int64_t nonfinite = 0;
-#pragma GCC unroll 1
-    for (int b = 0; b < count; ++b) {
-      const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
-      if (has_large_gradient(block, n)) {
-        nonfinite += update<true>(block, n, kept[b]);
-      } else {
-        update<false>(block, n, kept[b]);
-      }
+    if (has_large) {
+      nonfinite = update<true, true>(blocks, count, n, kept);
+    } else if (has_zero) {
+      update<false, true>(blocks, count, n, kept);
+    } else if constexpr (kTellsZeros) {
+      update<false, false>(blocks, count, n, kept);
     }
     if constexpr (kBlockwise) encode(blocks, count, n, kept);
     return nonfinite;
@@ -143,18 +149,37 @@ class BlockStepper {
            any_at_least<kPack>(block.gradient, format_.gradient(), n, gradient_scale_, kLargeGradientBits);
   }
 
+  SHARDOPT_HD bool has_zero_code(const Block& block, int n) const {
+    if constexpr (kTellsZeros) return any_zero(block.codes[kUnsigned], n);
+    return false;
+  }
+
   SHARDOPT_HD F gradient_at(const Block& block, int i) const {
     return load_floats<kPack>(block.gradient, format_.gradient(), i) * gradient_scale_;
   }
 
+  template <bool kSkips, bool kZeros>
+  __attribute__((noinline)) int64_t update(const Block* blocks, int count, int n, Kept* kept) const {
+    int64_t skipped = 0;
+#pragma GCC unroll 1
+    for (int b = 0; b < count; ++b) {
+      const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
+      skipped += update<kSkips, kZeros>(block, n, kept[b]);
+    }
+    return skipped;
+  }
+
   // Reads the block, applies the rule and writes the weights; the new moments are kept and, without blocks, encoded.
-  // kSkips: elements whose update is lost keep weight and moments; returns how many they are.
-  template <bool kSkips>
+  // kSkips: elements whose update is lost keep weight and moments; returns how many they are. kZeros: unsigned codes
+  // may be zero.
+  template <bool kSkips, bool kZeros>
   SHARDOPT_HD int64_t update(const Block& block, int n, Kept& kept) const {
     const Rule rule = rule_;
     const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned, block) : kNoScales, table_);
     const Signed signed_coder(kHasSigned ? scales<Signed>(kSigned, block) : kNoScales, table_);
     LaneExtremes extremes[kMoments + 1];
+    for (int k = 0; k < kMoments; ++k) extremes[k] = LaneExtremes::none();
+    native::UnsignedInts smallest_root = native::UnsignedInts{} - 1;
     int64_t skipped = 0;
     for (int i = 0; i < n; i += kStep) {
       F moment[kMoments + 1], root{};
@@ -162,7 +187,11 @@ class BlockStepper {
         if constexpr (!kBlockwise) {
           moment[k] = signed_coder.decode(load_lanes<kPack>(block.codes[k] + i));
         } else if (k == kUnsigned) {
-          moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i);
+          if constexpr (!kZeros) {
+            moment[k] = unsigned_coder.decode_above_zero(load_lanes<kPack>(block.codes[k] + i));
+          } else {
+            moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i);
+          }
         } else {
           moment[k] = signed_table_.decode(signed_coder, block.codes[k] + i);
         }
@@ -195,7 +224,11 @@ class BlockStepper {
         } else {
           kept.x[k][i / kStep] = x;
           if (k == kUnsigned) {
-            extremes[k].template add_unsigned<Unsigned::kMeasuresSmallest>(x);
+            extremes[k].template add_unsigned<Unsigned::kMeasuresSmallest && !kTellsZeros>(x);
+            if constexpr (kTellsZeros) {
+              const auto b = as_unsigned(bits(x));
+              for (int j = 0; j < kPack; ++j) smallest_root = native::min_int(smallest_root, b.x[j]);
+            }
           } else if (!kRelative) {
             extremes[k].add_signed(x);
           }
@@ -203,39 +236,79 @@ class BlockStepper {
       }
     }
     for (int k = 0; k < kMoments; ++k) kept.extremes[k] = extremes[k];
+    if (kTellsZeros) kept.smallest_root = smallest_root;
     return skipped;
   }
 
-  SHARDOPT_HD void encode(const Block* blocks, int count, int n, Kept* kept) const {
-    float unsigned_scale[kTogether][Unsigned::kScales + 1], signed_scale[kTogether][Signed::kScales + 1];
+  // Measures the roots of a block; returns whether the coder's cheaper way suffices for them.
+  SHARDOPT_HD bool measure_roots(const Kept& kept, int n, float* scales) const {
+    LaneExtremes extremes = kept.extremes[kUnsigned];
+    bool usual = false;
+    if constexpr (kTellsZeros) {
+      extremes.low = kept.smallest_root - 1;
+      usual = native::smallest(kept.smallest_root) > 0;
+      if (!usual) {
+        extremes = LaneExtremes::none();
+        for (int i = 0; i < n; i += kStep) extremes.template add_unsigned<true>(kept.x[kUnsigned][i / kStep]);
+      }
+    }
+    const Extremes of_block = extremes.over_lanes();
+    Unsigned::measure(of_block, scales);
+    return usual && of_block.high < kInfinityBits && Unsigned::is_even(of_block);
+  }
+
+  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for. kUsual: the
+  // coder's cheaper way suffices.
+  template <bool kUsual>
+  SHARDOPT_HD void encode_roots(const Block* blocks, int count, int n, const float (*scales)[kRootScales],
+                                Kept* kept) const {
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
-      if constexpr (kUnsigned >= 0) {
-        Unsigned::measure(kept[b].extremes[kUnsigned].over_lanes(), unsigned_scale[b]);
+      const Unsigned coder(scales[b], table_);
+      const Block block = blocks[b];
+      LaneExtremes extremes = LaneExtremes::none();
+      for (int i = 0; i < n; i += kStep) {
+        const F x = kept[b].x[kUnsigned][i / kStep];
+        F unit, &moment = kept[b].x[kSigned][i / kStep];
+        if constexpr (kUsual) {
+          store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit));
+          moment = moment * reciprocal(unit);
+        } else {
+          store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit));
+          moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
+        }
+        extremes.add_signed(moment);
       }
+      kept[b].extremes[kSigned] = extremes;
+    }
+  }
+
+  SHARDOPT_HD void encode(const Block* blocks, int count, int n, Kept* kept) const {
+    float unsigned_scale[kTogether][kRootScales], signed_scale[kTogether][Signed::kScales + 1];
+    bool usual = true;
+#pragma GCC unroll 1
+    for (int b = 0; b < count; ++b) {
+      if constexpr (kUnsigned >= 0) usual = measure_roots(kept[b], n, unsigned_scale[b]) && usual;
       if constexpr (kHasSigned && !kRelative) {
         Signed::measure(kept[b].extremes[kSigned].over_lanes(), signed_scale[b]);
       }
     }
     if constexpr (kUnsigned >= 0) {
+      if constexpr (kRelative) {
+        if (kTellsZeros && usual) {
+          encode_roots<true>(blocks, count, n, unsigned_scale, kept);
+        } else {
+          encode_roots<false>(blocks, count, n, unsigned_scale, kept);
+        }
+      } else {
 #pragma GCC unroll 1
-      for (int b = 0; b < count; ++b) {
-        const Unsigned coder(unsigned_scale[b], table_);
-        const Block block = blocks[b];
-        LaneExtremes extremes;
-        for (int i = 0; i < n; i += kStep) {
-          const F x = kept[b].x[kUnsigned][i / kStep];
-          if constexpr (kRelative) {
-            F unit, &moment = kept[b].x[kSigned][i / kStep];
-            const I code = coder.encode(x, unit);
-            store_lanes(block.codes[kUnsigned] + i, code);
-            moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
-            extremes.add_signed(moment);
-          } else {
-            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x));
+        for (int b = 0; b < count; ++b) {
+          const Unsigned coder(unsigned_scale[b], table_);
+          const Block block = blocks[b];
+          for (int i = 0; i < n; i += kStep) {
+            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, kept[b].x[kUnsigned][i / kStep]));
           }
         }
-        if (kRelative) kept[b].extremes[kSigned] = extremes;
       }
 #pragma GCC unroll 1
       for (int b = 0; b < count; ++b) {

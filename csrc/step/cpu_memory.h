@@ -66,6 +66,19 @@ SHARDOPT_HD bool any_at_least(const char* from, DType dtype, int n, float scale,
                                    : is_any(float_from_fp16(low)) || is_any(float_from_fp16(high));
 }
 
+// Whether one of `n` codes is zero; n: a multiple of a vector's bytes.
+inline bool any_zero(const uint8_t* codes, int n) {
+  native::Bytes x, zeros{};
+  for (int i = 0; i < n; i += static_cast<int>(sizeof x)) {
+    __builtin_memcpy(&x, codes + i, sizeof x);
+    zeros |= reinterpret_cast<native::Bytes>(x == 0);
+  }
+  uint64_t words[sizeof zeros / 8], found = 0;
+  __builtin_memcpy(words, &zeros, sizeof zeros);
+  for (uint64_t word : words) found |= word;
+  return found != 0;
+}
+
 // Inline: most copies are of few bytes, and of as many as the one before, so that the branches are foreseen.
 SHARDOPT_HD void copy_bytes(void* to, const void* from, uint64_t n) {
   auto t = static_cast<char*>(to);
@@ -180,7 +193,9 @@ struct AnyFormat {
 // The extremes of some packs, lane by lane: the largest magnitude, and of unsigned numbers the smallest above zero less
 // one (so that zero counts as the largest).
 struct LaneExtremes {
-  native::UnsignedInts high{}, low = native::UnsignedInts{} - 1;
+  native::UnsignedInts high, low;
+
+  SHARDOPT_HD static LaneExtremes none() { return {native::UnsignedInts{}, native::UnsignedInts{} - 1}; }
 
   template <int kPack>
   SHARDOPT_HD void add_signed(Floats<kPack> x) {

@@ -362,7 +362,7 @@ inline void divide_by_unit(float* to, const float* root, const float* unit, int 
 
 template <class Add>
 SHARDOPT_HD Extremes extremes_of(const float* from, int n, Add add) {
-  LaneExtremes extremes;
+  LaneExtremes extremes = LaneExtremes::none();
   for (int i = 0; i < n; i += kEach) add(extremes, load_each(from + i, n - i));
   return extremes.over_lanes();
 }
