@@ -107,6 +107,13 @@ class Prodigy(ShardedOptimizer):
         }
         super().__init__(params, defaults, options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group, whose estimate begins with its ``d0``; see :meth:`ShardedOptimizer.add_param_group`."""
+        if isinstance(param_group, dict) and "d0" in param_group:
+            for name in ("d", "d_max"):
+                param_group.setdefault(name, param_group["d0"])
+        super().add_param_group(param_group)
+
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _PRODIGY
 

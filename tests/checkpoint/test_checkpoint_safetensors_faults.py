@@ -63,6 +63,7 @@ def of(rule: str, **options: Any) -> Callable[[Path], None]:
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (Path.unlink, "no such file"),
     "empty": (lambda path: path.write_bytes(b""), "expected a whole safetensors file"),
+    "text": (lambda path: path.write_text("hello world"), "b'hello wor', expected one of safetensors; check the path"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "expected a whole safetensors file"),
     "cut off early": (lambda path: path.write_bytes(path.read_bytes()[:100]), "expected a whole safetensors file"),
     "no metadata": (no_metadata, "of another kind"),

@@ -1,9 +1,9 @@
 """The checks that torch runs over its database of optimizers (``OptimizerInfo``, test/test_optim.py), for every rule.
 
 The wheels of torch have the database, which needs another package, but not the checks: they are written here again, by
-torch's names. Not here: sparse, complex and differentiable optimizers, which shardopt has not; hooks, closures, lr as a
-tensor, weights_only and torch.compile, which tests/optim, tests/state and tests/step cover for their code is common to
-all rules.
+torch's names, for every run; test_torch_optim_suite.py runs torch's own file where there is one. Not here: sparse,
+complex and differentiable optimizers, which shardopt has not; hooks, closures, lr as a tensor, weights_only and
+torch.compile, which tests/optim, tests/state and tests/step cover for their code is common to all rules.
 """
 
 from __future__ import annotations

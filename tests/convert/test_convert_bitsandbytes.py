@@ -52,8 +52,11 @@ def saved(path: Path, make: Any, hyper: dict[str, Any]) -> dict[str, Any]:
 )
 def test_as_import_state(tmp_path: Path, kind: str, make: Any, hyper: dict[str, Any], own: dict[str, Any]) -> None:
     state_dict = saved(tmp_path / "run.pt", make, hyper)
-    convert(tmp_path / "run.pt", tmp_path / "converted", **own, piece_numel=PIECE)
+    found = convert(tmp_path / "run.pt", tmp_path / "converted", **own, piece_numel=PIECE)
     size = 2048 if state_dict["state"][0]["__bnb_optimizer_quant_state__"]["absmax1"].numel() < 16 else 256
+    if own.get("codec") == "log8":
+        anew = found.states.values()
+        assert set(anew) == {f"dynamic8 of bitsandbytes in blocks of {size} state for log8 in blocks of 128"}
     options = own or {"codec": "dynamic8", "block_size": size}
     start = {"momentum": 0.9} if kind == "SGD" else {}
     runs = []

@@ -180,7 +180,16 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path) -> None:
 def test_sources_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("hello")
-    for name, match in (("empty", "in it; check"), ("text", "expected a whole safetensors"), ("no", "no such file")):
+    (tmp_path / "nothing").touch()
+    for name, match in (
+        ("empty", "in it; check"),
+        (
+            "text",
+            r"got a file that begins with b'hello', expected one of safetensors or torch.save, .*; check the path",
+        ),
+        ("nothing", "got an empty file, expected one of safetensors or torch.save"),
+        ("no", "no such file"),
+    ):
         with pytest.raises(CheckpointError, match=match):
             convert(tmp_path / name, tmp_path / "target")
     assert not (tmp_path / "target").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,10 +262,10 @@ def test_trains_as_one(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) 
     assert first[-1] < first[0]
 
 
-def _raises(settings: dict[str, Any], error: type[Exception], match: str, given: bool = False) -> None:
+def _raises(settings: dict[str, Any], error: type[Exception], match: str, given: bool = False, **options: Any) -> None:
     import_deepspeed()
     model = make_net()
-    own = {"optimizer": shardopt.AdamW8bit(model.parameters())} if given else {}
+    own = {"optimizer": shardopt.AdamW8bit(model.parameters(), **options)} if given else {}
     with pytest.raises(error, match=match):
         make_engine(model, settings, **own)
 
@@ -279,6 +280,7 @@ def _raises(settings: dict[str, Any], error: type[Exception], match: str, given:
         ),
         (config(1, "sgd8bit", params={"betas": 1}), "SGD8bit: got betas, expected .*momentum"),
         (config(1, params={"max_grad_norm": 1.0}), "got max_grad_norm.*set gradient_clipping"),
+        (config(2, params={"offload": "state"}), "offload: got 'state' under DeepSpeed.*offload_optimizer"),
         (config(2, zero={"elastic_checkpoint": True}), "elastic_checkpoint: got true.*shardopt.checkpoint.save"),
         (config(2, zero=ZENFLOW), "zenflow: got one, expected none; leave it out"),
     ],
@@ -290,6 +292,11 @@ def test_wrong_config(deepspeed_ranks: Pool, settings: dict[str, Any], match: st
 @pytest.mark.parametrize(("zero", "name"), [({"elastic_checkpoint": True}, "elastic"), (ZENFLOW, "zenflow")])
 def test_wrong_config_for_a_given_optimizer(deepspeed_ranks: Pool, zero: dict[str, Any], name: str) -> None:
     deepspeed_ranks.run(2, _raises, config(2, None, zero=zero), ValueError, f"{name}.*: got", True)
+
+
+def test_own_offload_of_a_given_optimizer(deepspeed_ranks: Pool) -> None:
+    match = "offload: got 'step' under DeepSpeed.*offload_optimizer"
+    deepspeed_ranks.run(2, partial(_raises, offload="step"), config(2, None), ValueError, match, True)
 
 
 def _replaced(zero: dict[str, Any]) -> None:

@@ -132,6 +132,10 @@ def _refusals() -> None:
         with pytest.raises(error, match=message):
             make_engine(model, config(2, None, zero=zero), optimizer=optimizer, model_parameters=None)
     model = make_net()
+    optimizer = quantize_state(torch.optim.AdamW(model.parameters()), offload="state")
+    with pytest.raises(ValueError, match="offload: got 'state' under DeepSpeed"):
+        make_engine(model, config(2, None), optimizer=optimizer, model_parameters=None)
+    model = make_net()
     settings = config(2, None, checkpoint={"load_universal": True})
     with pytest.raises(ValueError, match="load_universal"):
         make_engine(model, settings, optimizer=_make(model.parameters()), model_parameters=None)

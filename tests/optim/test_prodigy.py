@@ -94,6 +94,18 @@ def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
     assert_same(everything(several), everything(one))
 
 
+def test_the_first_estimate_may_stand_in_the_groups() -> None:
+    """As any option may; ``d`` and ``d_max`` begin with the group's ``d0``, not with the default."""
+    together, apart = params_of(), params_of()
+    options = {"d0": 1e-3, "growth_rate": 1.1}
+    one = prodigy(together, **options)
+    several = prodigy([{"params": apart[:1], **options}, {"params": apart[1:], **options}])
+    assert [(group["d"], group["d_max"]) for group in several.param_groups] == [(1e-3, 1e-3)] * 2
+    assert steps(one, 10) == steps(several, 10)
+    resumed = prodigy([{"params": params_of(), "d0": 1e-3, "d": 0.5, "d_max": 0.6}])
+    assert (resumed.param_groups[0]["d"], resumed.param_groups[0]["d_max"]) == (0.5, 0.6)
+
+
 def test_a_group_whose_learning_rate_is_zero_stays_and_takes_no_part() -> None:
     params, alone = params_of(), params_of()[:2]
     optimizer = prodigy([{"params": params[:2]}, {"params": params[2:], "lr": 0.0, "weight_decay": 0.1}])

@@ -126,6 +126,18 @@ def test_before_the_first_step_and_for_other_optimizers() -> None:
     assert shardopt.memory_report(theirs).host.state == 8 * param.numel() + 4
 
 
+def test_what_is_no_optimizer_is_refused() -> None:
+    """An engine of DeepSpeed is none: its message says which part of it to pass."""
+
+    class DeepSpeedEngine:
+        optimizer = stepped("adamw")
+
+    engine = DeepSpeedEngine()
+    with pytest.raises(TypeError, match=r"got DeepSpeedEngine, expected an optimizer; .* pass engine\.optimizer"):
+        shardopt.memory_report(engine)  # type: ignore[arg-type]
+    assert shardopt.memory_report(engine.optimizer).numel == ROWS * COLS
+
+
 def test_shared_storage_counts_once() -> None:
     buffer = torch.zeros(2 * ROWS * COLS)
     params = [Parameter(half.view(ROWS, COLS)) for half in buffer.chunk(2)]

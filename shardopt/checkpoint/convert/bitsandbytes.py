@@ -157,7 +157,9 @@ def _state(step: Tensor, moments: Moments, in_codes: SliceState, in_floats: Slic
         values = part_of_form(in_floats, first, end).decode(floats.read(first, end))
         return {**part_of_form(in_codes, first, end).encode_local(values), **found}
 
-    return floats._replace(coded=State(in_codes, step, read)) if taken else floats
+    sizes = {value.block_size for value in moments.values() if isinstance(value, CodedMoment)}
+    stored = f"dynamic8 of bitsandbytes in blocks of {min(sizes)}" if sizes else None
+    return floats._replace(coded=State(in_codes, step, read) if taken else None, stored=stored)
 
 
 def _in_floats(value: Tensor | CodedMoment) -> LazyTensor:

@@ -16,6 +16,7 @@ from shardopt.checkpoint.convert.torch_file import read_torch, write_torch
 from shardopt.checkpoint.convert.universal import COMMON, read_universal
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
+from shardopt.checkpoint.foreign.safetensors_reader import HEADER_BEGIN
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import is_of_quantize_state
@@ -129,7 +130,15 @@ def format_of(source: PathLike) -> str:
             return "universal"
     elif path.is_file():
         with path.open("rb") as file:
-            return "torch" if file.read(4) == _ZIP else "safetensors"
+            head = file.read(HEADER_BEGIN + 1)
+        if head.startswith(_ZIP):
+            return "torch"
+        if head[HEADER_BEGIN:] == b"{":
+            return "safetensors"
+        got = f"a file that begins with {head!r}" if head else "an empty file"
+        raise CheckpointError(
+            f"{path}: got {got}, expected one of safetensors or torch.save, or a checkpoint's folder; check the path"
+        )
     raise CheckpointError(
         f"{path}: got no known checkpoint, expected one of {INDEX_NAME} or {_DCP_METADATA} in it; check the path"
     )

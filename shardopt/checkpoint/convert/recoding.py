@@ -187,7 +187,7 @@ def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpo
         if old.coded is not None and described(old.coded.form) == after:
             states[name] = checked(old.coded, name, checkpoint.path)
         elif old.form.moments and before != after:
-            converted[name] = f"{before} state for {after}"
+            converted[name] = f"{old.stored or before} state for {after}"
             states[name] = _encoded_anew(old, form, name, checkpoint.path)
         else:
             states[name] = old._replace(form=form)

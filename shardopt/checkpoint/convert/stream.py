@@ -61,12 +61,14 @@ class State(NamedTuple):
         read: gives the other entries for the elements ``[first, end)`` of the flattened parameter, as
             :func:`part_of_form` of them describes. ``first`` is where a block begins.
         coded: the same state in codes that decoding and encoding would change, for a target of their form.
+        stored: the source's form in words, where it is none of shardopt's.
     """
 
     form: SliceState
     step: Tensor
     read: Callable[[int, int], StateDict]
     coded: State | None = None
+    stored: str | None = None
 
 
 class Piece(NamedTuple):

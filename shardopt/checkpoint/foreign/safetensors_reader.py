@@ -18,6 +18,9 @@ from shardopt.checkpoint.foreign.plain_json import is_count, parsed
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES
 from shardopt.checkpoint.wording import named, shown
 
+#: Bytes before the header, which have its length; the header's first byte is ``{``.
+HEADER_BEGIN = 8
+
 #: The library's limit.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64
@@ -91,14 +94,19 @@ class SafetensorsReader:
 
     def _read_header(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
-        if size < 8:
+        if size <= HEADER_BEGIN:
             self._refuse(f"{size} bytes")
-        length = int.from_bytes(self._bytes(0, 8).numpy().tobytes(), "little")
-        if length > min(size - 8, _MAX_HEADER_BYTES):
+        head = self._bytes(0, HEADER_BEGIN + 1).numpy().tobytes()
+        if head[HEADER_BEGIN:] != b"{":
+            raise CheckpointError(
+                f"{self._path}: got a file that begins with {head!r}, expected one of safetensors; check the path"
+            )
+        length = int.from_bytes(head[:HEADER_BEGIN], "little")
+        if length > min(size - HEADER_BEGIN, _MAX_HEADER_BYTES):
             self._refuse(f"a header of {length} bytes in a file of {size}")
-        self._data_begin = 8 + length
+        self._data_begin = HEADER_BEGIN + length
         try:
-            header = parsed(self._bytes(8, length).numpy().tobytes())
+            header = parsed(self._bytes(HEADER_BEGIN, length).numpy().tobytes())
         except ValueError as error:
             self._refuse(f"a header with {error}")
         if not isinstance(header, dict):

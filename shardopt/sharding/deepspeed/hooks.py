@@ -83,6 +83,7 @@ def install(engine_module: ModuleType) -> None:
         _check_params(TYPES[name], params)
         _check_config(self)
         optimizer = TYPES[name](model_parameters, **params)
+        _check_offload(optimizer.param_groups)
         if isinstance(optimizer, Muon):
             leave_gradients(self.module)
         self._shardopt_pauses.enter_context(optimizer._internals.paused())
@@ -92,6 +93,7 @@ def install(engine_module: ModuleType) -> None:
         def accepted(optimizer: Any) -> Any:
             if isinstance(optimizer, ShardedOptimizer):
                 _check_config(self)
+                _check_offload(optimizer.param_groups)
                 if isinstance(optimizer, Muon):
                     leave_gradients(self.module)
                 self._shardopt_pauses.enter_context(optimizer._internals.paused())
@@ -217,9 +219,20 @@ def _check_config(engine: Any) -> None:
         )
 
 
+def _check_offload(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raises if an optimizer is to move its state by itself, where DeepSpeed moves masters, gradients and state."""
+    for group in groups:
+        if group["offload"] is not None:
+            raise ValueError(
+                f"offload: got {group['offload']!r} under DeepSpeed, whose own option it is, expected None; leave it "
+                'out, and set zero_optimization.offload_optimizer to {"device": "cpu"} in the DeepSpeed config'
+            )
+
+
 def _check_wrapped(engine: Any, optimizer: QuantizedState) -> None:
     """Raises for what the result of quantize_state cannot be used with."""
     _check_config(engine)
+    _check_offload([optimizer._entries.options])
     if engine.load_universal_checkpoint() or engine.zero_nvme_offload_optimizer():
         raise ValueError(
             "got quantize_state with checkpoint.load_universal or offload_optimizer.device nvme, expected neither; use "
