@@ -46,12 +46,12 @@ def cpu_sources() -> list[str]:
     names = [
         "csrc/bindings.cpp",
         "csrc/bindings_comm.cpp",
-        "csrc/copies.cpp",
+        "csrc/threads/copies.cpp",
         "csrc/inputs.cpp",
         "csrc/torch_tensor.cpp",
         "csrc/comm/cpu.cpp",
         "csrc/step/cpu.cpp",
-        "csrc/step/thread_pool.cpp",
+        "csrc/threads/pool.cpp",
     ]
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]

@@ -8,11 +8,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "copies.h"
 #include "core/exact_sum.h"
 #include "inputs.h"
 #include "step/cpu.h"
 #include "step/instances.h"
+#include "threads/copies.h"
 
 namespace py = pybind11;
 

@@ -7,7 +7,7 @@
 
 #include "comm/cpu_call.h"
 #include "step/cpu.h"
-#include "step/thread_pool.h"
+#include "threads/pool.h"
 
 namespace shardopt {
 namespace {

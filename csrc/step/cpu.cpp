@@ -4,7 +4,7 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "step/thread_pool.h"
+#include "threads/pool.h"
 
 namespace shardopt {
 namespace {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -173,12 +174,26 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
     if _thread is None:
         # Before the executors of other packages end, which object stores need; Python waits for threads after that.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
-    may_begin = threading.Event()  # a thread that has work at once would keep the caller waiting for the interpreter
-    _thread = threading.Thread(target=_run, args=(done, work, _thread, may_begin), name="shardopt save")
+    last = _thread
+    may_begin: Future[bool] = Future()  # a thread that has work at once would keep the caller from the interpreter
+
+    def run() -> None:
+        if may_begin.result():
+            _run(done, work, last)
+
+    _thread = threading.Thread(target=run, name="shardopt save")
     try:
         _thread.start()
-    finally:  # a signal's handler may have raised
-        may_begin.set()
+    except BaseException as error:
+        is_refused = isinstance(error, RuntimeError) and _thread.ident is None
+        may_begin.set_result(not is_refused)
+        if not is_refused:  # a signal's handler raised
+            raise
+        _thread = last
+        warnings.warn("async_save got no thread from the system, so it blocks until the save is done", stacklevel=3)
+        _run(done, work, last)  # the other ranks do not wait for an error of this rank alone
+    else:
+        may_begin.set_result(True)
 
 
 def _wait_for_thread() -> None:
@@ -186,9 +201,8 @@ def _wait_for_thread() -> None:
         _thread.join()
 
 
-def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None, may_begin: threading.Event) -> None:
+def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
     try:
-        may_begin.wait()
         if last is not None:
             last.join()
         work()

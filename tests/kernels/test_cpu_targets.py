@@ -132,7 +132,11 @@ def test_messages_neon(messages: list[str], tmp_path: Path) -> None:
 )
 def test_threads(flags: Sequence[str], arguments: Sequence[str], tmp_path: Path) -> None:
     """The sanitizers find nothing in the pool of threads and in copies."""
-    sources = [SOURCES / "step/thread_pool.cpp", SOURCES / "copies.cpp", ROOT / "tests/kernels/cpu_targets/threads.cpp"]
+    sources = [
+        SOURCES / "threads/pool.cpp",
+        SOURCES / "threads/copies.cpp",
+        ROOT / "tests/kernels/cpu_targets/threads.cpp",
+    ]
     program = tmp_path / "threads"
     run([tool("g++"), *FLAGS, *flags, *sources, "-o", program, "-pthread"])
     assert run([program, *arguments]) == "done\n"

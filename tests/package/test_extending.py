@@ -165,7 +165,7 @@ def compile_portable(tree: Path) -> None:
     step = tree / "csrc/step/cpu.cpp"
     only_portable = "#undef __x86_64__\n#undef __aarch64__\nnamespace shardopt {\nnamespace {\n"
     step.write_text(step.read_text().replace("namespace shardopt {\nnamespace {\n", only_portable, 1))
-    sources = ("bindings", "inputs", "torch_tensor", "step/cpu", "step/thread_pool", "step/cpu_portable")
+    sources = ("bindings", "inputs", "torch_tensor", "step/cpu", "threads/pool", "step/cpu_portable")
 
     def compile_one(name: str) -> str:
         target = tree / f"{name.replace('/', '_')}.o"

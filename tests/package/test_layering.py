@@ -49,8 +49,9 @@ INCLUDES = {
     "core": {"core"},
     "rules": {"core", "rules"},
     "codecs": {"core", "codecs"},
-    "step": {"core", "rules", "codecs", "step"},
-    "comm": {"core", "step", "comm"},
+    "threads": {"threads"},
+    "step": {"core", "rules", "codecs", "step", "threads"},
+    "comm": {"core", "step", "comm", "threads"},
 }
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 #: Not for kernels, whose objects the wheels of all Pythons share: headers of Python, and those of bindings.

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "copies.h"
-#include "step/thread_pool.h"
+#include "threads/copies.h"
+#include "threads/pool.h"
 
 using namespace shardopt;
 

@@ -1,4 +1,4 @@
-#include "step/thread_pool.h"
+#include "threads/pool.h"
 
 #include <pthread.h>
 

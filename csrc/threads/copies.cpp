@@ -1,11 +1,11 @@
-#include "copies.h"
+#include "threads/copies.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <vector>
 
-#include "step/thread_pool.h"
+#include "threads/pool.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
