@@ -229,7 +229,9 @@ def count_staged(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) 
     ends = loops(found, labels)
     stepping = [(b, e) for b, e in ends if number(b, e, "LDS") >= 48 and number(b, e, "STS") > 16]
     innermost = [a for a in stepping if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in stepping)]
-    turns = sorted(innermost, key=lambda turn: number(*turn, "LDS"))[-2:]  # others are cold code behind the kernel
+    # Branches back from cold code behind the kernel end in the midst of a turn.
+    whole = [a for a in innermost if not any(b[0] < a[0] < b[1] < a[1] for b in stepping)]
+    turns = sorted(whole, key=lambda turn: number(*turn, "LDS"))[-2:]
     short, long = sorted(turns, key=lambda turn: number(*turn, "BRA"), reverse=True)
     around = min(short[0], long[0]), max(short[1], long[1])
     chunk = min((e - b, b, e) for b, e in ends if b < around[0] and e > around[1] and number(b, e, "LDGSTS"))
