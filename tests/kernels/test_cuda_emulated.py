@@ -100,6 +100,33 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     assert turns / 4 < emulated.quick_turns() - before < turns
 
 
+@pytest.mark.parametrize("columns", [128, 130])
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("rule", ["adam", "lion"])
+def test_master_weights_set_from_outside(emulated: ModuleType, rule: str, bits: int, columns: int) -> None:
+    """Zeros, whose low bits may have the other sign, and weights at the end of the range: each in turns of its own."""
+    shape, largest = (48, columns), torch.finfo(BF16).max
+    found: list[tuple[Snapshot, int]] = []
+    for module in (None, emulated):
+        params, optimizer = make(rule, "log8", start(BF16, (shape,)), master_weight_bits=bits)
+        (param,) = params.values()
+        with pytest.MonkeyPatch.context() as monkeypatch, using("portable", threads=1):
+            if module:
+                cuda_emulated.use(module, monkeypatch)
+            for t in (1, 2, 5):
+                step(optimizer, params, gradients(t, BF16, (shape,)))
+            low = optimizer.state[param]["master_low_bits"].view(torch.int8 if bits == 24 else torch.int16).view(shape)
+            for i, value in enumerate((0.0, -0.0, torch.inf, torch.nan, -largest)):
+                assert (low[8 * i, ::9] < 0).any()
+                param.data[8 * i, ::9] = value
+            before = emulated.quick_turns()
+            step(optimizer, params, gradients(4, BF16, (shape,)))
+            found.append((snapshot(params, optimizer), emulated.quick_turns() - before))
+    (wanted, _), (got, quick_turns) = found
+    assert_same(got, wanted)
+    assert quick_turns > 0
+
+
 def test_misaligned_addresses(emulated: ModuleType) -> None:
     """Gradients that do not begin where vectors may are staged; those that move there go to the general kernel."""
     aligned = [aligned_gradients(t, BF16) for t in (1, 2, 5)]
