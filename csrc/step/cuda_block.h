@@ -15,6 +15,11 @@ constexpr int kEach = 16;         // elements of a lane in a turn
 constexpr int kAlignedWarps = 4;  // of a thread block
 constexpr size_t kSharedBytes = 48 * 1024;
 
+// Declares the thread block's dynamic shared memory. Where a CPU runs the kernels, in tests, it is something else.
+#if !defined(SHARDOPT_DYNAMIC_SHARED)
+#define SHARDOPT_DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
+#endif
+
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 class BlockArithmetic {
  public:
