@@ -1,11 +1,11 @@
 """Counts the instructions of the CUDA kernels of usual blocks, as nvcc makes them: no GPU is needed.
 
-Per combination of rule, codec and weights the main loop of the kernel of aligned blocks is taken from the disassembly:
+Per combination of rule, codec and weights the main loop over aligned blocks is taken from the kernel's disassembly:
 instructions per element, those that move data (shared memory, copies to it, stores, shuffles), registers, bytes
 spilled. Figures are those of the compiler, not times: how many issue slots an element costs (a goal is met if it has no
 more).
 
---columns counts the kernel that stages rows of other lengths too. It takes a chunk of rows in turns: of long blocks, of
+--columns counts the loops that stage rows of other lengths too. They take a chunk of rows in turns: of long blocks, of
 short ones. A chunk costs its own instructions (copies in and out, edges, addresses: all of the outer loop, both sides
 of its branches), those of each turn, and of a short turn only the windows that a block of that length has. All of it is
 divided by the elements of the chunk: idle lanes, elements stepped twice and the narrow stores at both edges count
@@ -29,6 +29,7 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -58,7 +59,7 @@ KERNEL = """
 #include <cuda_runtime.h>
 #include "step/cuda_kernel.h"
 namespace shardopt::cuda {{
-template __global__ void step_{kernel}_tasks<{rule}, {codec}, WeightFormat::{weight}, DType::{gradient}>(
+template __global__ void step_usual_tasks<{rule}, {codec}, WeightFormat::{weight}, DType::{gradient}>(
     CudaCall, CudaBatch);
 }}
 """
@@ -66,7 +67,7 @@ template __global__ void step_{kernel}_tasks<{rule}, {codec}, WeightFormat::{wei
 
 @dataclass
 class Counts:
-    """A kernel's main loop; instructions are per element."""
+    """A kernel's main loop over aligned blocks; instructions are per element."""
 
     arch: int
     rule: str
@@ -104,29 +105,41 @@ def instructions(listing: str, symbol: str) -> tuple[list[str], dict[str, int]]:
     return found, labels
 
 
-def loops(found: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """From the targets of backward branches to the branches."""
-    ends = []
-    for i, instruction in enumerate(found):
-        target = re.search(r"\.L_\w+", instruction)
-        if "BRA" in instruction and target and labels.get(target[0], i) < i:
-            ends.append((labels[target[0]], i + 1))
-    return ends
+@dataclass
+class Kernel:
+    """A kernel's instructions, which of them labels stand before, and the assembler's report."""
 
+    found: list[str]
+    labels: dict[str, int]
+    report: str
 
-def largest_loop(found: list[str], labels: dict[str, int]) -> list[str]:
-    begin, end = max(loops(found, labels), key=lambda loop: loop[1] - loop[0])
-    return found[begin:end]
+    def loops(self) -> list[tuple[int, int]]:
+        """From the targets of backward branches to the branches."""
+        ends = []
+        for i, instruction in enumerate(self.found):
+            target = re.search(r"\.L_\w+", instruction)
+            if "BRA" in instruction and target and self.labels.get(target[0], i) < i:
+                ends.append((self.labels[target[0]], i + 1))
+        return ends
+
+    def number(self, begin: int, end: int, *names: str) -> int:
+        return sum(opcode(instruction) in names for instruction in self.found[begin:end])
+
+    def registers(self) -> tuple[int, int]:
+        """Registers, and bytes spilled."""
+        spilled = re.findall(r"(\d+) bytes spill stores", self.report)[0]
+        return int(re.findall(r"Used (\d+) registers", self.report)[0]), int(spilled)
 
 
 def opcode(instruction: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0]
 
 
-def compiled(kernel: str, arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> tuple[str, str]:
-    """A kernel's disassembly and the assembler's report."""
+@cache
+def compiled(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> Kernel:
+    """Compiles a kernel, once."""
     weight, gradient = WEIGHTS[weights]
-    names = {"kernel": kernel, "rule": RULES[rule], "codec": CODECS[codec], "weight": weight, "gradient": gradient}
+    names = {"rule": RULES[rule], "codec": CODECS[codec], "weight": weight, "gradient": gradient}
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
         source.write_text(KERNEL.format(**names))
@@ -135,33 +148,29 @@ def compiled(kernel: str, arch: int, rule: str, codec: str, weights: str, nvdisa
             ["nvcc", *flags, "-cubin", "-o", str(cubin), str(source)], check=True, capture_output=True, text=True
         )
         listing = subprocess.run([nvdisasm, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
-    return listing, made.stderr.split(f"step_{kernel}_tasks", 1)[1]
-
-
-def registers_of(report: str) -> tuple[int, int]:
-    """Registers, and bytes spilled."""
-    return int(re.findall(r"Used (\d+) registers", report)[0]), int(re.findall(r"(\d+) bytes spill stores", report)[0])
+    symbol = re.findall(r"\n\.text\.(\S*step_usual_tasks\S*):", listing)[0]
+    return Kernel(*instructions(listing, symbol), made.stderr.split("step_usual_tasks", 1)[1])
 
 
 def count(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> Counts:
-    """Counts the loop of one combination's kernel of aligned blocks."""
-    listing, report = compiled("aligned", arch, rule, codec, weights, nvdisasm)
-    symbol = re.findall(r"\n\.text\.(\S*step_aligned_tasks\S*):", listing)[0]
-    loop = largest_loop(*instructions(listing, symbol))
-    kinds = Counter(opcode(instruction) for instruction in loop)
+    """Counts one combination's loop over aligned blocks."""
+    kernel = compiled(arch, rule, codec, weights, nvdisasm)
+    own = [(b, e) for b, e in kernel.loops() if kernel.number(b, e, "LDGSTS") and not kernel.number(b, e, "STS")]
+    begin, end = max(own, key=lambda loop: loop[1] - loop[0])
+    kinds = Counter(opcode(instruction) for instruction in kernel.found[begin:end])
 
     def per_element(*names: str) -> float:
         return sum(kinds[name] for name in names) / ELEMENTS
 
     moves = (per_element(name) for name in ("LDS", "LDGSTS", "STG", "SHFL"))
     return Counts(
-        arch, rule, codec, weights, len(loop) / ELEMENTS, *moves, per_element("LDL", "STL"), *registers_of(report)
+        arch, rule, codec, weights, (end - begin) / ELEMENTS, *moves, per_element("LDL", "STL"), *kernel.registers()
     )
 
 
 @dataclass
 class Staged:
-    """The loops of a kernel that stages rows; instructions are of a lane.
+    """A kernel's loops that stage rows; instructions are of a lane.
 
     Attributes:
         chunk: instructions of a chunk, without its turns.
@@ -178,8 +187,6 @@ class Staged:
     short: int
     windows: list[list[int]]
     local: float
-    registers: int
-    spilled: int
     streams: list[int]
 
     def short_turn(self, elements: int) -> int:
@@ -218,18 +225,14 @@ def chunk_of(columns: int) -> tuple[int, int, int]:
 
 
 def count_staged(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) -> Staged:
-    """Counts the loops of one combination's kernel of staged rows."""
-    listing, report = compiled("staged", arch, rule, codec, weights, nvdisasm)
-    symbol = re.findall(r"\n\.text\.(\S*step_staged_tasks\S*):", listing)[0]
-    found, labels = instructions(listing, symbol)
-
-    def number(begin: int, end: int, *names: str) -> int:
-        return sum(opcode(instruction) in names for instruction in found[begin:end])
-
-    ends = loops(found, labels)
+    """Counts one combination's loops over staged rows."""
+    kernel = compiled(arch, rule, codec, weights, nvdisasm)
+    found, labels, number, ends = kernel.found, kernel.labels, kernel.number, kernel.loops()
     stepping = [(b, e) for b, e in ends if number(b, e, "LDS") >= 48 and number(b, e, "STS") > 16]
     innermost = [a for a in stepping if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in stepping)]
-    turns = sorted(innermost, key=lambda turn: number(*turn, "LDS"))[-2:]  # others are cold code behind the kernel
+    # Branches back from cold code behind the kernel end in the midst of a turn.
+    whole = [a for a in innermost if not any(b[0] < a[0] < b[1] < a[1] for b in stepping)]
+    turns = sorted(whole, key=lambda turn: number(*turn, "LDS"))[-2:]
     short, long = sorted(turns, key=lambda turn: number(*turn, "BRA"), reverse=True)
     around = min(short[0], long[0]), max(short[1], long[1])
     chunk = min((e - b, b, e) for b, e in ends if b < around[0] and e > around[1] and number(b, e, "LDGSTS"))
@@ -250,9 +253,7 @@ def count_staged(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) 
     local = number(*long, "LDL", "STL") + number(*short, "LDL", "STL")
     size, low = {"fp32": (4, 0), "bf16+8": (2, 1), "bf16+16": (2, 2)}.get(weights, (2, 0))
     kept = [size, *([low] if low else []), *([1, 1] if rule == "adam" else [1])]
-    return Staged(
-        chunk[0] - sum(lengths), *lengths, windows, local / ELEMENTS, *registers_of(report), [size, *kept, *kept]
-    )
+    return Staged(chunk[0] - sum(lengths), *lengths, windows, local / ELEMENTS, [size, *kept, *kept])
 
 
 def main() -> None:
@@ -286,15 +287,11 @@ def main() -> None:
         figures = (f"{c.instructions:.1f}", *(f"{x:.2f}" for x in moves), c.registers, c.spilled, said)
         print_row(c.arch, c.rule, c.codec, c.weights, *figures)
     if staged:
-        print_row(
-            *columns[:4], "columns", "per element", "/ aligned", "/ sectors", "local", *columns[-1:], "bytes spilled"
-        )
+        print_row(*columns[:4], "columns", "per element", "/ aligned", "/ sectors", "local")
     for c, s in zip(found, staged, strict=False):
         for row in args.columns:
             ratios = (f"{x:.2f}" for x in (s.per_element(row) / c.instructions, s.sectors(row), s.local))
-            print_row(
-                c.arch, c.rule, c.codec, c.weights, row, f"{s.per_element(row):.1f}", *ratios, s.registers, s.spilled
-            )
+            print_row(c.arch, c.rule, c.codec, c.weights, row, f"{s.per_element(row):.1f}", *ratios)
     if args.json:
         args.json.write_text(json.dumps([asdict(c) for c in found], indent=2))
     sys.exit(1 if missed else 0)

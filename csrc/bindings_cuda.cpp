@@ -23,13 +23,13 @@ T* pointer(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-using Batch = std::tuple<int, int, int, bool, int64_t, int64_t>;  // CudaBatch
+using Batch = std::tuple<int, int, int, int64_t, int64_t, int64_t>;  // CudaBatch
 
 py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups, bool aligned) {
   const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data(), aligned);
   py::list batches;
   for (const CudaBatch& b : made.batches)
-    batches.append(py::make_tuple(b.rule, b.codec, b.format, b.aligned, b.begin, b.end));
+    batches.append(py::make_tuple(b.rule, b.codec, b.format, b.begin, b.staged, b.end));
   return py::make_tuple(py::array_t<CudaTask>(static_cast<py::ssize_t>(made.tasks.size()), made.tasks.data()), batches);
 }
 
@@ -53,8 +53,8 @@ void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t gro
                       phase};
   if (phase == Phase::kStep || phase == Phase::kSums)
     prepare_cuda(call, pointer<const uint64_t>(gradients), pointer<void>(stream));
-  for (const auto& [rule, codec, format, aligned, begin, end] : batches)
-    step_cuda(call, {rule, codec, format, aligned, begin, end}, pointer<void>(stream));
+  for (const auto& [rule, codec, format, begin, staged, end] : batches)
+    step_cuda(call, {rule, codec, format, begin, staged, end}, pointer<void>(stream));
 }
 
 void copy_on_cuda(int device, const Table<uint64_t>& to, const Table<uint64_t>& from, const Table<int64_t>& nbytes,
@@ -90,7 +90,7 @@ void bind_cuda(py::module_& m) {
   m.attr("cuda_launched_gradients") = kLaunchedGradients;
   m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
   m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"), py::arg("aligned") = true,
-        "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, aligned, begin, end.");
+        "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, staged, end.");
   m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("gradients"), py::arg("groups"),
         py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"),
         py::arg("found_inf"), py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"),

@@ -69,7 +69,7 @@ cuda_launched_gradients: int
 def cuda_device_count() -> int: ...
 def cuda_tasks(
     entries: npt.NDArray[Any], groups: npt.NDArray[Any], aligned: bool = True
-) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, bool, int, int]]]: ...
+) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, int, int, int]]]: ...
 def copy_cuda(
     device: int,
     to: npt.NDArray[np.uint64],
@@ -92,7 +92,7 @@ def step_cuda(
     entry_count: int,
     step_count: int,
     phase: Phase,
-    batches: list[tuple[int, int, int, bool, int, int]],
+    batches: list[tuple[int, int, int, int, int, int]],
     stream: int,
 ) -> None: ...
 def encode_message_cuda(

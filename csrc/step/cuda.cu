@@ -44,7 +44,8 @@ void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream) {
   const cuda::Kernel kernel = other < 0       ? cuda::kernel_of(batch, batch.rule, cuda::UsualRules{})
                               : with_sums < 0 ? cuda::other_kernel_of(batch, other)
                                               : cuda::sum_kernel_of(batch, with_sums);
-  kernel<<<grid, cuda::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call, batch);
+  const auto in = static_cast<cudaStream_t>(stream);
+  kernel.run<<<grid, cuda::kThreads, kernel.shared_bytes(batch), in>>>(call, batch);
   cuda::check(cudaGetLastError(), "the step's kernel");
 }
 

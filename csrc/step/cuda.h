@@ -1,5 +1,5 @@
-// The step on a CUDA device: one launch counts the steps and prepares the scalars of all entries; then two per rule,
-// codec and weight format step the blocks that are whole and aligned, and those of rows of any length at any address;
+// The step on a CUDA device: one launch counts the steps and prepares the scalars of all entries; then one per rule,
+// codec and weight format steps the blocks that are whole and aligned, and those of rows of any length at any address;
 // one per rule steps all the others.
 #pragma once
 
@@ -55,11 +55,11 @@ constexpr AlignedFormat kAlignedFormats[] = {
 constexpr int kAlignedFormatCount = sizeof kAlignedFormats / sizeof *kAlignedFormats;
 
 // Tasks [begin, end), all of one rule. With a format, in kAlignedFormats, all are of blocks of it and of one codec:
-// whole and aligned ones, or any others, which are staged. Without one, -1, they are of anything.
+// before `staged` whole and aligned ones, from there on any others, which are staged. Without one, -1, they are of
+// anything.
 struct CudaBatch {
   int rule, codec, format;
-  bool aligned;
-  int64_t begin, end;
+  int64_t begin, staged, end;
 };
 
 // The entries cut into tasks, and these by rule.

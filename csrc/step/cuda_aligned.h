@@ -186,9 +186,8 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
         Quick param = weights.number(j);
         if constexpr (kHasLow) {
           const Packed<Low, kPart> low(inputs.low[h]);
-          param = this->join(
-              found, param,
-              kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4) : signed_half_of(low.words[j / 2], j % 2));
+          param = this->join(param, kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4)
+                                                  : signed_half_of(low.words[j / 2], j % 2));
         }
         this->update_element(found, param, gradients.number(j), unsigned_codes.code(j), unsigned_coder,
                              values_.entry(signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i], root[i],
@@ -255,16 +254,16 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) high[i / kPart].x[i % kPart] = weight[i];
     } else if constexpr (kHasLow) {
-      uint32_t word[kEach], nearest[kEach];
+      uint32_t raised[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        word[i] = static_cast<uint32_t>(rounded_word<kLowBits>(bits(weight[i])));
-        nearest[i] = word[i] + 0x8000u;
-      }
-      pack_halves(high, nearest, 1);
+      for (int i = 0; i < kEach; ++i) raised[i] = raised_word<kLowBits>(weight[i]);
+      pack_halves(high, raised, 1);
       if constexpr (kLowBits == 8) {
-        pack_bytes(low, word, 1);
+        pack_bytes(low, raised, 1, 0x80808080u);
       } else {
+        uint32_t word[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) word[i] = static_cast<uint32_t>(bits(weight[i]));
         pack_halves(low, word, 0);
       }
     } else if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {

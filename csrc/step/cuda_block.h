@@ -15,6 +15,11 @@ constexpr int kEach = 16;         // elements of a lane in a turn
 constexpr int kAlignedWarps = 4;  // of a thread block
 constexpr size_t kSharedBytes = 48 * 1024;
 
+// Declares the thread block's dynamic shared memory. Where a CPU runs the kernels, in tests, it is something else.
+#if !defined(SHARDOPT_DYNAMIC_SHARED)
+#define SHARDOPT_DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
+#endif
+
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 class BlockArithmetic {
  public:
@@ -57,7 +62,6 @@ class BlockArithmetic {
     bool has_zero_code = false;  // an unsigned one, where its coder cannot do with them
     uint32_t low = ~0u, high = 0;
     int32_t largest_unsigned = 0;  // where roots are not what is coded
-    int32_t flips = 0;             // below 0 if low bits turn the sign of a weight
     float largest_gradient = 0.0f, largest_weight = 0.0f;
   };
 
@@ -67,12 +71,9 @@ class BlockArithmetic {
     return Unsigned(kHasUnsigned ? scales : none, table_, 0.0f);
   }
 
-  // A weight with its low bits, which stand where they belong in a word.
-  SHARDOPT_DEVICE static Quick join(Found& found, Quick high, int32_t low) {
-    const int32_t nearest = bits(high), joined = nearest + low;
-    found.flips |= joined ^ nearest;
-    return float_from_bits(joined);
-  }
+  // A weight with its low bits, which stand where they belong in a word. If they turn its sign, the parameter is zero and
+  // the sum a NaN: so is the new weight, which is not usual then.
+  SHARDOPT_DEVICE static Quick join(Quick high, int32_t low) { return float_from_bits(bits(high) + low); }
 
   // Updates one element: `param` becomes the new weight, `moment` the new signed moment, `root` the unsigned one's root
   // where the codec wants that. signed_value: of the code, with the block's scale.
@@ -103,8 +104,7 @@ class BlockArithmetic {
 
   // Whether a lane's elements can be encoded.
   SHARDOPT_DEVICE bool is_usual(const Found& found) const {
-    const bool usual_weights =
-        !kHasLow || (found.flips >= 0 && found.largest_weight <= float_from_bits(kLargestWord<kLowBits>));
+    const bool usual_weights = !kHasLow || found.largest_weight <= float_from_bits(kLargestWord<kLowBits>);
     if constexpr (!kHasUnsigned) return usual_weights && found.largest_gradient < float_from_bits(kLargeGradientBits);
     return usual_weights && !found.has_zero_code && found.low >= static_cast<uint32_t>(bits(kLeastQuickRoot)) &&
            found.high < static_cast<uint32_t>(root_limit_);

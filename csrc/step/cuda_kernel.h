@@ -1,5 +1,5 @@
-// The kernels that step on CUDA: step_tasks steps the tasks of a rule, step_aligned_tasks those of a rule, a codec and
-// a weight format whose blocks are whole and aligned, and step_staged_tasks those whose rows have any length.
+// The kernels that step on CUDA: step_tasks steps the tasks of a rule, step_usual_tasks those of a rule, a codec and a
+// weight format, whether their blocks are whole and aligned or their rows have any length.
 #pragma once
 
 #include <type_traits>
@@ -115,42 +115,19 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
   return skipped;
 }
 
-// A warp per task of whole, aligned blocks, all of one rule, codec and format.
-template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-__global__ void __launch_bounds__(kThreads, kAlignedResident) step_aligned_tasks(CudaCall call, CudaBatch batch) {
-  using Stepper = AlignedStepper<Rule, Codec, kWeight, kGradient>;
-  __shared__ typename Stepper::Table table;
-  __shared__ typename Stepper::Ring rings[kThreads / kWarp];
-  if (is_off(call) || call.phase != Phase::kStep) return;
-  table.fill(call.tables[batch.codec]);
-  __syncthreads();
-  const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
-  if (i >= batch.end) return;
-  count_skipped(call, step_aligned<Rule, Codec, Stepper>(call, call.tasks[i], table, rings[threadIdx.x / kWarp]));
-}
-
-// A warp per task of blocks of rows of any length, all of one rule, codec and format.
-template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-__global__ void __launch_bounds__(kThreads, kAlignedResident) step_staged_tasks(CudaCall call, CudaBatch batch) {
-  using Stepper = StagedStepper<Rule, Codec, kWeight, kGradient>;
-  __shared__ typename Stepper::Table table;
-  __shared__ typename Stepper::Stage stages[kThreads / kWarp];
-  if (is_off(call) || call.phase != Phase::kStep) return;
-  table.fill(call.tables[batch.codec]);
-  __syncthreads();
-  const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
-  if (i >= batch.end) return;
-  const CudaTask task = call.tasks[i];
+template <class Rule, class Codec, class Stepper>
+SHARDOPT_DEVICE int step_staged(const CudaCall& call, const CudaTask& task, const typename Stepper::Table& table,
+                                typename Stepper::Stage& stage) {
   const TensorEntry& entry = call.entries[task.entry];
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
-  Stepper stepper(entry, prepared, table, stages[threadIdx.x / kWarp]);
+  Stepper stepper(entry, prepared, table, stage);
   uint32_t left = 0;  // chunks that were not taken
   ChunkWalk walk(entry, task);
 #pragma unroll 1
   for (int i = 0; walk.blocks_left > 0; ++i) {
     if (!stepper.step(walk.next())) left |= 1u << i;
   }
-  if (left == 0) return;
+  if (left == 0) return 0;
   int skipped = 0;
   ChunkWalk again(entry, task);
 #pragma unroll 1
@@ -161,32 +138,66 @@ __global__ void __launch_bounds__(kThreads, kAlignedResident) step_staged_tasks(
     const CudaTask rest{first, task.entry, chunk.rows * chunk.row_blocks};
     skipped += step_task<Rule, Codec, true>(rest, entry, prepared, call.tables[entry.codec], Phase::kStep);
   }
-  count_skipped(call, skipped);
+  return skipped;
 }
 
-using Kernel = void (*)(CudaCall, CudaBatch);
+// A warp per task of blocks in a usual format, all of one rule, codec and format. Dynamic shared memory: of each warp a
+// ring if there are whole, aligned blocks, and in the same place a stage if there are others.
+template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
+__global__ void __launch_bounds__(kThreads, kAlignedResident) step_usual_tasks(CudaCall call, CudaBatch batch) {
+  using Aligned = AlignedStepper<Rule, Codec, kWeight, kGradient>;
+  using Staged = StagedStepper<Rule, Codec, kWeight, kGradient>;
+  __shared__ typename Aligned::Table table;
+  SHARDOPT_DYNAMIC_SHARED(memory);
+  if (is_off(call) || call.phase != Phase::kStep) return;
+  table.fill(call.tables[batch.codec]);
+  __syncthreads();
+  const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
+  if (i >= batch.end) return;
+  const CudaTask task = call.tasks[i];
+  const unsigned warp = threadIdx.x / kWarp;
+  if (i < batch.staged) {
+    auto& ring = reinterpret_cast<typename Aligned::Ring*>(memory)[warp];
+    count_skipped(call, step_aligned<Rule, Codec, Aligned>(call, task, table, ring));
+  } else {
+    auto& stage = reinterpret_cast<typename Staged::Stage*>(memory)[warp];
+    count_skipped(call, step_staged<Rule, Codec, Staged>(call, task, table, stage));
+  }
+}
+
+// What steps a batch, and the dynamic shared memory that it takes.
+struct Kernel {
+  void (*run)(CudaCall, CudaBatch);
+  size_t ring_bytes = 0, stage_bytes = 0;
+
+  size_t shared_bytes(const CudaBatch& batch) const {
+    const size_t ring = batch.staged > batch.begin ? ring_bytes : 0, stage = batch.end > batch.staged ? stage_bytes : 0;
+    return ring > stage ? ring : stage;
+  }
+};
 using AlignedFormats = std::make_integer_sequence<int, kAlignedFormatCount>;
 
 template <class Rule, class Codec, int kFormat>
-constexpr Kernel usual_kernel(bool aligned) {
+Kernel usual_kernel() {
   if constexpr (Codec::Signed::kScales > 0 && is_usual<Rule, Codec>()) {
     constexpr AlignedFormat kFound = kAlignedFormats[kFormat];
-    return aligned ? step_aligned_tasks<Rule, Codec, kFound.weight, kFound.gradient>
-                   : step_staged_tasks<Rule, Codec, kFound.weight, kFound.gradient>;
+    return {step_usual_tasks<Rule, Codec, kFound.weight, kFound.gradient>,
+            kAlignedWarps * sizeof(typename AlignedStepper<Rule, Codec, kFound.weight, kFound.gradient>::Ring),
+            kAlignedWarps * sizeof(typename StagedStepper<Rule, Codec, kFound.weight, kFound.gradient>::Stage)};
   } else {
-    return nullptr;  // make_cuda_tasks gives these no format
+    return {nullptr};  // make_cuda_tasks gives these no format
   }
 }
 
 template <class Rule, class Codec, int... kFormat>
 Kernel kernel_of_format(const CudaBatch& batch, std::integer_sequence<int, kFormat...>) {
-  const Kernel kernels[] = {usual_kernel<Rule, Codec, kFormat>(batch.aligned)...};
+  const Kernel kernels[] = {usual_kernel<Rule, Codec, kFormat>()...};
   return kernels[batch.format];
 }
 
 template <class Rule, class... Codec>
 Kernel kernel_of_codec(const CudaBatch& batch, List<Codec...>) {
-  if (batch.format < 0) return step_tasks<Rule>;
+  if (batch.format < 0) return {step_tasks<Rule>};
   const Kernel kernels[] = {kernel_of_format<Rule, Codec>(batch, AlignedFormats{})...};
   return kernels[batch.codec];
 }

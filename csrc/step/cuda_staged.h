@@ -240,7 +240,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
         for (int i = slots.kBegin; i < slots.kEnd; ++i) {
           const int at = start + (i - slots.kBegin) * kLanes;
           Quick param = number_of(high[at]);
-          if constexpr (kHasLow) param = this->join(found, param, low[at] * (1 << (16 - kLowBits)));
+          if constexpr (kHasLow) param = this->join(param, low[at] * (1 << (16 - kLowBits)));
           const int32_t unsigned_code = unsigned_codes[at];
           if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) least_code = min_int(least_code, unsigned_code);
           this->update_element(found, param, number_of(gradient[at]), unsigned_code, unsigned_coder,
@@ -300,9 +300,9 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     if constexpr (kWeight == WeightFormat::kFloat32) {
       *high = weight;
     } else if constexpr (kHasLow) {
-      const auto word = static_cast<uint32_t>(rounded_word<kLowBits>(bits(weight)));
-      *high = static_cast<uint16_t>((word + 0x8000u) >> 16);
-      *low = static_cast<Low>(word >> (16 - kLowBits));
+      const uint32_t raised = raised_word<kLowBits>(weight);
+      *high = static_cast<uint16_t>(raised >> 16);
+      *low = static_cast<Low>((raised ^ 0x8000u) >> (16 - kLowBits));
     } else if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
       *high = static_cast<uint16_t>(bf16_at_random(weight, noise.bits_at(index)));
     } else {

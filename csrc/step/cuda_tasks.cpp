@@ -80,22 +80,24 @@ CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const
     }
   };
   for (int rule = 0; rule < tasks::Rules::kCount; ++rule) {
-    const auto batch = [&](int codec, int format, bool whole) {
+    const auto batch = [&](int codec, int format) {
+      const auto add_all = [&](bool staged) {
+        for (int64_t i = 0; i < entry_count; ++i) {
+          if (groups[entries[i].group].rule != rule) continue;
+          if ((aligned ? format_of(entries[i], rule) : -1) != format) continue;
+          if (format < 0 || (entries[i].codec == codec && is_aligned(entries[i]) != staged)) add(i, staged);
+        }
+      };
       const int64_t begin = made_count();
-      for (int64_t i = 0; i < entry_count; ++i) {
-        if (groups[entries[i].group].rule != rule) continue;
-        if ((aligned ? format_of(entries[i], rule) : -1) != format) continue;
-        if (format < 0 || (entries[i].codec == codec && is_aligned(entries[i]) == whole)) add(i, format >= 0 && !whole);
-      }
-      if (made_count() > begin) made.batches.push_back({rule, codec, format, whole, begin, made_count()});
+      add_all(false);
+      const int64_t staged = made_count();
+      if (format >= 0) add_all(true);
+      if (made_count() > begin) made.batches.push_back({rule, codec, format, begin, staged, made_count()});
     };
     for (int codec = 0; codec < tasks::Codecs::kCount; ++codec) {
-      for (int format = 0; format < kAlignedFormatCount; ++format) {
-        batch(codec, format, true);
-        batch(codec, format, false);
-      }
+      for (int format = 0; format < kAlignedFormatCount; ++format) batch(codec, format);
     }
-    batch(0, -1, false);
+    batch(0, -1);
   }
   return made;
 }

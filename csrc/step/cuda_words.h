@@ -84,6 +84,16 @@ SHARDOPT_DEVICE uint32_t bytes_of(const uint32_t* words, int k) {
 #endif
 }
 
+// A master weight's word plus half a unit of the parameter, whose bits are then the upper half. Those below it, and in
+// the low 16 bits of it the first one turned, are the low bits.
+template <int kLowBits>
+SHARDOPT_DEVICE uint32_t raised_word(float weight) {
+  const auto word = static_cast<uint32_t>(bits(weight));
+  if (kLowBits == 16) return word + 0x8000u;
+  // word + 0x8000 + 0x7f + (word >> 8 & 1), rounded to even, in two instructions: that bit comes as the carry.
+  return static_cast<uint32_t>(((uint64_t{word} << 32 | word << 23) + 0x807f80000000u) >> 32);
+}
+
 // A table in shared memory, whose address there is computed once.
 struct SharedTable {
 #if defined(__CUDA_ARCH__)
@@ -146,12 +156,12 @@ SHARDOPT_DEVICE void pack_halves(Part (&to)[kParts], const uint32_t (&word)[kWor
   __builtin_memcpy(to, packed, sizeof packed);
 }
 
-// Byte k of each word.
+// Byte k of each word, with the bits of `turned` turned.
 template <class Part, int kParts, int kWords>
-SHARDOPT_DEVICE void pack_bytes(Part (&to)[kParts], const uint32_t (&word)[kWords], int k) {
+SHARDOPT_DEVICE void pack_bytes(Part (&to)[kParts], const uint32_t (&word)[kWords], int k, uint32_t turned = 0) {
   uint32_t packed[kWords / 4];
 #pragma unroll
-  for (int i = 0; i < kWords; i += 4) packed[i / 4] = bytes_of(word + i, k);
+  for (int i = 0; i < kWords; i += 4) packed[i / 4] = bytes_of(word + i, k) ^ turned;
   static_assert(sizeof packed == sizeof to);
   __builtin_memcpy(to, packed, sizeof packed);
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,33 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     assert turns / 4 < emulated.quick_turns() - before < turns
 
 
+@pytest.mark.parametrize("columns", [128, 130])
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_master_weights_set_from_outside(emulated: ModuleType, rule: str, bits: int, columns: int) -> None:
+    """Zeros, whose low bits may have the other sign, and weights at the end of the range: each in turns of its own."""
+    shape, largest = (48, columns), torch.finfo(BF16).max
+    found: list[tuple[Snapshot, int]] = []
+    for module in (None, emulated):
+        params, optimizer = make(rule, "log8", start(BF16, (shape,)), master_weight_bits=bits)
+        (param,) = params.values()
+        with pytest.MonkeyPatch.context() as monkeypatch, using("portable", threads=1):
+            if module:
+                cuda_emulated.use(module, monkeypatch)
+            for t in (1, 2, 5):
+                step(optimizer, params, gradients(t, BF16, (shape,)))
+            low = optimizer.state[param]["master_low_bits"].view(torch.int8 if bits == 24 else torch.int16).view(shape)
+            for i, value in enumerate((0.0, -0.0, torch.inf, torch.nan, -largest)):
+                assert (low[8 * i, ::9] < 0).any()
+                param.data[8 * i, ::9] = value
+            before = emulated.quick_turns()
+            step(optimizer, params, gradients(4, BF16, (shape,)))
+            found.append((snapshot(params, optimizer), emulated.quick_turns() - before))
+    (wanted, _), (got, quick_turns) = found
+    assert_same(got, wanted)
+    assert quick_turns > 0
+
+
 def test_misaligned_addresses(emulated: ModuleType) -> None:
     """Gradients that do not begin where vectors may are staged; those that move there go to the general kernel."""
     aligned = [aligned_gradients(t, BF16) for t in (1, 2, 5)]
@@ -129,6 +157,25 @@ def test_rows_of_any_length(emulated: ModuleType, rule: str, codec: str, weights
         cuda.assert_nothing_written_around()
         assert skipped == wanted > 0, name
         assert emulated.quick_turns() > before, name
+
+
+def test_a_launch_per_format(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aligned and staged blocks are stepped by the same one; other block sizes by the rule's general kernel."""
+    batches: list[list[tuple[int, ...]]] = []
+
+    def spy(**call: Any) -> None:
+        batches.append(call["batches"])
+        emulated.step_cuda(**call)
+
+    cuda_emulated.use(emulated, monkeypatch)
+    monkeypatch.setattr(_C, "step_cuda", spy, raising=False)
+    shapes = (*ALIGNED, (3, 130), (70, 33))
+    for block_size in (128, 64):
+        run("adamw", "log8", start(BF16, shapes), [gradients(1, BF16, shapes)], block_size=block_size)
+    ((_, _, usual, begin, staged, end),), ((_, _, other, *_),) = batches
+    assert usual >= 0
+    assert begin < staged < end
+    assert other == -1
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256, 512, 4096])

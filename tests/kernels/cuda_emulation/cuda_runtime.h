@@ -27,6 +27,7 @@
 #define __noinline__
 #define __launch_bounds__(...)
 #define __shared__ static
+#define SHARDOPT_DYNAMIC_SHARED(name) uint4* const name = emulation::dynamic_shared.get()
 
 struct Index {
   unsigned x;
@@ -126,6 +127,8 @@ struct Block {
 };
 inline Block* running = nullptr;
 inline std::vector<std::unique_ptr<char[]>> stacks;  // of threads, kept for the next block
+
+inline std::unique_ptr<uint4[]> dynamic_shared;             // of the launch
 
 inline int64_t agreements = 0;  // of all lanes of a warp: what they asked of each other was so
 
