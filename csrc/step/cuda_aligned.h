@@ -186,8 +186,8 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
         Quick param = weights.number(j);
         if constexpr (kHasLow) {
           const Packed<Low, kPart> low(inputs.low[h]);
-          param = this->join(param, kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4)
-                                                  : signed_half_of(low.words[j / 2], j % 2));
+          param = this->join(
+              param, kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4) : signed_half_of(low.words[j / 2], j % 2));
         }
         this->update_element(found, param, gradients.number(j), unsigned_codes.code(j), unsigned_coder,
                              values_.entry(signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i], root[i],

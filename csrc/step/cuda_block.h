@@ -71,8 +71,8 @@ class BlockArithmetic {
     return Unsigned(kHasUnsigned ? scales : none, table_, 0.0f);
   }
 
-  // A weight with its low bits, which stand where they belong in a word. If they turn its sign, the parameter is zero and
-  // the sum a NaN: so is the new weight, which is not usual then.
+  // A weight with its low bits, which stand where they belong in a word. If they turn its sign, the parameter is zero
+  // and the sum a NaN: so is the new weight, which is not usual then.
   SHARDOPT_DEVICE static Quick join(Quick high, int32_t low) { return float_from_bits(bits(high) + low); }
 
   // Updates one element: `param` becomes the new weight, `moment` the new signed moment, `root` the unsigned one's root
