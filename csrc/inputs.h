@@ -33,8 +33,8 @@ class Attribute {
   PyGetSetDef* computed_ = nullptr;
 };
 
-// Compares in each step what the table depends on: address, shape, dtype and device of parameters; address, number of
-// elements, dtype and contiguity of state; the parameters' shards; and options. Owns none of the tensors: their memory
+// Compares in each step what the table depends on: address and format of parameters and state; the parameters' shards;
+// and options. Owns none of the tensors: their memory
 // is the user's to free, and a tensor that takes another's place at the same address makes no difference to the table.
 class Inputs {
  public:
@@ -66,15 +66,12 @@ class Inputs {
  private:
   // A tensor as the table knows it.
   struct Known {
+    TensorFormat format;
     uint64_t address = 0;
-    int64_t numel = -1;
-    int32_t dtype = 0;
-    bool contiguous = true;
-    Known() = default;
-    explicit Known(const TensorView& view)
-        : address(view.address), numel(view.numel), dtype(view.dtype), contiguous(view.is_contiguous()) {}
-    bool operator==(const Known& other) const {
-      return address == other.address && numel == other.numel && dtype == other.dtype && contiguous == other.contiguous;
+    bool take(PyObject* tensor) { return format.take(tensor) && format.read(tensor, address); }
+    bool is(PyObject* tensor) const {
+      uint64_t now = 0;
+      return format.read(tensor, now) && now == address;
     }
   };
   struct Entry {
@@ -89,15 +86,8 @@ class Inputs {
     Attribute grad, local, layout;     // local: of a DTensor; layout: as long as it is one object, so is the shard
     py::object known_layout;           // of the parameter
     py::object known_gradient_layout;  // of a gradient that is sharded as the parameter is
-    Known known;                       // this rank's part
-    size_t sizes = 0;                  // index of its first size in sizes_, behind which are its strides
-    int32_t ndim = 0;
-    int64_t device = 0;
-    uint8_t dtype = kNoDType;
-    bool in_table = false;
-    bool strided = false;  // whether it or its gradient is not contiguous, or the gradient is a negative view
-    uint8_t gradient_dtype = kNoDType;
-    uint64_t gradient = 0;  // address
+    Known known, gradient;             // this rank's parts; of the gradient the last one's
+    bool in_table = false, has_gradient = false;
     size_t first_entry = 0, entry_count = 0;
   };
   struct Group {
@@ -113,13 +103,11 @@ class Inputs {
   bool same_entries(const Input& input, PyObject* state) const;
   bool same_parameter(Input& input) const;
   bool same_layout(Input& input) const;
-  bool has_shape_of(const Input& input, PyObject* tensor, const TensorView& view) const;
   py::object part_of(const Input& input, const py::object& gradient) const;
-  bool accept(Input& input, PyObject* part) const;
+  static bool accept(Input& input, PyObject* part);
 
   std::vector<Group> groups_;
   std::vector<Input> inputs_;
-  std::vector<int64_t> sizes_;
   std::vector<std::pair<PyObject*, int64_t>> state_;  // keys, borrowed, and the inputs' indices, -1 for others
   std::vector<Entry> entries_;
   py::object shard_of_;
