@@ -293,6 +293,9 @@ void bind_inputs(py::module_& m) {
            "Whether options of a param group may differ from those at the last call.")
       .def("fill", &Inputs::fill, py::arg("rows").noconvert(), py::arg("tensors"), py::arg("elements"),
            "Puts the gradients' addresses into table rows; returns whether a row changed.");
+  m.def(
+      "increment_versions", [](const py::list& tensors) { bump_versions(tensors.ptr()); }, py::arg("tensors"),
+      "torch.autograd.graph.increment_version of each tensor.");
   inputs.attr("no_gradient") = kNoDType;
   inputs.attr("strided") = Inputs::kStrided;
 }

@@ -28,13 +28,16 @@ struct Libtorch {
   PyTypeObject* tensor_type;
   size_t implementation;  // offset in bytes, in a tensor's Python object, of the pointer to its implementation
   size_t words;           // offset in bytes, in the implementation, of the words that describe the tensor
-  int64_t negative;       // the bit of a negative view in the last of them
+  // Bits of the dispatch keys, the last of them.
+  int64_t dense;     // in those of strided tensors
+  int64_t negative;  // in those of negative views
+  int64_t versions;  // some in those of all tensors but those made in inference mode, which have no version counter
   Getter<void*> data_ptr;
   Getter<int64_t> storage_size;
   Getter<int64_t*> sizes, strides;
   Getter<int32_t> dtype;
-  Getter<int32_t> layout;  // nullptr before PyTorch 2.8, which complains on stderr of a sparse tensor's strides
-  int32_t strided, float32, bfloat16, float16;
+  int32_t float32, bfloat16, float16;
+  void (*bump_version)(Handle);  // torch::autograd::impl::bump_version(const at::Tensor&); no C function does it
 
   Handle handle(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + implementation; }
   const int64_t* words_of(PyObject* tensor) const {
@@ -76,21 +79,25 @@ void find_words(Libtorch& torch, const py::module_& module) {
   torch.sizes(torch.handle(tensor.ptr()), &sizes);
   torch.words = reinterpret_cast<char*>(sizes - kSizes) - *static_cast<char* const*>(torch.handle(tensor.ptr()));
   const auto word = [&](const py::object& of, int index) { return torch.words_of(of.ptr())[index]; };
-  torch.negative = word(tensor, kKeys) ^ word(module.attr("_neg_view")(tensor), kKeys);
+  const int64_t keys = word(tensor, kKeys);
+  torch.negative = keys ^ word(module.attr("_neg_view")(tensor), kKeys);
+  torch.dense = keys & ~word(tensor.attr("to_sparse")(), kKeys);
+  const py::object inference = module.attr("inference_mode")();
+  inference.attr("__enter__")();
+  torch.versions = keys & ~word(empty("float32", "cpu", 1), kKeys);
+  inference.attr("__exit__")(py::none(), py::none(), py::none());
   const auto described = [&](const py::object& of, int64_t ndim, int64_t offset, int64_t numel, int64_t first_stride) {
     int64_t* strides = nullptr;
     torch.strides(torch.handle(of.ptr()), &strides);
     return word(of, kDims) == ndim && word(of, kOffset) == offset && word(of, kNumel) == numel && strides[0] == first_stride &&
            (ndim > kInline || strides == torch.words_of(of.ptr()) + kStrides);
   };
-  const py::object sparse = tensor.attr("to_sparse")();
+  const auto changed = [&](const py::object& other) { return (word(tensor, kType) ^ word(other, kType)) & kTypeBits; };
   if (!described(tensor, 2, 0, 15, 5) || !described(tensor[py::int_(1)], 1, 5, 5, 1) ||
-      !described(tensor.attr("t")(), 2, 0, 15, 1) || !described(high, 6, 0, 64, 32) ||
-      ((word(tensor, kType) ^ word(empty("float16", "cpu", 1), kType)) & kTypeBits) == 0 ||
-      ((word(tensor, kType) ^ word(empty("float32", "meta", 1), kType)) & kDeviceBits) == 0 ||
-      ((word(tensor, kType) ^ word(empty("float32", "cpu", 1), kType)) & kTypeBits) != 0 ||
-      word(tensor, kKeys) == word(sparse, kKeys) || word(tensor, kKeys) != word(high, kKeys) || torch.negative == 0 ||
-      (word(tensor, kKeys) & torch.negative) != 0)
+      !described(tensor.attr("t")(), 2, 0, 15, 1) || !described(high, 6, 0, 64, 32) || changed(high) != 0 ||
+      changed(empty("float16", "cpu", 1)) == 0 || (changed(empty("float32", "meta", 1)) & kDeviceBits) == 0 ||
+      keys != word(high, kKeys) || torch.dense == 0 || torch.versions == 0 || torch.negative == 0 ||
+      (keys & torch.negative) != 0)
     throw std::runtime_error("a tensor's implementation of another layout");
 }
 
@@ -103,8 +110,7 @@ Libtorch load(const py::module_& torch) {
   find(library, "aoti_torch_get_sizes", found.sizes);
   find(library, "aoti_torch_get_strides", found.strides);
   find(library, "aoti_torch_get_dtype", found.dtype);
-  found.layout = reinterpret_cast<Getter<int32_t>>(dlsym(library, "aoti_torch_get_layout"));
-  found.strided = constant(library, "aoti_torch_layout_strided");
+  find(library, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", found.bump_version);
   found.float32 = constant(library, "aoti_torch_dtype_float32");
   found.bfloat16 = constant(library, "aoti_torch_dtype_bfloat16");
   found.float16 = constant(library, "aoti_torch_dtype_float16");
@@ -142,8 +148,7 @@ bool TensorFormat::take(PyObject* tensor) {
   const Libtorch& torch = libtorch();
   if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;
   const Handle handle = torch.handle(tensor);
-  int32_t layout = torch.strided, number = 0;
-  if (torch.layout != nullptr && (torch.layout(handle, &layout) != 0 || layout != torch.strided)) return false;
+  if ((torch.words_of(tensor)[kKeys] & torch.dense) == 0) return false;
   int64_t *sizes = nullptr, *strides = nullptr;
   void* data = nullptr;
   if (torch.strides(handle, &strides) != 0 || torch.sizes(handle, &sizes) != 0 || torch.data_ptr(handle, &data) != 0)
@@ -156,6 +161,7 @@ bool TensorFormat::take(PyObject* tensor) {
   offset_ = words[kOffset];
   type_ = words[kType] & kTypeBits;
   keys_ = words[kKeys];
+  int32_t number = 0;
   torch.dtype(handle, &number);
   dtype = number == torch.float32    ? static_cast<uint8_t>(DType::kFloat32)
           : number == torch.bfloat16 ? static_cast<uint8_t>(DType::kBFloat16)
@@ -203,6 +209,15 @@ bool TensorFormat::lies_in_storage(PyObject* tensor) const {
 bool TensorFormat::has_shape_and_device_of(const TensorFormat& other) const {
   return ndim_ == other.ndim_ && ((type_ ^ other.type_) & kDeviceBits) == 0 &&
          std::equal(lengths_.begin(), lengths_.begin() + ndim_, other.lengths_.begin());
+}
+
+void bump_versions(PyObject* tensors) {
+  const Libtorch& torch = libtorch();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* tensor = PyList_GET_ITEM(tensors, i);
+    if (!PyObject_TypeCheck(tensor, torch.tensor_type)) throw std::invalid_argument("got a list of other objects than tensors");
+    if ((torch.words_of(tensor)[kKeys] & torch.versions) != 0) torch.bump_version(torch.handle(tensor));
+  }
 }
 
 }  // namespace shardopt

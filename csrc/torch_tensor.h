@@ -15,6 +15,10 @@ constexpr uint8_t kNoDType = 255;
 
 bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
+// Raises the version counters of the tensors in a list, as torch.autograd.graph.increment_version does: a graph that has
+// saved their old values is to notice.
+void bump_versions(PyObject* tensors);
+
 // Describes dense tensors: shape, strides, storage offset, dtype, device, layout and negative bit.
 class TensorFormat {
  public:
