@@ -10,6 +10,8 @@
 namespace shardopt {
 namespace {
 
+constexpr size_t kAhead = 8;  // tensors that the processor fetches meanwhile
+
 PyObject* interned_params() {
   static PyObject* const name = PyUnicode_InternFromString("params");
   return name;
@@ -147,6 +149,7 @@ bool Inputs::same_entries(const Input& input, PyObject* state) const {
   Py_ssize_t at = 0;
   for (size_t i = 0; i < input.entry_count; ++i) {
     const Entry& entry = entries_[input.first_entry + i];
+    if (input.first_entry + i + kAhead < entries_.size()) (&entry)[kAhead].known.format.prefetch();
     if (!PyDict_Next(state, &at, &name, &value) || name != entry.name.ptr()) return false;
     if (entry.needed && !entry.known.is(local_of(input, value).ptr())) return false;
   }
@@ -195,6 +198,10 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
   std::vector<size_t> sharded_otherwise;
   for (size_t i = 0; i < inputs_.size(); ++i) {
     Input& input = inputs_[i];
+    if (i + kAhead < inputs_.size()) {
+      inputs_[i + kAhead].known.format.prefetch();
+      inputs_[i + kAhead].gradient.format.prefetch();
+    }
     py::object gradient = input.grad.of(input.param);
     input.has_gradient = !gradient.is_none();
     if (input.has_gradient) {

@@ -153,7 +153,7 @@ bool TensorFormat::take(PyObject* tensor) {
   void* data = nullptr;
   if (torch.strides(handle, &strides) != 0 || torch.sizes(handle, &sizes) != 0 || torch.data_ptr(handle, &data) != 0)
     return false;
-  const int64_t* words = torch.words_of(tensor);
+  const int64_t* words = words_ = torch.words_of(tensor);
   ndim_ = words[kDims];
   if (ndim_ <= kInline && sizes != words + kSizes) return false;  // of a subclass that computes them
   lengths_.assign(sizes, sizes + ndim_);
