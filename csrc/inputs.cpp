@@ -17,6 +17,12 @@ PyObject* interned_params() {
   return name;
 }
 
+// As py::array_t's own check, which compares the fields of the dtypes and takes 1 us.
+template <class T>
+bool is_column(const py::array& array) {
+  return array.dtype().is(py::dtype::of<T>()) && (array.flags() & py::array::c_style) != 0;
+}
+
 // Whether an option has the same value as long as it is the same object.
 bool is_constant(PyObject* value) {
   if (value == Py_None || PyBool_Check(value)) return true;
@@ -266,16 +272,19 @@ bool Inputs::options_changed(const py::object& param_groups) {
   return changed;
 }
 
-bool Inputs::fill(Column<TensorEntry>& rows, const Column<int64_t>& tensors, const Column<int64_t>& elements) const {
+bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& elements) const {
+  if (!is_column<TensorEntry>(rows) || !is_column<int64_t>(tensors) || !is_column<int64_t>(elements))
+    throw py::type_error("got columns of other dtypes than the table's, or that are not contiguous");
   if (tensors.size() != rows.size() || elements.size() != rows.size())
     throw std::invalid_argument("got columns of other lengths than the table");
-  TensorEntry* entries = rows.mutable_data();
+  const auto *tensor = static_cast<const int64_t*>(tensors.data()), *element = static_cast<const int64_t*>(elements.data());
+  auto* entries = static_cast<TensorEntry*>(rows.mutable_data());
   bool changed = false;
   for (py::ssize_t i = 0; i < rows.size(); ++i) {
-    const Input& input = inputs_.at(tensors.data()[i]);
+    const Input& input = inputs_.at(tensor[i]);
     const uint8_t dtype = input.gradient.format.dtype;
     const int64_t bytes = dtype == static_cast<uint8_t>(DType::kFloat32) ? 4 : 2;
-    const uint64_t address = input.gradient.address + elements.data()[i] * bytes;
+    const uint64_t address = input.gradient.address + element[i] * bytes;
     TensorEntry& entry = entries[i];
     if (entry.gradient == address && entry.gradient_dtype == dtype) continue;
     entry.gradient = address;
@@ -298,7 +307,7 @@ void bind_inputs(py::module_& m) {
            "`no_gradient` where there is none.")
       .def("options_changed", &Inputs::options_changed, py::arg("param_groups"),
            "Whether options of a param group may differ from those at the last call.")
-      .def("fill", &Inputs::fill, py::arg("rows").noconvert(), py::arg("tensors"), py::arg("elements"),
+      .def("fill", &Inputs::fill, py::arg("rows"), py::arg("tensors"), py::arg("elements"),
            "Puts the gradients' addresses into table rows; returns whether a row changed.");
   m.def(
       "increment_versions", [](const py::list& tensors) { bump_versions(tensors.ptr()); }, py::arg("tensors"),

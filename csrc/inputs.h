@@ -15,9 +15,6 @@ namespace shardopt {
 
 namespace py = pybind11;
 
-template <class T>
-using Column = py::array_t<T, py::array::c_style>;
-
 // Reads an attribute of objects of one type, without a search where the type keeps it in a slot or computes it in C.
 class Attribute {
  public:
@@ -61,7 +58,7 @@ class Inputs {
   // Puts addresses and dtypes of gradients into table rows. Returns whether a row changed.
   //   tensors   per row, the index of the parameter
   //   elements  per row, the gradient's element where the row begins
-  bool fill(Column<TensorEntry>& rows, const Column<int64_t>& tensors, const Column<int64_t>& elements) const;
+  bool fill(py::array& rows, const py::array& tensors, const py::array& elements) const;
 
  private:
   // A tensor as the table knows it.
