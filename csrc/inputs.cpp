@@ -17,12 +17,6 @@ PyObject* interned_params() {
   return name;
 }
 
-// As py::array_t's own check, which compares the fields of the dtypes and takes 1 us.
-template <class T>
-bool is_column(const py::array& array) {
-  return array.dtype().is(py::dtype::of<T>()) && (array.flags() & py::array::c_style) != 0;
-}
-
 // Whether an option has the same value as long as it is the same object.
 bool is_constant(PyObject* value) {
   if (value == Py_None || PyBool_Check(value)) return true;
