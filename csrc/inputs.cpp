@@ -157,8 +157,7 @@ bool Inputs::same_entries(const Input& input, PyObject* state) const {
 }
 
 bool Inputs::same_parameter(Input& input) const {
-  return Py_TYPE(input.param) == input.type && same_layout(input) &&
-         input.known.is(local_of(input, input.param).ptr());
+  return Py_TYPE(input.param) == input.type && same_layout(input) && input.known.is(local_of(input, input.param).ptr());
 }
 
 bool Inputs::same_layout(Input& input) const {
@@ -271,7 +270,8 @@ bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& el
     throw py::type_error("got columns of other dtypes than the table's, or that are not contiguous");
   if (tensors.size() != rows.size() || elements.size() != rows.size())
     throw std::invalid_argument("got columns of other lengths than the table");
-  const auto *tensor = static_cast<const int64_t*>(tensors.data()), *element = static_cast<const int64_t*>(elements.data());
+  const auto* tensor = static_cast<const int64_t*>(tensors.data());
+  const auto* element = static_cast<const int64_t*>(elements.data());
   auto* entries = static_cast<TensorEntry*>(rows.mutable_data());
   bool changed = false;
   for (py::ssize_t i = 0; i < rows.size(); ++i) {

@@ -68,11 +68,22 @@ size_t implementation_offset(const py::object& tensor) {
   throw std::runtime_error("no pointer to the implementation in a tensor's Python object");
 }
 
-// Finds the words that describe a tensor (kWords) in its implementation: those around the sizes. Checks with tensors
+class InferenceMode {
+ public:
+  InferenceMode(const py::module_& torch, bool on) : mode_(torch.attr("inference_mode")(on)) {
+    mode_.attr("__enter__")();
+  }
+  ~InferenceMode() { mode_.attr("__exit__")(py::none(), py::none(), py::none()); }
+
+ private:
+  py::object mode_;
+};
+
+// Finds the words that describe a tensor in its implementation, which begin right before the sizes. Checks with tensors
 // that differ in one respect that the words tell what is read from them.
 void find_words(Libtorch& torch, const py::module_& module) {
-  const auto empty = [&](const char* dtype, const char* device, auto... sizes) {
-    return py::object(module.attr("empty")(sizes..., py::arg("dtype") = module.attr(dtype), py::arg("device") = device));
+  const auto empty = [&](const char* dtype, const char* device, auto... sizes) -> py::object {
+    return module.attr("empty")(sizes..., py::arg("dtype") = module.attr(dtype), py::arg("device") = device);
   };
   const py::object tensor = empty("float32", "cpu", 3, 5), high = empty("float32", "cpu", 2, 2, 2, 2, 2, 2);
   int64_t* sizes = nullptr;
@@ -82,15 +93,15 @@ void find_words(Libtorch& torch, const py::module_& module) {
   const int64_t keys = word(tensor, kKeys);
   torch.negative = keys ^ word(module.attr("_neg_view")(tensor), kKeys);
   torch.dense = keys & ~word(tensor.attr("to_sparse")(), kKeys);
-  const py::object inference = module.attr("inference_mode")();
-  inference.attr("__enter__")();
-  torch.versions = keys & ~word(empty("float32", "cpu", 1), kKeys);
-  inference.attr("__exit__")(py::none(), py::none(), py::none());
+  {
+    const InferenceMode inference(module, true);
+    torch.versions = keys & ~word(empty("float32", "cpu", 1), kKeys);
+  }
   const auto described = [&](const py::object& of, int64_t ndim, int64_t offset, int64_t numel, int64_t first_stride) {
     int64_t* strides = nullptr;
     torch.strides(torch.handle(of.ptr()), &strides);
-    return word(of, kDims) == ndim && word(of, kOffset) == offset && word(of, kNumel) == numel && strides[0] == first_stride &&
-           (ndim > kInline || strides == torch.words_of(of.ptr()) + kStrides);
+    return word(of, kDims) == ndim && word(of, kOffset) == offset && word(of, kNumel) == numel &&
+           strides[0] == first_stride && (ndim > kInline || strides == torch.words_of(of.ptr()) + kStrides);
   };
   const auto changed = [&](const py::object& other) { return (word(tensor, kType) ^ word(other, kType)) & kTypeBits; };
   if (!described(tensor, 2, 0, 15, 5) || !described(tensor[py::int_(1)], 1, 5, 5, 1) ||
@@ -104,6 +115,7 @@ void find_words(Libtorch& torch, const py::module_& module) {
 Libtorch load(const py::module_& torch) {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) throw std::runtime_error("no libtorch_cpu.so");
+  const InferenceMode usual(torch, false);  // whatever the first step is taken in
   Libtorch found{};
   find(library, "aoti_torch_get_data_ptr", found.data_ptr);
   find(library, "aoti_torch_get_storage_size", found.storage_size);
@@ -148,12 +160,10 @@ bool TensorFormat::take(PyObject* tensor) {
   const Libtorch& torch = libtorch();
   if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;
   const Handle handle = torch.handle(tensor);
-  if ((torch.words_of(tensor)[kKeys] & torch.dense) == 0) return false;
-  int64_t *sizes = nullptr, *strides = nullptr;
-  void* data = nullptr;
-  if (torch.strides(handle, &strides) != 0 || torch.sizes(handle, &sizes) != 0 || torch.data_ptr(handle, &data) != 0)
-    return false;
   const int64_t* words = words_ = torch.words_of(tensor);
+  if ((words[kKeys] & torch.dense) == 0) return false;
+  int64_t *sizes = nullptr, *strides = nullptr;
+  if (torch.strides(handle, &strides) != 0 || torch.sizes(handle, &sizes) != 0) return false;
   ndim_ = words[kDims];
   if (ndim_ <= kInline && sizes != words + kSizes) return false;  // of a subclass that computes them
   lengths_.assign(sizes, sizes + ndim_);
@@ -182,7 +192,8 @@ bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
   const Libtorch& torch = libtorch();
   if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;
   const int64_t* words = torch.words_of(tensor);
-  if (words[kDims] != ndim_ || words[kOffset] != offset_ || (words[kType] & kTypeBits) != type_ || words[kKeys] != keys_)
+  if (words[kDims] != ndim_ || words[kOffset] != offset_ || (words[kType] & kTypeBits) != type_ ||
+      words[kKeys] != keys_)
     return false;
   const Handle handle = torch.handle(tensor);
   const int64_t *sizes = words + kSizes, *strides = words + kStrides;
@@ -215,7 +226,8 @@ void bump_versions(PyObject* tensors) {
   const Libtorch& torch = libtorch();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* tensor = PyList_GET_ITEM(tensors, i);
-    if (!PyObject_TypeCheck(tensor, torch.tensor_type)) throw std::invalid_argument("got a list of other objects than tensors");
+    if (!PyObject_TypeCheck(tensor, torch.tensor_type))
+      throw std::invalid_argument("got a list of other objects than tensors");
     if ((torch.words_of(tensor)[kKeys] & torch.versions) != 0) torch.bump_version(torch.handle(tensor));
   }
 }

@@ -15,8 +15,7 @@ constexpr uint8_t kNoDType = 255;
 
 bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
-// Raises the version counters of the tensors in a list, as torch.autograd.graph.increment_version does: a graph that has
-// saved their old values is to notice.
+// Raises the version counters of the tensors in a list, as torch.autograd.graph.increment_version does.
 void bump_versions(PyObject* tensors);
 
 // Describes dense tensors: shape, strides, storage offset, dtype, device, layout and negative bit.
@@ -46,9 +45,9 @@ class TensorFormat {
 
  private:
   int64_t ndim_ = -1, offset_ = 0;
-  int64_t type_ = 0, keys_ = 0;   // words of the implementation: dtype and device; dispatch keys
-  int64_t bytes_ = 0;             // that its storage has at least
-  std::vector<int64_t> lengths_;  // sizes, then strides in elements
+  int64_t type_ = 0, keys_ = 0;     // words of the implementation: dtype and device; dispatch keys
+  int64_t bytes_ = 0;               // that its storage has at least
+  std::vector<int64_t> lengths_;    // sizes, then strides in elements
   const int64_t* words_ = nullptr;  // of the tensor that was taken, which may be gone
 };
 
