@@ -75,7 +75,8 @@ class CpuStepOfTables {
     }
   }
 
-  void prepare(Table<GroupEntry> groups, int threads, const std::string& target) {
+  void prepare(py::array groups, int threads, const std::string& target) {
+    if (!is_column<GroupEntry>(groups)) throw py::type_error("got groups of another dtype than group_entry");
     step_.prepare(threads, target);
     groups_ = std::move(groups);
   }
@@ -85,7 +86,7 @@ class CpuStepOfTables {
     if (phase == Phase::kStep) count_steps();  // nothing after this can fail
     const auto tables = reinterpret_cast<const float* const*>(tables_.data());
     py::gil_scoped_release release;
-    return step_.run(groups_->data(), tables, phase);
+    return step_.run(static_cast<const GroupEntry*>(groups_->data()), tables, phase);
   }
 
  private:
@@ -96,7 +97,7 @@ class CpuStepOfTables {
 
   const Table<TensorEntry> entries_;
   const Table<uint64_t> steps_, tables_;
-  std::optional<Table<GroupEntry>> groups_;
+  std::optional<py::array> groups_;
   CpuStep step_;
 };
 
@@ -160,7 +161,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<CpuStepOfTables>(m, "CpuStep", "Steps of the same entries on the CPU.")
       .def(py::init<Table<TensorEntry>, Table<uint64_t>, Table<uint64_t>>(), py::arg("entries").noconvert(),
            py::arg("steps"), py::arg("tables"))
-      .def("prepare", &CpuStepOfTables::prepare, py::arg("groups").noconvert(), py::arg("threads"), py::arg("target"),
+      .def("prepare", &CpuStepOfTables::prepare, py::arg("groups"), py::arg("threads"), py::arg("target"),
            "Takes the param groups of the next step, and on how many threads and with which kernels it runs.")
       .def("run", &CpuStepOfTables::run, py::arg("phase"),
            "Steps the entries; returns the number of elements that were skipped.");

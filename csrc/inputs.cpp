@@ -10,6 +10,8 @@
 namespace shardopt {
 namespace {
 
+constexpr size_t kAhead = 8;  // tensors that the processor fetches meanwhile
+
 PyObject* interned_params() {
   static PyObject* const name = PyUnicode_InternFromString("params");
   return name;
@@ -87,17 +89,8 @@ void Inputs::add_input(PyObject* param, const py::object& shard, bool in_table) 
     if (input.layout) input.known_layout = input.layout.of(param);
   }
   input.in_table = in_table;
-  if (!in_table) return;
-  TensorView view;
-  const py::object part = local_of(input, param);
-  if (!view_tensor(part.ptr(), view)) throw std::invalid_argument("got a parameter that is not a dense tensor");
-  input.known = Known(view);
-  input.dtype = dtype_of(view);
-  input.device = device_of(part.ptr());
-  input.ndim = static_cast<int32_t>(view.ndim);
-  input.sizes = sizes_.size();
-  sizes_.insert(sizes_.end(), view.sizes, view.sizes + view.ndim);
-  sizes_.insert(sizes_.end(), view.strides, view.strides + view.ndim);
+  if (in_table && !input.known.take(local_of(input, param).ptr()))
+    throw std::invalid_argument("got a parameter that is not a dense tensor");
 }
 
 void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed) {
@@ -106,12 +99,8 @@ void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed
   PyObject *name, *value;
   for (Py_ssize_t at = 0; PyDict_Next(state, &at, &name, &value);) {
     Entry entry{py::reinterpret_borrow<py::object>(name), needed.contains(py::handle(name)), {}};
-    if (entry.needed) {
-      const py::object part = local_of(input, value);
-      TensorView view;
-      if (!view_tensor(part.ptr(), view)) throw std::invalid_argument("got state that is not a dense tensor");
-      entry.known = Known(view);
-    }
+    if (entry.needed && !entry.known.take(local_of(input, value).ptr()))
+      throw std::invalid_argument("got state that is not a dense tensor");
     entries_.push_back(std::move(entry));
   }
   input.entry_count = entries_.size() - input.first_entry;
@@ -160,21 +149,15 @@ bool Inputs::same_entries(const Input& input, PyObject* state) const {
   Py_ssize_t at = 0;
   for (size_t i = 0; i < input.entry_count; ++i) {
     const Entry& entry = entries_[input.first_entry + i];
+    if (input.first_entry + i + kAhead < entries_.size()) (&entry)[kAhead].known.format.prefetch();
     if (!PyDict_Next(state, &at, &name, &value) || name != entry.name.ptr()) return false;
-    TensorView view;
-    if (entry.needed && !(view_tensor(local_of(input, value).ptr(), view) && Known(view) == entry.known)) return false;
+    if (entry.needed && !entry.known.is(local_of(input, value).ptr())) return false;
   }
   return true;
 }
 
 bool Inputs::same_parameter(Input& input) const {
-  if (Py_TYPE(input.param) != input.type || !same_layout(input)) return false;
-  const py::object part = local_of(input, input.param);
-  TensorView view;
-  if (!view_tensor(part.ptr(), view) || !(Known(view) == input.known) || !has_shape_of(input, part.ptr(), view))
-    return false;
-  if (is_negative_view(part.ptr())) return false;
-  return std::equal(view.strides, view.strides + view.ndim, sizes_.data() + input.sizes + view.ndim);
+  return Py_TYPE(input.param) == input.type && same_layout(input) && input.known.is(local_of(input, input.param).ptr());
 }
 
 bool Inputs::same_layout(Input& input) const {
@@ -187,12 +170,6 @@ bool Inputs::same_layout(Input& input) const {
   return true;
 }
 
-// Whether a tensor has the shape and the device of this rank's part of a parameter.
-bool Inputs::has_shape_of(const Input& input, PyObject* tensor, const TensorView& view) const {
-  return view.ndim == input.ndim && device_of(tensor) == input.device &&
-         std::equal(view.sizes, view.sizes + view.ndim, sizes_.data() + input.sizes);
-}
-
 // This rank's part of a gradient that is sharded as its parameter is, as far as the layouts tell; else no object.
 py::object Inputs::part_of(const Input& input, const py::object& gradient) const {
   if (input.shard.is_none() || (input.layout && !input.local)) return gradient;
@@ -203,16 +180,15 @@ py::object Inputs::part_of(const Input& input, const py::object& gradient) const
   return is_plain_tensor(local.ptr()) ? local : py::object();
 }
 
-bool Inputs::accept(Input& input, PyObject* part) const {
-  TensorView view;
-  if (!view_tensor(part, view) || !has_shape_of(input, part, view)) return false;
-  const uint8_t dtype = dtype_of(view);
-  if (dtype != input.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
-  if (!lies_in_storage(part, view)) return false;
-  input.strided = !input.known.contiguous || !view.is_contiguous() || is_negative_view(part);
-  input.gradient = view.address;
-  input.gradient_dtype = dtype;
-  return true;
+bool Inputs::accept(Input& input, PyObject* part) {
+  if (!input.gradient.format.read(part, input.gradient.address)) {
+    Known gradient;
+    if (!gradient.take(part) || !gradient.format.has_shape_and_device_of(input.known.format)) return false;
+    const uint8_t dtype = gradient.format.dtype;
+    if (dtype != input.known.format.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
+    input.gradient = std::move(gradient);
+  }
+  return input.gradient.format.lies_in_storage(part);
 }
 
 py::object Inputs::read(const py::object& param_groups, const py::object& state, const py::object& parts) {
@@ -221,9 +197,13 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
   std::vector<size_t> sharded_otherwise;
   for (size_t i = 0; i < inputs_.size(); ++i) {
     Input& input = inputs_[i];
+    if (i + kAhead < inputs_.size()) {
+      inputs_[i + kAhead].known.format.prefetch();
+      inputs_[i + kAhead].gradient.format.prefetch();
+    }
     py::object gradient = input.grad.of(input.param);
-    input.gradient_dtype = kNoDType;
-    if (!gradient.is_none()) {
+    input.has_gradient = !gradient.is_none();
+    if (input.has_gradient) {
       if (!input.in_table || !same_parameter(input)) return py::none();
       stepped.append(py::handle(input.param));
       if (py::object part = part_of(input, gradient)) {
@@ -252,7 +232,9 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
 py::bytes Inputs::gradient_kinds() const {
   std::string kinds;
   for (const Input& input : inputs_) {
-    kinds.push_back(static_cast<char>(input.gradient_dtype | (input.strided ? kStrided : 0)));
+    const TensorFormat &param = input.known.format, &gradient = input.gradient.format;
+    const bool strided = param.strided || gradient.strided;
+    kinds.push_back(static_cast<char>(input.has_gradient ? gradient.dtype | (strided ? kStrided : 0) : kNoDType));
   }
   return kinds;
 }
@@ -283,19 +265,24 @@ bool Inputs::options_changed(const py::object& param_groups) {
   return changed;
 }
 
-bool Inputs::fill(Column<TensorEntry>& rows, const Column<int64_t>& tensors, const Column<int64_t>& elements) const {
+bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& elements) const {
+  if (!is_column<TensorEntry>(rows) || !is_column<int64_t>(tensors) || !is_column<int64_t>(elements))
+    throw py::type_error("got columns of other dtypes than the table's, or that are not contiguous");
   if (tensors.size() != rows.size() || elements.size() != rows.size())
     throw std::invalid_argument("got columns of other lengths than the table");
-  TensorEntry* entries = rows.mutable_data();
+  const auto* tensor = static_cast<const int64_t*>(tensors.data());
+  const auto* element = static_cast<const int64_t*>(elements.data());
+  auto* entries = static_cast<TensorEntry*>(rows.mutable_data());
   bool changed = false;
   for (py::ssize_t i = 0; i < rows.size(); ++i) {
-    const Input& input = inputs_.at(tensors.data()[i]);
-    const int64_t bytes = input.gradient_dtype == static_cast<uint8_t>(DType::kFloat32) ? 4 : 2;
-    const uint64_t address = input.gradient + elements.data()[i] * bytes;
+    const Input& input = inputs_.at(tensor[i]);
+    const uint8_t dtype = input.gradient.format.dtype;
+    const int64_t bytes = dtype == static_cast<uint8_t>(DType::kFloat32) ? 4 : 2;
+    const uint64_t address = input.gradient.address + element[i] * bytes;
     TensorEntry& entry = entries[i];
-    if (entry.gradient == address && entry.gradient_dtype == input.gradient_dtype) continue;
+    if (entry.gradient == address && entry.gradient_dtype == dtype) continue;
     entry.gradient = address;
-    entry.gradient_dtype = input.gradient_dtype;
+    entry.gradient_dtype = dtype;
     changed = true;
   }
   return changed;
@@ -314,8 +301,11 @@ void bind_inputs(py::module_& m) {
            "`no_gradient` where there is none.")
       .def("options_changed", &Inputs::options_changed, py::arg("param_groups"),
            "Whether options of a param group may differ from those at the last call.")
-      .def("fill", &Inputs::fill, py::arg("rows").noconvert(), py::arg("tensors"), py::arg("elements"),
+      .def("fill", &Inputs::fill, py::arg("rows"), py::arg("tensors"), py::arg("elements"),
            "Puts the gradients' addresses into table rows; returns whether a row changed.");
+  m.def(
+      "increment_versions", [](const py::list& tensors) { bump_versions(tensors.ptr()); }, py::arg("tensors"),
+      "torch.autograd.graph.increment_version of each tensor.");
   inputs.attr("no_gradient") = kNoDType;
   inputs.attr("strided") = Inputs::kStrided;
 }

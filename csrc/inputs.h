@@ -15,8 +15,11 @@ namespace shardopt {
 
 namespace py = pybind11;
 
+// As py::array_t's own check, which compares the fields of the dtypes and takes 1 us.
 template <class T>
-using Column = py::array_t<T, py::array::c_style>;
+bool is_column(const py::array& array) {
+  return array.dtype().is(py::dtype::of<T>()) && (array.flags() & py::array::c_style) != 0;
+}
 
 // Reads an attribute of objects of one type, without a search where the type keeps it in a slot or computes it in C.
 class Attribute {
@@ -33,8 +36,8 @@ class Attribute {
   PyGetSetDef* computed_ = nullptr;
 };
 
-// Compares in each step what the table depends on: address, shape, dtype and device of parameters; address, number of
-// elements, dtype and contiguity of state; the parameters' shards; and options. Owns none of the tensors: their memory
+// Compares in each step what the table depends on: address and format of parameters and state; the parameters' shards;
+// and options. Owns none of the tensors: their memory
 // is the user's to free, and a tensor that takes another's place at the same address makes no difference to the table.
 class Inputs {
  public:
@@ -61,20 +64,17 @@ class Inputs {
   // Puts addresses and dtypes of gradients into table rows. Returns whether a row changed.
   //   tensors   per row, the index of the parameter
   //   elements  per row, the gradient's element where the row begins
-  bool fill(Column<TensorEntry>& rows, const Column<int64_t>& tensors, const Column<int64_t>& elements) const;
+  bool fill(py::array& rows, const py::array& tensors, const py::array& elements) const;
 
  private:
   // A tensor as the table knows it.
   struct Known {
+    TensorFormat format;
     uint64_t address = 0;
-    int64_t numel = -1;
-    int32_t dtype = 0;
-    bool contiguous = true;
-    Known() = default;
-    explicit Known(const TensorView& view)
-        : address(view.address), numel(view.numel), dtype(view.dtype), contiguous(view.is_contiguous()) {}
-    bool operator==(const Known& other) const {
-      return address == other.address && numel == other.numel && dtype == other.dtype && contiguous == other.contiguous;
+    bool take(PyObject* tensor) { return format.take(tensor) && format.read(tensor, address); }
+    bool is(PyObject* tensor) const {
+      uint64_t now = 0;
+      return format.read(tensor, now) && now == address;
     }
   };
   struct Entry {
@@ -89,15 +89,8 @@ class Inputs {
     Attribute grad, local, layout;     // local: of a DTensor; layout: as long as it is one object, so is the shard
     py::object known_layout;           // of the parameter
     py::object known_gradient_layout;  // of a gradient that is sharded as the parameter is
-    Known known;                       // this rank's part
-    size_t sizes = 0;                  // index of its first size in sizes_, behind which are its strides
-    int32_t ndim = 0;
-    int64_t device = 0;
-    uint8_t dtype = kNoDType;
-    bool in_table = false;
-    bool strided = false;  // whether it or its gradient is not contiguous, or the gradient is a negative view
-    uint8_t gradient_dtype = kNoDType;
-    uint64_t gradient = 0;  // address
+    Known known, gradient;             // this rank's parts; of the gradient the last one's
+    bool in_table = false, has_gradient = false;
     size_t first_entry = 0, entry_count = 0;
   };
   struct Group {
@@ -113,13 +106,11 @@ class Inputs {
   bool same_entries(const Input& input, PyObject* state) const;
   bool same_parameter(Input& input) const;
   bool same_layout(Input& input) const;
-  bool has_shape_of(const Input& input, PyObject* tensor, const TensorView& view) const;
   py::object part_of(const Input& input, const py::object& gradient) const;
-  bool accept(Input& input, PyObject* part) const;
+  static bool accept(Input& input, PyObject* part);
 
   std::vector<Group> groups_;
   std::vector<Input> inputs_;
-  std::vector<int64_t> sizes_;
   std::vector<std::pair<PyObject*, int64_t>> state_;  // keys, borrowed, and the inputs' indices, -1 for others
   std::vector<Entry> entries_;
   py::object shard_of_;

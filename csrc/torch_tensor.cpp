@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -13,6 +14,12 @@ namespace {
 
 namespace py = pybind11;
 
+// The words that describe a tensor in its implementation: the number of dimensions, sizes, strides, storage offset,
+// number of elements, dtype (16 bits), device (24) and flags, dispatch keys (which tell layout and negative bit).
+enum Word { kDims = 0, kSizes = 1, kStrides = 6, kOffset = 11, kNumel = 12, kType = 13, kKeys = 14 };
+constexpr int64_t kInline = 5;  // with more dimensions, sizes and strides are elsewhere
+constexpr int64_t kTypeBits = 0xffffffffff, kDeviceBits = kTypeBits & ~int64_t{0xffff};
+
 using Handle = const void*;  // points to a pointer to a tensor's implementation
 template <class T>
 using Getter = int32_t (*)(Handle, T*);
@@ -20,15 +27,22 @@ using Getter = int32_t (*)(Handle, T*);
 struct Libtorch {
   PyTypeObject* tensor_type;
   size_t implementation;  // offset in bytes, in a tensor's Python object, of the pointer to its implementation
+  size_t words;           // offset in bytes, in the implementation, of the words that describe the tensor
+  // Bits of the dispatch keys, the last of them.
+  int64_t dense;     // in those of strided tensors
+  int64_t negative;  // in those of negative views
+  int64_t versions;  // some in those of all tensors but those made in inference mode, which have no version counter
   Getter<void*> data_ptr;
-  Getter<int64_t> numel, dim, storage_size, storage_offset;
+  Getter<int64_t> storage_size;
   Getter<int64_t*> sizes, strides;
-  Getter<int32_t> dtype, device_type, device_index;
-  Getter<int32_t> layout;  // nullptr before PyTorch 2.8, which complains on stderr of a sparse tensor's strides
-  int32_t strided, float32, bfloat16, float16;
-  bool (*is_neg)(Handle);  // at::is_neg(const Tensor&), without its dispatch; no C function tells it
+  Getter<int32_t> dtype;
+  int32_t float32, bfloat16, float16;
+  void (*bump_version)(Handle);  // torch::autograd::impl::bump_version(const at::Tensor&); no C function does it
 
   Handle handle(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + implementation; }
+  const int64_t* words_of(PyObject* tensor) const {
+    return reinterpret_cast<const int64_t*>(*static_cast<const char* const*>(handle(tensor)) + words);
+  }
 };
 
 template <class Function>
@@ -54,23 +68,61 @@ size_t implementation_offset(const py::object& tensor) {
   throw std::runtime_error("no pointer to the implementation in a tensor's Python object");
 }
 
+class InferenceMode {
+ public:
+  InferenceMode(const py::module_& torch, bool on) : mode_(torch.attr("inference_mode")(on)) {
+    mode_.attr("__enter__")();
+  }
+  ~InferenceMode() { mode_.attr("__exit__")(py::none(), py::none(), py::none()); }
+
+ private:
+  py::object mode_;
+};
+
+// Finds the words that describe a tensor in its implementation, which begin right before the sizes. Checks with tensors
+// that differ in one respect that the words tell what is read from them.
+void find_words(Libtorch& torch, const py::module_& module) {
+  const auto empty = [&](const char* dtype, const char* device, auto... sizes) -> py::object {
+    return module.attr("empty")(sizes..., py::arg("dtype") = module.attr(dtype), py::arg("device") = device);
+  };
+  const py::object tensor = empty("float32", "cpu", 3, 5), high = empty("float32", "cpu", 2, 2, 2, 2, 2, 2);
+  int64_t* sizes = nullptr;
+  torch.sizes(torch.handle(tensor.ptr()), &sizes);
+  torch.words = reinterpret_cast<char*>(sizes - kSizes) - *static_cast<char* const*>(torch.handle(tensor.ptr()));
+  const auto word = [&](const py::object& of, int index) { return torch.words_of(of.ptr())[index]; };
+  const int64_t keys = word(tensor, kKeys);
+  torch.negative = keys ^ word(module.attr("_neg_view")(tensor), kKeys);
+  torch.dense = keys & ~word(tensor.attr("to_sparse")(), kKeys);
+  {
+    const InferenceMode inference(module, true);
+    torch.versions = keys & ~word(empty("float32", "cpu", 1), kKeys);
+  }
+  const auto described = [&](const py::object& of, int64_t ndim, int64_t offset, int64_t numel, int64_t first_stride) {
+    int64_t* strides = nullptr;
+    torch.strides(torch.handle(of.ptr()), &strides);
+    return word(of, kDims) == ndim && word(of, kOffset) == offset && word(of, kNumel) == numel &&
+           strides[0] == first_stride && (ndim > kInline || strides == torch.words_of(of.ptr()) + kStrides);
+  };
+  const auto changed = [&](const py::object& other) { return (word(tensor, kType) ^ word(other, kType)) & kTypeBits; };
+  if (!described(tensor, 2, 0, 15, 5) || !described(tensor[py::int_(1)], 1, 5, 5, 1) ||
+      !described(tensor.attr("t")(), 2, 0, 15, 1) || !described(high, 6, 0, 64, 32) || changed(high) != 0 ||
+      changed(empty("float16", "cpu", 1)) == 0 || (changed(empty("float32", "meta", 1)) & kDeviceBits) == 0 ||
+      keys != word(high, kKeys) || torch.dense == 0 || torch.versions == 0 || torch.negative == 0 ||
+      (keys & torch.negative) != 0)
+    throw std::runtime_error("a tensor's implementation of another layout");
+}
+
 Libtorch load(const py::module_& torch) {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) throw std::runtime_error("no libtorch_cpu.so");
+  const InferenceMode usual(torch, false);  // whatever the first step is taken in
   Libtorch found{};
   find(library, "aoti_torch_get_data_ptr", found.data_ptr);
-  find(library, "aoti_torch_get_numel", found.numel);
-  find(library, "aoti_torch_get_dim", found.dim);
   find(library, "aoti_torch_get_storage_size", found.storage_size);
-  find(library, "aoti_torch_get_storage_offset", found.storage_offset);
   find(library, "aoti_torch_get_sizes", found.sizes);
   find(library, "aoti_torch_get_strides", found.strides);
   find(library, "aoti_torch_get_dtype", found.dtype);
-  find(library, "aoti_torch_get_device_type", found.device_type);
-  find(library, "aoti_torch_get_device_index", found.device_index);
-  find(library, "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE", found.is_neg);
-  found.layout = reinterpret_cast<Getter<int32_t>>(dlsym(library, "aoti_torch_get_layout"));
-  found.strided = constant(library, "aoti_torch_layout_strided");
+  find(library, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", found.bump_version);
   found.float32 = constant(library, "aoti_torch_dtype_float32");
   found.bfloat16 = constant(library, "aoti_torch_dtype_bfloat16");
   found.float16 = constant(library, "aoti_torch_dtype_float16");
@@ -83,9 +135,7 @@ Libtorch load(const py::module_& torch) {
   if (found.data_ptr(found.handle(parameter.ptr()), &data) != 0 ||
       reinterpret_cast<uint64_t>(data) != parameter.attr("data_ptr")().cast<uint64_t>())
     throw std::runtime_error("another data_ptr in C than in Python");
-  const py::object negative = torch.attr("_neg_view")(parameter);
-  if (found.is_neg(found.handle(parameter.ptr())) || !found.is_neg(found.handle(negative.ptr())))
-    throw std::runtime_error("another is_neg in C than in Python");
+  find_words(found, torch);
   return found;
 }
 
@@ -104,62 +154,82 @@ const Libtorch& libtorch() {
 
 }  // namespace
 
-bool TensorView::is_contiguous() const {
-  int64_t inner = 1;
-  for (int64_t i = ndim - 1; i >= 0; --i) {
-    if (sizes[i] != 1 && strides[i] != inner) return numel == 0;
-    inner *= sizes[i];
-  }
-  return true;
-}
-
 bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == libtorch().tensor_type; }
 
-bool view_tensor(PyObject* tensor, TensorView& view) {
+bool TensorFormat::take(PyObject* tensor) {
   const Libtorch& torch = libtorch();
   if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;
   const Handle handle = torch.handle(tensor);
-  int32_t layout = torch.strided;
-  if (torch.layout != nullptr && (torch.layout(handle, &layout) != 0 || layout != torch.strided)) return false;
-  void* data = nullptr;
-  if (torch.strides(handle, &view.strides) != 0 || torch.data_ptr(handle, &data) != 0) return false;
-  torch.numel(handle, &view.numel);
-  torch.dim(handle, &view.ndim);
-  torch.sizes(handle, &view.sizes);
-  torch.dtype(handle, &view.dtype);
-  view.address = reinterpret_cast<uint64_t>(data);
+  const int64_t* words = words_ = torch.words_of(tensor);
+  if ((words[kKeys] & torch.dense) == 0) return false;
+  int64_t *sizes = nullptr, *strides = nullptr;
+  if (torch.strides(handle, &strides) != 0 || torch.sizes(handle, &sizes) != 0) return false;
+  ndim_ = words[kDims];
+  if (ndim_ <= kInline && sizes != words + kSizes) return false;  // of a subclass that computes them
+  lengths_.assign(sizes, sizes + ndim_);
+  lengths_.insert(lengths_.end(), strides, strides + ndim_);
+  offset_ = words[kOffset];
+  type_ = words[kType] & kTypeBits;
+  keys_ = words[kKeys];
+  int32_t number = 0;
+  torch.dtype(handle, &number);
+  dtype = number == torch.float32    ? static_cast<uint8_t>(DType::kFloat32)
+          : number == torch.bfloat16 ? static_cast<uint8_t>(DType::kBFloat16)
+          : number == torch.float16  ? static_cast<uint8_t>(DType::kFloat16)
+                                     : kNoDType;
+  int64_t inner = 1, last = 0;
+  strided = (keys_ & torch.negative) != 0;
+  for (int64_t i = ndim_ - 1; i >= 0; --i) {
+    strided = strided || (sizes[i] != 1 && strides[i] != inner && words[kNumel] != 0);
+    inner *= sizes[i];
+    last += (sizes[i] - 1) * strides[i];
+  }
+  bytes_ = words[kNumel] == 0 ? 0 : (offset_ + last + 1) * (number == torch.float32 ? 4 : 2);
   return true;
 }
 
-bool is_negative_view(PyObject* tensor) {
+bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
   const Libtorch& torch = libtorch();
-  return torch.is_neg(torch.handle(tensor));
+  if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;
+  const int64_t* words = torch.words_of(tensor);
+  if (words[kDims] != ndim_ || words[kOffset] != offset_ || (words[kType] & kTypeBits) != type_ ||
+      words[kKeys] != keys_)
+    return false;
+  const Handle handle = torch.handle(tensor);
+  const int64_t *sizes = words + kSizes, *strides = words + kStrides;
+  if (ndim_ > kInline) {
+    int64_t *far_sizes = nullptr, *far_strides = nullptr;
+    if (torch.sizes(handle, &far_sizes) != 0 || torch.strides(handle, &far_strides) != 0) return false;
+    sizes = far_sizes, strides = far_strides;
+  }
+  for (int64_t i = 0; i < ndim_; ++i) {
+    if (sizes[i] != lengths_[i] || strides[i] != lengths_[ndim_ + i]) return false;
+  }
+  void* data = nullptr;
+  if (torch.data_ptr(handle, &data) != 0) return false;
+  address = reinterpret_cast<uint64_t>(data);
+  return true;
 }
 
-int64_t device_of(PyObject* tensor) {
+bool TensorFormat::lies_in_storage(PyObject* tensor) const {
   const Libtorch& torch = libtorch();
-  int32_t type = 0, index = 0;
-  torch.device_type(torch.handle(tensor), &type);
-  torch.device_index(torch.handle(tensor), &index);
-  return (int64_t{type} << 32) | static_cast<uint32_t>(index);
+  int64_t bytes = 0;
+  return bytes_ == 0 || (torch.storage_size(torch.handle(tensor), &bytes) == 0 && bytes_ <= bytes);
 }
 
-bool lies_in_storage(PyObject* tensor, const TensorView& view) {
-  if (view.numel == 0) return true;
-  const Libtorch& torch = libtorch();
-  int64_t last = 0, offset = 0, bytes = 0;
-  for (int64_t i = 0; i < view.ndim; ++i) last += (view.sizes[i] - 1) * view.strides[i];
-  torch.storage_offset(torch.handle(tensor), &offset);
-  torch.storage_size(torch.handle(tensor), &bytes);
-  return (offset + last + 1) * (view.dtype == torch.float32 ? 4 : 2) <= bytes;
+bool TensorFormat::has_shape_and_device_of(const TensorFormat& other) const {
+  return ndim_ == other.ndim_ && ((type_ ^ other.type_) & kDeviceBits) == 0 &&
+         std::equal(lengths_.begin(), lengths_.begin() + ndim_, other.lengths_.begin());
 }
 
-uint8_t dtype_of(const TensorView& view) {
+void bump_versions(PyObject* tensors) {
   const Libtorch& torch = libtorch();
-  if (view.dtype == torch.float32) return static_cast<uint8_t>(DType::kFloat32);
-  if (view.dtype == torch.bfloat16) return static_cast<uint8_t>(DType::kBFloat16);
-  if (view.dtype == torch.float16) return static_cast<uint8_t>(DType::kFloat16);
-  return kNoDType;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* tensor = PyList_GET_ITEM(tensors, i);
+    if (!PyObject_TypeCheck(tensor, torch.tensor_type))
+      throw std::invalid_argument("got a list of other objects than tensors");
+    if ((torch.words_of(tensor)[kKeys] & torch.versions) != 0) torch.bump_version(torch.handle(tensor));
+  }
 }
 
 }  // namespace shardopt

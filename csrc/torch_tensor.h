@@ -1,42 +1,54 @@
 // Reads torch tensors without torch's headers: through the C functions that libtorch exports for compiled models
-// (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation.
+// (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation; and, for a tensor that is
+// like one that these functions have described, through the words that describe it in the implementation, whose place
+// is found and checked by the C functions once.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace shardopt {
 
-// Where a dense tensor's elements lie. `sizes` and `strides` (in elements) are valid as long as the tensor is
-// unchanged.
-struct TensorView {
-  uint64_t address = 0;
-  int64_t numel = 0;
-  int64_t ndim = 0;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  int32_t dtype = 0;  // torch's number of the dtype
-
-  bool is_contiguous() const;
-};
+constexpr uint8_t kNoDType = 255;
 
 bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
-// Views a tensor; false for an object without dense memory, such as a sparse tensor.
-bool view_tensor(PyObject* tensor, TensorView& view);
+// Raises the version counters of the tensors in a list, as torch.autograd.graph.increment_version does.
+void bump_versions(PyObject* tensors);
 
-// Whether a tensor stands for its elements' opposites, as a view such as `z.conj().imag` does (torch's negative bit).
-bool is_negative_view(PyObject* tensor);
+// Describes dense tensors: shape, strides, storage offset, dtype, device, layout and negative bit.
+class TensorFormat {
+ public:
+  // Takes a tensor's format; false for an object without dense memory, such as a sparse tensor.
+  bool take(PyObject* tensor);
 
-// The type and the index of a tensor's device, as one number.
-int64_t device_of(PyObject* tensor);
+  // Whether an object is a tensor of this format; then `address` is that of its first element.
+  bool read(PyObject* tensor, uint64_t& address) const;
 
-// Whether the elements of a viewed tensor lie within its storage: `resize_` of the storage may have freed or cut them.
-bool lies_in_storage(PyObject* tensor, const TensorView& view);
+  // Has the processor fetch what `read` is about to look at; without effect where the tensor that was taken is gone.
+  void prefetch() const {
+    __builtin_prefetch(words_);
+    __builtin_prefetch(words_ + 14);
+    __builtin_prefetch(lengths_.data());
+  }
 
-// The number of a viewed tensor's dtype in the kernels (DType); kNoDType for a dtype that the kernels do not step.
-constexpr uint8_t kNoDType = 255;
-uint8_t dtype_of(const TensorView& view);
+  // Whether the elements of a tensor of this format lie within its storage: `resize_` of the storage may have freed or
+  // cut them.
+  bool lies_in_storage(PyObject* tensor) const;
+
+  bool has_shape_and_device_of(const TensorFormat& other) const;
+
+  uint8_t dtype = kNoDType;  // its number in the kernels (DType); kNoDType for one that they do not step
+  bool strided = false;      // not contiguous, or a negative view: stands for its elements' opposites (`z.conj().imag`)
+
+ private:
+  int64_t ndim_ = -1, offset_ = 0;
+  int64_t type_ = 0, keys_ = 0;     // words of the implementation: dtype and device; dispatch keys
+  int64_t bytes_ = 0;               // that its storage has at least
+  std::vector<int64_t> lengths_;    // sizes, then strides in elements
+  const int64_t* words_ = nullptr;  // of the tensor that was taken, which may be gone
+};
 
 }  // namespace shardopt

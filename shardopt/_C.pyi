@@ -142,6 +142,9 @@ class CpuStep:
     def prepare(self, groups: npt.NDArray[Any], threads: int, target: str) -> None: ...
     def run(self, phase: Phase) -> int: ...
 
+def increment_versions(tensors: list[Any]) -> None:
+    """torch.autograd.graph.increment_version of each tensor."""
+
 class Inputs:
     """The tensors that a cached kernel table points to."""
 

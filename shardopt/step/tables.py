@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling, check_sign, check_storage
@@ -218,7 +217,7 @@ class StepTables:
                 for batch in batches:
                     if isinstance(batch.call, StridedCall):
                         batch.call.operands = None
-        increment_version(self._stepped)  # a graph that has saved their old values is to notice
+        _C.increment_versions(self._stepped)  # a graph that has saved their old values is to notice
         self._gradients, self._stepped = [], []
 
     def _add_up(self, device: torch.device) -> None:
