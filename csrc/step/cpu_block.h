@@ -124,16 +124,13 @@ class BlockStepper {
   __attribute__((noinline)) int64_t step(const Block* blocks, int count) {
     const int n = kExact ? kMost : blocks[0].n;
     Kept kept[kTogether];
-    bool has_large = false, has_zero = !kTellsZeros;
-    for (int b = 0; b < count; ++b) has_large = has_large || has_large_gradient(blocks[b], n);
-    for (int b = 0; b < count; ++b) has_zero = has_zero || has_zero_code(blocks[b], n);
     int64_t nonfinite = 0;
-    if (has_large) {
-      nonfinite = update<true, true>(blocks, count, n, kept);
-    } else if (has_zero) {
-      update<false, true>(blocks, count, n, kept);
+    bool has_zero = !kTellsZeros;
+    for (int b = 0; b < count; ++b) has_zero = has_zero || has_zero_code(blocks[b], n);
+    if (has_zero) {
+      nonfinite = update_all<true>(blocks, count, n, kept);
     } else if constexpr (kTellsZeros) {
-      update<false, false>(blocks, count, n, kept);
+      nonfinite = update_all<false>(blocks, count, n, kept);
     }
     if constexpr (kBlockwise) encode(blocks, count, n, kept);
     return nonfinite;
@@ -158,15 +155,22 @@ class BlockStepper {
     return load_floats<kPack>(block.gradient, format_.gradient(), i) * gradient_scale_;
   }
 
-  template <bool kSkips, bool kZeros>
-  __attribute__((noinline)) int64_t update(const Block* blocks, int count, int n, Kept* kept) const {
-    int64_t skipped = 0;
+  template <bool kZeros>
+  __attribute__((noinline)) int64_t update_all(const Block* blocks, int count, int n, Kept* kept) const {
+    int64_t nonfinite = 0;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
       const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
-      skipped += update<kSkips, kZeros>(block, n, kept[b]);
+      if (has_large_gradient(block, n)) {
+        nonfinite += update_skipping(block, n, kept[b]);
+      } else {
+        update<false, kZeros>(block, n, kept[b]);
+      }
     }
-    return skipped;
+    return nonfinite;
+  }
+  __attribute__((noinline)) int64_t update_skipping(const Block& block, int n, Kept& kept) const {
+    return update<true, true>(block, n, kept);
   }
 
   // Reads the block, applies the rule and writes the weights; the new moments are kept and, without blocks, encoded.

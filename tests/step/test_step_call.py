@@ -87,12 +87,16 @@ def new_data(optimizer: ShardedOptimizer) -> None:
     param.data = param.data * 2
 
 
-def new_shape(optimizer: ShardedOptimizer) -> None:
-    """A parameter's memory stays where it is; its rows are others."""
-    param = params_of(optimizer)[2]
-    param.grad = None
-    param.data = param.data.view(256, 40)
-    clear_state(optimizer)
+def with_data(change: Callable[[Tensor], Tensor]) -> Callable[[ShardedOptimizer], None]:
+    """Changes a parameter's data; its state begins anew."""
+
+    def changed(optimizer: ShardedOptimizer) -> None:
+        param = params_of(optimizer)[2]
+        param.grad = None
+        param.data = change(param.data)
+        clear_state(optimizer)
+
+    return changed
 
 
 def to_bfloat16(optimizer: ShardedOptimizer) -> None:
@@ -159,7 +163,7 @@ CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
     "data of step": lambda optimizer: put_data(optimizer, 2, "step", lambda x: x + 5),
     "state in shared memory": share_memory,
     "data of a parameter": new_data,
-    "shape of a parameter": new_shape,
+    "shape of a parameter": with_data(lambda x: x.view(256, 40)),
     "dtype of the parameters": to_bfloat16,
     "lr": set_option(0, lr=0.3),
     "betas": set_option(1, betas=(0.5, 0.6)),
@@ -177,6 +181,22 @@ CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_noticed(name: str) -> None:
     assert_noticed(CHANGES[name], make())
+
+
+#: Of a parameter whose sizes and strides do not fit into torch's description of a tensor itself.
+CHANGES_OF_SIX_DIMENSIONS = {
+    "nothing": lambda x: x,
+    "sizes": lambda x: x.view(2, 8, 4, 4, 4, 10),
+    "strides": lambda x: x.transpose(0, 1),
+    "two dimensions": lambda x: x.view(256, 40),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_SIX_DIMENSIONS)
+def test_changes_of_six_dimensions_are_noticed(name: str) -> None:
+    optimizer = make()
+    with_data(lambda x: x.view(4, 4, 4, 4, 4, 10))(optimizer)
+    assert_noticed(with_data(CHANGES_OF_SIX_DIMENSIONS[name]), optimizer)
 
 
 def test_a_changed_rule_is_noticed() -> None:
