@@ -155,6 +155,8 @@ class BlockStepper {
     return load_floats<kPack>(block.gradient, format_.gradient(), i) * gradient_scale_;
   }
 
+  // Updates blocks, each right after a look at its gradients, as memory delivers them; returns how many elements were
+  // skipped. Out of line, as step.
   template <bool kZeros>
   __attribute__((noinline)) int64_t update_all(const Block* blocks, int count, int n, Kept* kept) const {
     int64_t nonfinite = 0;
@@ -169,6 +171,7 @@ class BlockStepper {
     }
     return nonfinite;
   }
+
   __attribute__((noinline)) int64_t update_skipping(const Block& block, int n, Kept& kept) const {
     return update<true, true>(block, n, kept);
   }
