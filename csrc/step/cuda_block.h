@@ -73,7 +73,9 @@ class BlockArithmetic {
 
   // A weight with its low bits, which stand where they belong in a word. If they turn its sign, the parameter is zero
   // and the sum a NaN: so is the new weight, which is not usual then.
-  SHARDOPT_DEVICE static Quick join(Quick high, int32_t low) { return float_from_bits(bits(high) + low); }
+  SHARDOPT_DEVICE static Quick join(Quick high, int32_t low) {
+    return float_from_bits(as_signed(as_unsigned(bits(high)) + as_unsigned(low)));
+  }
 
   // Updates one element: `param` becomes the new weight, `moment` the new signed moment, `root` the unsigned one's root
   // where the codec wants that. signed_value: of the code, with the block's scale.
