@@ -37,8 +37,8 @@ class Attribute {
 };
 
 // Compares in each step what the table depends on: address and format of parameters and state; the parameters' shards;
-// and options. Owns none of the tensors: their memory
-// is the user's to free, and a tensor that takes another's place at the same address makes no difference to the table.
+// and options. Owns none of the tensors: their memory is the user's to free, and a tensor that takes another's place at
+// the same address makes no difference to the table.
 class Inputs {
  public:
   // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order:

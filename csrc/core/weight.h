@@ -84,7 +84,8 @@ SHARDOPT_HD SplitWeight<IntOf<F>> split_weight(F x) {
 // `low` as a signed number.
 template <DType kDType, int kLowBits, class I>
 SHARDOPT_HD auto join_weight(I high, I low) {
-  const I nearest = high << 16, joined = nearest + moved_up(low, 16 - kLowBits);
+  const I nearest = high << 16;
+  const I joined = as_signed(as_unsigned(nearest) + as_unsigned(moved_up(low, 16 - kLowBits)));
   // Another sign: the parameter was set to zero from outside, and the low bits are still those of another weight.
   return float_from_master_word<kDType>(select((joined ^ nearest) < 0, nearest, joined));
 }

@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(kThreads, kAlignedResident) step_usual_tasks(C
   }
 }
 
-// What steps a batch, and the dynamic shared memory that it takes.
+// A kernel that steps batches. It takes dynamic shared memory for the ring of aligned blocks or for the stage of other
+// rows, whichever the batch has and is larger.
 struct Kernel {
   void (*run)(CudaCall, CudaBatch);
   size_t ring_bytes = 0, stage_bytes = 0;

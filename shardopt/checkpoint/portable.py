@@ -190,8 +190,8 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
         if not is_refused:  # a signal's handler raised
             raise
         _thread = last
-        warnings.warn("async_save got no thread from the system, so it blocks until the save is done", stacklevel=3)
-        _run(done, work, last)  # the other ranks do not wait for an error of this rank alone
+        _run(done, work, last)  # the other ranks wait for this one's part
+        warnings.warn("async_save got no thread from the system, so it blocked until the save was done", stacklevel=3)
     else:
         may_begin.set_result(True)
 
