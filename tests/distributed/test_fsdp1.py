@@ -14,6 +14,7 @@ from helpers import CASES, CODEC_NAMES, RULES
 from pairs import slow
 from ranks.flat import bare_shapes, gathered, gathered_parameters, pieces, remember_bare
 from ranks.models import FSDP1_WAYS, Odds, fsdp1, set_gradients
+from ranks.pickling import from_all_ranks
 from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
 from ranks.snapshot import Snapshot, assert_same, snapshot
@@ -152,8 +153,7 @@ def _touched() -> None:
     world_size = dist.get_world_size()
     for orig in (True, False):
         _, model = make_odds(use_orig_params=orig)
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, {p.name: p.numel for p in pieces(model)})
+        everyone = from_all_ranks({p.name: p.numel for p in pieces(model)})
         owners = {name: sum(1 for own in everyone if own[name]) for name in everyone[0]}
         assert owners["units.4.weight0"] == owners["units.5.weight0"] == world_size  # one block of 128 each
         assert owners["units.1.weight0"] < world_size or world_size < 4

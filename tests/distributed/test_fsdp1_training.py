@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import shardopt
 from ranks.flat import gathered, gathered_parameters, pieces
 from ranks.models import FSDP1_WAYS, WAYS, fsdp1, loss_of, make_batch, make_net
+from ranks.pickling import from_all_ranks
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import Snapshot, assert_same
@@ -30,8 +31,7 @@ def _gathered_gradients(model: nn.Module) -> Snapshot:
         gradient = piece.tensor.grad
         assert gradient is not None or piece.numel == 0
         own.append((piece.start, None if gradient is None else piece.of(gradient).clone()))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = from_all_ranks(own)
     found = {}
     for index, (name, shape) in enumerate(model.bare_shapes.items()):
         whole = torch.full((torch.Size(shape).numel(),), torch.nan)

@@ -24,15 +24,13 @@ def pairwise(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """
     listed = list(cases)
     pairs = [_pairs(case) for case in listed]
+    values_of = [set(enumerate(map(repr, case))) for case in listed]
     missing = set().union(*pairs)
     kept: set[int] = set()
     # Few suffice if the next one is always that with the most new pairs; of several, the one least like the others.
     while missing:
-        values = {value for place in kept for value in enumerate(map(repr, listed[place]))}
-        best = max(
-            range(len(listed)),
-            key=lambda i: (len(pairs[i] & missing), -len(values & set(enumerate(map(repr, listed[i])))), -i),
-        )
+        values = {value for place in kept for value in values_of[place]}
+        best = max(range(len(listed)), key=lambda i: (len(pairs[i] & missing), -len(values & values_of[i]), -i))
         kept.add(best)
         missing -= pairs[best]
     return [case if place in kept else pytest.param(*case, marks=pytest.mark.slow) for place, case in enumerate(listed)]

@@ -9,8 +9,9 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from helpers import RULES
 from ranks import flat as parts
 from ranks.layouts import Shape, values
 from ranks.models import make_net
-from ranks.snapshot import Snapshot, as_tensor, snapshot
+from ranks.snapshot import Snapshot, snapshot
 from shardopt.layout import FlatBuffer, assigned
 from shardopt.optim import ShardedOptimizer
-from shardopt.wrapper import QuantizedState
 
 #: Of every optimizer here.
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
@@ -44,7 +44,9 @@ def import_deepspeed() -> Any:
     import torch.utils.cpp_extension
 
     if first:
-        gc.freeze()  # each engine of ZeRO 3 collects garbage, which takes 0.2 s with all modules' objects
+        gc.freeze()  # collections need not look at the modules' objects: 0.2 s each
+        for name in ("stage3", "utils"):  # each engine of ZeRO 3 collects garbage, which would take 0.06 s still
+            sys.modules[f"deepspeed.runtime.zero.{name}"].gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined]
     # Not "import deepspeed.comm.torch": the attribute of that name is torch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     torch.utils.cpp_extension.load = _refuse_to_compile
@@ -243,32 +245,14 @@ def engine_snapshot(engine: Any) -> Snapshot:
             for of_model, of_optimizer in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
                 master_of.update(zip(of_model, of_optimizer, strict=True))
         return snapshot({name: master_of[param] for name, param in engine.module.named_parameters()}, optimizer)
-    places: dict[str, tuple[int, int]] = {}
-    states: dict[str, dict[str, Tensor]] = {}
-    sizes: dict[str, int] = {}
-    options = optimizer._entries.options if isinstance(optimizer, QuantizedState) else {}
+    pieces: list[tuple[parts.Piece, Mapping[str, Any]]] = []
     for flat, group in held:
         buffer = assigned(flat)
         assert isinstance(buffer, FlatBuffer)
         for index, (name, _, shard, offset) in enumerate(buffer.segments):
             piece = parts.Piece(name, shard.global_shape, flat, offset, shard.start, shard.numel, index)
-            states[name] = {"": piece.of(flat).clone(), **parts._state(optimizer, group, piece)}
-            places[name], sizes[name] = (piece.start, piece.numel), {**group, **options}["block_size"]
-    assert states.keys() == engine.bare_shapes.keys()
-    everyone = parts._from_all((states, places))
-    found: Snapshot = {}
-    for name, shape in engine.bare_shapes.items():
-        found[name] = parts._elements(everyone, name, shape, "")
-        for key in sorted({key for own, _ in everyone for key in own[name]}):
-            numbers = [as_tensor(own[name][key]) for own, _ in everyone if key in own[name]]
-            if key and numbers[0].dim() == 0:
-                assert all(torch.equal(number, numbers[0]) for number in numbers), f"{name}: got {key} {numbers}"
-                found[f"{name}/{key}"] = numbers[0]
-            elif key.endswith("_scales"):
-                found[f"{name}/{key}"] = parts._scales(everyone, name, shape, key, sizes[name])
-            elif key:
-                found[f"{name}/{key}"] = parts._elements(everyone, name, shape, key)
-    return found
+            pieces.append((piece, group))
+    return parts.assembled(engine.bare_shapes, optimizer, pieces)
 
 
 def model_parameters(engine: Any) -> Snapshot:

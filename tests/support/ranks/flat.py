@@ -6,22 +6,25 @@ element: nothing here asks the code under test, but for the parts of a flat buff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ranks.layouts import Shape, values
+from ranks.pickling import from_all_ranks
 from ranks.snapshot import Snapshot, as_tensor
 from shardopt.optim import ShardedOptimizer
+from shardopt.state.slice_state import StateDict
 from shardopt.wrapper import QuantizedState
 from shardopt.wrapper.chunks import units_of
 
 _WRAPPERS = ("_fsdp_wrapped_module", "module")
+
+_PARAMETER = ""  # the key of the parameter itself beside those of its state
 
 
 class Piece(NamedTuple):
@@ -120,38 +123,58 @@ def set_piece_gradients(model: nn.Module, seed: int) -> None:
 
 def gathered_parameters(model: nn.Module) -> Snapshot:
     """All parameters in full; all ranks must call this."""
-    own = {piece.name: {"": piece.of(piece.tensor).clone()} for piece in pieces(model)}
-    everyone = _from_all((own, {piece.name: (piece.start, piece.numel) for piece in pieces(model)}))
-    return {name: _elements(everyone, name, shape, "") for name, shape in model.bare_shapes.items()}
+    own = {piece.name: {_PARAMETER: piece.of(piece.tensor)} for piece in pieces(model)}
+    everyone = from_all_ranks((own, {piece.name: (piece.start, piece.numel) for piece in pieces(model)}))
+    return {name: _elements(everyone, name, shape, _PARAMETER) for name, shape in model.bare_shapes.items()}
 
 
 def gathered(model: nn.Module, optimizer: Optimizer) -> Snapshot:
-    """Parameters and state in full, in the form of :func:`ranks.snapshot.snapshot`; all ranks must call this.
-
-    Copies on several ranks must agree, those of a cut block's scales on its owners, too.
-    """
+    """Parameters and state in full, in the form of :func:`ranks.snapshot.snapshot`; all ranks must call this."""
     inner = sharded_optimizer(optimizer)
     groups = {param: group for group in inner.param_groups for param in group["params"]}
-    own = {piece.name: _state(inner, groups.get(piece.tensor), piece) for piece in pieces(model)}
-    options = inner._entries.options if isinstance(inner, QuantizedState) else {}
-    sizes = {
-        piece.name: {**groups[piece.tensor], **options}["block_size"]
-        for piece in pieces(model)
-        if piece.tensor in groups
-    }
-    everyone = _from_all((own, {piece.name: (piece.start, piece.numel) for piece in pieces(model)}))
+    return assembled(model.bare_shapes, inner, [(piece, groups.get(piece.tensor)) for piece in pieces(model)])
+
+
+def assembled(
+    shapes: Mapping[str, Shape],
+    optimizer: ShardedOptimizer | QuantizedState,
+    held: Sequence[tuple[Piece, Mapping[str, Any] | None]],
+) -> Snapshot:
+    """Parameters and state in full; all ranks must call this.
+
+    Copies on several ranks must agree, those of a cut block's scales on its owners, too.
+
+    Args:
+        shapes: of all parameters, by name.
+        optimizer: this rank's.
+        held: this rank's piece of each parameter, with the param group of its tensor, if the optimizer has that here.
+    """
+    options = optimizer._entries.options if isinstance(optimizer, QuantizedState) else {}
+    own: dict[str, StateDict] = {}
+    places: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, int] = {}
+    states: dict[Tensor, dict[int | None, StateDict]] = {}
+    for piece, group in held:
+        if piece.tensor not in states:
+            states[piece.tensor] = _states(optimizer, group, piece)
+        if group is not None:
+            sizes[piece.name] = {**group, **options}["block_size"]
+        own[piece.name] = {_PARAMETER: piece.of(piece.tensor), **states[piece.tensor].get(piece.segment, {})}
+        places[piece.name] = piece.start, piece.numel
+    assert own.keys() == shapes.keys()
+    everyone: list[Any] = []
     block_sizes: dict[str, int] = {}
-    for some in _from_all(sizes):
-        block_sizes |= some
+    for own_there, places_there, sizes_there in from_all_ranks((own, places, sizes)):
+        everyone.append((own_there, places_there))
+        block_sizes |= sizes_there
     found: Snapshot = {}
-    for name, whole in gathered_parameters(model).items():
-        found[name] = whole
-        shape = tuple(whole.shape)
-        for key in sorted({key for states, _ in everyone for key in states[name]}):
-            values = [as_tensor(states[name][key]) for states, _ in everyone if key in states[name]]
-            if values[0].dim() == 0:
-                assert all(torch.equal(value, values[0]) for value in values), f"{name}: got {key} {values}"
-                found[f"{name}/{key}"] = values[0]
+    for name, shape in shapes.items():
+        found[name] = _elements(everyone, name, shape, _PARAMETER)
+        for key in sorted({key for there, _ in everyone for key in there[name]} - {_PARAMETER}):
+            copies = [as_tensor(there[name][key]) for there, _ in everyone if key in there[name]]
+            if copies[0].dim() == 0:
+                assert all(torch.equal(copy, copies[0]) for copy in copies), f"{name}: got {key} {copies}"
+                found[f"{name}/{key}"] = copies[0]
             elif key.endswith("_scales"):
                 found[f"{name}/{key}"] = _scales(everyone, name, shape, key, block_sizes[name])
             else:
@@ -170,7 +193,7 @@ def piece_state(optimizer: ShardedOptimizer | QuantizedState, piece: Piece) -> d
     """The piece's state on this rank: views; empty where it has none."""
     for group in optimizer.param_groups:
         if any(param is piece.tensor for param in group["params"]):
-            return _state(optimizer, group, piece)
+            return _states(optimizer, group, piece).get(piece.segment, {})
     return {}
 
 
@@ -179,17 +202,18 @@ def blocks_of(piece: Piece, block_size: int) -> list[int]:
     return _blocks(piece.shape, piece.start, piece.numel, block_size)
 
 
-def _state(
+def _states(
     optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any] | None, piece: Piece
-) -> dict[str, Tensor]:
+) -> dict[int | None, StateDict]:
+    """The states of all pieces of a piece's tensor, by their segments: views; empty where it has none."""
     state = optimizer.state.get(piece.tensor)
     if not state or group is None:
         return {}
     if piece.segment is None:
-        return dict(state)
+        return {None: dict(state)}
     if isinstance(optimizer, QuantizedState):
-        return units_of([{"params": [piece.tensor]}], local=True)[piece.segment].state_in(state)
-    return optimizer._internals.state_of(piece.tensor, group).split(state)[piece.segment]
+        return dict(enumerate(u.state_in(state) for u in units_of([{"params": [piece.tensor]}], local=True)))
+    return dict(enumerate(optimizer._internals.state_of(piece.tensor, group).split(state)))
 
 
 def block_numbers(shape: Shape, block_size: int) -> Tensor:
@@ -204,7 +228,7 @@ def shared_blocks(model: nn.Module, block_size: int) -> dict[str, list[int]]:
     """The blocks of each parameter that several ranks have elements of; all ranks must call this."""
     owned = {piece.name: blocks_of(piece, block_size) for piece in pieces(model)}
     found: dict[str, list[int]] = {}
-    everyone = _from_all(owned)
+    everyone = from_all_ranks(owned)
     for name in model.bare_shapes:
         numbers = [number for own in everyone for number in own[name]]
         found[name] = sorted({number for number in numbers if numbers.count(number) > 1})
@@ -213,12 +237,6 @@ def shared_blocks(model: nn.Module, block_size: int) -> dict[str, list[int]]:
 
 def _blocks(shape: Shape, start: int, numel: int, block_size: int) -> list[int]:
     return block_numbers(shape, block_size)[start : start + numel].unique().tolist()
-
-
-def _from_all(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def _elements(everyone: list[Any], name: str, shape: Shape, key: str) -> Tensor:

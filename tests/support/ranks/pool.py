@@ -21,6 +21,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+from ranks.pickling import dumps
+
 _MOST_GROUPS = 128  # process groups of a world that is used again
 _GRACE = 3.0  # seconds that the other ranks have to fail, too, after the first one did
 _PRELOAD = [
@@ -96,7 +98,7 @@ class Pool:
             RankFailure: with the tracebacks of the ranks that failed.
         """
         workers = self._world(world_size)
-        task = pickle.dumps(_Task(sys.path, pickle.dumps((function, args))))
+        task = pickle.dumps(_Task(sys.path, dumps((function, args))))
         for worker in workers:
             worker.connection.send_bytes(task)
         answers = _collect(workers, timeout)
@@ -176,7 +178,7 @@ def _serve(connection: Connection, place: _Place) -> None:
                 joined = True
             sys.path[:] = task.path
             function, args = pickle.loads(task.work)
-            answer = pickle.dumps((True, _Result(function(*args), _count_groups())))
+            answer = dumps((True, _Result(function(*args), _count_groups())))
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         connection.send_bytes(answer)

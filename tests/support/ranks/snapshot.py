@@ -9,7 +9,6 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from ranks.layouts import distribute
+from ranks.pickling import from_all_ranks
 
 Snapshot = dict[str, Tensor]
 
@@ -52,8 +52,7 @@ def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer) -> Snapshot:
 
 def _gathered(sharded: Mapping[str, DTensor]) -> Snapshot:
     """The global values of DTensors. One collective for all of them: one for each takes most of a test's time."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: (elements_of(x), x.to_local()) for name, x in sharded.items()})
+    everyone = from_all_ranks({name: (elements_of(x), x.to_local()) for name, x in sharded.items()})
     found: Snapshot = {}
     for name, like in sharded.items():
         whole = torch.zeros(like.shape, dtype=like.dtype)
