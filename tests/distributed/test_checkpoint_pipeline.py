@@ -19,6 +19,7 @@ import shardopt
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.checkpoint import CheckpointError
+from versions import needs_pipelines_over_gloo
 
 LAYERS, WIDTH = 4, 66
 
@@ -111,6 +112,7 @@ def _load_pipelined(path: Path, whole: Snapshot) -> None:
     run.step(2)
 
 
+@needs_pipelines_over_gloo
 def test_stages_load_whole(ranks: Pool, tmp_path: Path) -> None:
     of_ranks = ranks.run(4, _save_pipelined, tmp_path)
     model, optimizer = _single(seed=1, steps=1)
@@ -122,12 +124,14 @@ def test_stages_load_whole(ranks: Pool, tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
+@needs_pipelines_over_gloo
 def test_whole_loads_into_stages(ranks: Pool, tmp_path: Path) -> None:
     model, optimizer = _single(seed=0, steps=2)
     shardopt.checkpoint.save(tmp_path, model, optimizer, step=2)
     ranks.run(4, _load_pipelined, tmp_path, snapshot(dict(model.named_parameters()), optimizer))
 
 
+@needs_pipelines_over_gloo
 def test_stages_load_into_stages(ranks: Pool, tmp_path: Path) -> None:
     of_ranks = ranks.run(4, _save_pipelined, tmp_path)
     ranks.run(4, _load_pipelined, tmp_path, {**of_ranks[0], **of_ranks[2]})

@@ -124,7 +124,7 @@ def test_splits_of_flat_shards(ranks: Pool, world_size: int) -> None:
 def _no_ranges(split: Any) -> None:
     """Nothing is changed, and nothing travels."""
     placements = (_StridedShard(1, split_factor=2),)
-    layout = Layout((6, 5, 40), (dist.get_world_size(),), placements, torch.float32)
+    layout = Layout((6, 8, 40), (dist.get_world_size(),), placements, torch.float32)
     param = nn.Parameter(shard(values(layout.shape, 0), layout))
     optimizer = shardopt.Muon([param], split=split, **SMALL)
     param.grad = shard(values(layout.shape, 1), layout)

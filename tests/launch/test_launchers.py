@@ -17,6 +17,7 @@ import pytest
 from lm import runtime
 from lm.errors import UserError
 from train_job import MULTINODE, PROGRAMS, ROOT, TINY, digests, summary, write_text
+from versions import needs_fsdp2_on_the_cpu
 
 TIMEOUT = 240
 
@@ -107,6 +108,7 @@ def complaints(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
 
 
+@needs_fsdp2_on_the_cpu
 def test_torchrun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert summary(torchrun)["world_size"] == 2
     places = {"NODES": "1", "RANKS_PER_NODE": "2", "FIRST_NODE": "localhost", "MAX_RESTARTS": "0"}
@@ -131,6 +133,7 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
+@needs_fsdp2_on_the_cpu
 @needs_deepspeed
 @needs_mpi
 def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
@@ -149,6 +152,7 @@ def test_mpirun_of_a_bad_option(text: Path, tmp_path: Path) -> None:
     assert len(complaints(bad)) == 1
 
 
+@needs_fsdp2_on_the_cpu
 @needs_deepspeed
 def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
     """Its launcher passes --local_rank; and nothing is compiled first. A stand-in of ssh finds this machine."""
@@ -168,6 +172,7 @@ def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert "got no hostfile nowhere, expected one" in bad.stderr
 
 
+@needs_fsdp2_on_the_cpu
 @pytest.mark.parametrize(
     "backend", [(), pytest.param(DEEPSPEED, marks=[needs_deepspeed, pytest.mark.slow])], ids=["fsdp2", "deepspeed"]
 )

@@ -27,6 +27,9 @@ from train_job import (
     wait_for_checkpoint,
     write_text,
 )
+from versions import needs_fsdp2_on_the_cpu
+
+pytestmark = needs_fsdp2_on_the_cpu
 
 DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 SMALL = ROOT / "configs" / "small.yaml"  # which torchrun.sh takes

@@ -1,18 +1,93 @@
-"""What this version of PyTorch lacks and newer ones have: skips, and two methods that FSDP2 calls on the CPU."""
+"""What an older version of PyTorch lacks or does wrongly on the CPU: tests are skipped, or FSDP2 mended."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp_state_dict
+from torch.distributed.tensor.placement_types import _StridedShard
+
+_RELEASE = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 
 needs_scaled_mm_on_the_cpu = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"),
     reason="PyTorch has _scaled_mm on GPUs alone before 2.7",
 )
+needs_fsdp2_on_the_cpu = pytest.mark.skipif(
+    _RELEASE < (2, 11), reason="FSDP2 on the CPU raises in PyTorch 2.6 and sums the gradients of ranks in 2.8"
+)
+needs_pipelines_over_gloo = pytest.mark.skipif(
+    _RELEASE < (2, 8), reason="Schedule1F1B between stages of FSDP2 never ends over Gloo in PyTorch 2.6"
+)
+needs_fsdp1_on_some_ranks = pytest.mark.skipif(
+    not hasattr(dcp_state_dict, "_get_fsdp_process_group"),
+    reason="PyTorch up to 2.11 waits for all ranks though the model is on some",
+)
+
+#: Whether a rank's part of the model's sharded state dict may be empty under FSDP1.
+shards_may_be_empty = _RELEASE >= (2, 8)
 
 
-def add_stream_methods() -> None:
-    """Lets FSDP2's forward run on the CPU before PyTorch 2.7, whose streams there lack two methods that do nothing."""
-    for name in ("record_event", "wait_event"):
-        if not hasattr(torch.cpu.Stream, name):
-            setattr(torch.cpu.Stream, name, lambda stream, event=None: None)
+def _cuts_uneven_strided_shards() -> bool:
+    """Whether 97 rows in two parts, each in two, are what FSDP2 and tensor parallelism make of them, as from 2.11 on.
+
+    PyTorch 2.6 refuses to cut them, and 2.8 cuts them otherwise than FSDP2.
+    """
+    placement: Any = _StridedShard(0, split_factor=2)
+    try:
+        parts, _ = placement._split_tensor(torch.empty(97), 2, with_padding=False)
+    except AssertionError:
+        return False
+    return [len(part) for part in parts] == [25 + 24, 24 + 24]
+
+
+cuts_uneven_strided_shards = _cuts_uneven_strided_shards()
+
+
+def mend_fsdp2_on_the_cpu() -> None:
+    """Lets FSDP2 train on the CPU as on a GPU, in this process, also before PyTorch 2.11.
+
+    Before 2.7 streams on the CPU lack two methods, which do nothing there, and gathering weights again for the backward
+    pass counts as a change of them. Up to 2.8 Gloo's reduce-scatter sums where a mean is asked for
+    (https://github.com/pytorch/pytorch/issues/162338).
+    """
+    if _RELEASE >= (2, 11):
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+    _fsdp_collectives._get_gradient_divide_factors = _divided_sums(_fsdp_collectives._get_gradient_divide_factors)
+    if _RELEASE >= (2, 7):
+        return
+    torch.cpu.Stream.record_event = lambda stream: "an event"
+    torch.cpu.Stream.wait_event = lambda stream, event: None
+    _fsdp_param_group.foreach_all_gather_copy_out = _without_new_versions(_fsdp_param_group.foreach_all_gather_copy_out)
+
+
+def _divided_sums(factors_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Sums and a division where FSDP2 asks for means."""
+
+    def factors(scatter: dist.ProcessGroup, reduce: dist.ProcessGroup | None, *others: Any, **options: Any) -> Any:
+        found = factors_of(scatter, reduce, *others, **options)
+        if found[1] is not None:
+            return found
+        ranks = scatter.size() * (1 if reduce is None else reduce.size())
+        return 1.0, float(ranks), *(dist.ReduceOp.SUM for _ in found[2:])
+
+    return factors
+
+
+def _without_new_versions(copy_out: Callable[..., None]) -> Callable[..., None]:
+    """The gathered weights keep the version that autograd saw."""
+
+    def copy(result: Any, params: Any, *others: Any) -> None:
+        outputs = [output for param in params for output in param.all_gather_outputs]
+        versions = [output._version for output in outputs]
+        copy_out(result, params, *others)
+        for output, version in zip(outputs, versions, strict=True):
+            torch._C._autograd._unsafe_set_version_counter(output, version)
+
+    return copy

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from versions import cuts_uneven_strided_shards
+
 Shape = tuple[int, ...]
 Placements = tuple[Placement, ...]
 
@@ -24,8 +26,6 @@ CONVOLUTIONS: tuple[Shape, ...] = ((20, 7, 3, 3), (12, 9, 15), (6, 5, 8, 32), (8
 #: State in float32: a bias, a norm's weight, one element, rows too short for a scale.
 SMALL: tuple[Shape, ...] = ((97,), (3,), (1,), (33, 31))
 
-#: False for PyTorch 2.6, in which `_StridedShard._split_tensor` asserts that the parts are of one size.
-_ALLOWS_UNEVEN = "only allows even sharding" not in inspect.getsource(_StridedShard)
 
 #: Options of `distribute_tensor`; PyTorch 2.6 has none for this.
 _WITHOUT_COMMUNICATION = (
@@ -67,7 +67,7 @@ def layouts(world_size: int) -> list[Layout]:
 
 def allowed(found: Sequence[Layout]) -> list[Layout]:
     """The layouts that this version of PyTorch can make."""
-    return [layout for layout in found if _ALLOWS_UNEVEN or not _is_uneven(layout)]
+    return [layout for layout in found if cuts_uneven_strided_shards or not _is_uneven(layout)]
 
 
 def _is_uneven(layout: Layout) -> bool:
