@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Module
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from shardopt.codec import Moment, get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
 from shardopt.layout.numbers import give_numbers, number_of
+from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.options import (
-    DEFAULTS,
     STATE_FORMAT,
-    check_hyper,
     check_options,
     check_repayment,
     warn_of_misspelt,
     with_defaults,
 )
-from shardopt.state.rule import Rule
 from shardopt.state.slice_state import StateDict
 
 _NUMBERS = "numbers"  # in what is pickled: those of the parameters in the model
 
 
-class ShardedOptimizer(Optimizer, ABC):
+class ShardedOptimizer(OptimizerInterface):
     """Base class of the rules.
 
     A rule says in :meth:`rule` which moments it keeps and in :meth:`hyper` what its scalars are.
@@ -48,76 +44,6 @@ class ShardedOptimizer(Optimizer, ABC):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
-
-    @abstractmethod
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        """The rule for a param group."""
-
-    #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
-    updates_by_lr = False
-
-    #: The codec where the options name none.
-    default_codec = DEFAULTS["codec"]
-
-    #: How many decay rates ``betas`` has.
-    beta_count = 2
-
-    #: Moments that only some settings of the hyper-parameters keep: loading leaves them out where they are not kept.
-    optional_moments: tuple[Moment, ...] = ()
-
-    @abstractmethod
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The rule's hyper-parameters, by the names in csrc/rules."""
-
-    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
-        """The options that a parameter of this shape has in the param groups that are usual for this optimizer.
-
-        Args:
-            shape: the parameter's.
-            is_hidden: whether it is no input or output embedding.
-        """
-        return {}
-
-    def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
-        """Takes the sums over all parameters, where the rule has some (``kTotals`` in csrc/core/rule.h).
-
-        Called in each step, before anything but the sums is computed: param groups may be changed here.
-
-        Args:
-            totals: the sums, each rounded once; NaN where a term was NaN or infinite.
-
-        Returns:
-            Per param group, the hyper-parameters that are other ones in the rest of the step.
-        """
-        return [{} for _ in self.param_groups]
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Checks the hyper-parameters in a param group.
-
-        Raises:
-            ValueError: one is out of range.
-        """
-        check_hyper(group, self.beta_count)
-        if get_codec(group["codec"]).shared and not self.rule(group).shares_codes:
-            raise ValueError(
-                f"codec: got {group['codec']!r} for {type(self).__name__} with the rule {self.rule(group).name!r}, "
-                "expected another codec: two moments share its codes, which is for Adam and AdamW alone, without "
-                "amsgrad and cautious"
-            )
-
-    def check_parameters(self, index: int) -> None:
-        """Checks the parameters of a param group that was just added.
-
-        Args:
-            index: of the param group.
-
-        Raises:
-            ValueError: one is not for this optimizer.
-        """
-
-    def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
-        """Entries of torch.optim's state of a parameter that follow from its step count, and are not kept."""
-        return {}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -279,7 +205,7 @@ class ShardedOptimizer(Optimizer, ABC):
                 where they must not be. Nothing was changed.
         """
         self.synchronize()
-        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: adopt(self, loaded))
+        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: adopt(self._internals, loaded))
         try:
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:

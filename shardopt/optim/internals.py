@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,14 +12,12 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.layout import Copies, Exchange
+from shardopt.optim.interface import OptimizerInterface
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
 from shardopt.step.rows import Group
 from shardopt.step.stepper import Stepper
-
-if TYPE_CHECKING:
-    from shardopt.optim.base import ShardedOptimizer
 
 
 class Released(Protocol):
@@ -47,6 +45,7 @@ class Internals:
     """The part of an optimizer that other packages of shardopt use, as ``optimizer._internals``.
 
     Attributes:
+        optimizer: whose part it is.
         residency: where the state of each parameter lives.
         model_indices: indices of the parameters among all of the model's, where the optimizer has only some of them;
             others are counted in order.
@@ -55,14 +54,14 @@ class Internals:
         released: the parameters that are stepped during the backward pass, if any.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, optimizer: OptimizerInterface) -> None:
+        self.optimizer = optimizer
         self.residency = StateResidency(optimizer, self.state_of)
         self.model_indices: dict[Tensor, int] = {}
         self.peers: Exchange | None = None
         self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self._pauses = 0
-        self._optimizer = optimizer
         self._steppers: dict[tuple[int, ...], Stepper] = {}
         self._has_stepped = False
         self._skipped_reported = 0
@@ -70,12 +69,12 @@ class Internals:
 
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
         """Describes the state of one of the parameters, given its param group."""
-        return tensor_state_of(param, group, self._optimizer.rule(group).moments)
+        return tensor_state_of(param, group, self.optimizer.rule(group).moments)
 
     @property
     def stepper(self) -> Stepper:
         """The stepper of these param groups: DeepSpeed shows the optimizer one of them at a time."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
         if key not in self._steppers:
             self._steppers[key] = Stepper(
@@ -84,7 +83,7 @@ class Internals:
         return self._steppers[key]
 
     def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if totals is None:  # all parameters are other ranks'
             count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
             totals = torch.zeros((count, _C.sum_words), dtype=torch.int64)
@@ -98,7 +97,7 @@ class Internals:
         Raises:
             ValueError: a hyper-parameter is out of range.
         """
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         optimizer.check_group(options)
         lr = options["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -145,7 +144,7 @@ class Internals:
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
-        own = {param for group in self._optimizer.param_groups for param in group["params"]}
+        own = {param for group in self.optimizer.param_groups for param in group["params"]}
         self.copies.clear()
         if not self.model_indices:
             self.copies.update((param, of_param) for param, of_param in copies.items() if param in own)
@@ -180,7 +179,7 @@ class Internals:
         if self._has_stepped:
             return
         self._has_stepped = True
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         own = (param for group in groups for param in group["params"] if param.requires_grad)
         params = [param for param in own if getattr(param, "_local_tensor", param).numel()]  # of DTensors this rank's
         if params and all(param.grad is None for param in params):

@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from shardopt.layout import Exchange, FlatBuffer, FlatShard, UnknownShardError, assigned
+from shardopt.optim.interface import OptimizerInterface
+from shardopt.optim.internals import Internals
 from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
 from shardopt.state.flat_encoding import encode_flat_moments
 from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
 from shardopt.state.slice_state import StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
-
-if TYPE_CHECKING:
-    from shardopt.optim.base import ShardedOptimizer
 
 #: In the param groups of a state dict: the elements of flat shards that it belongs to; see :func:`held_elements`.
 HELD = "held_elements"
@@ -57,7 +56,7 @@ class _Loaded(NamedTuple):
     entries: Mapping[str, Any] | None
 
 
-def adopt(optimizer: ShardedOptimizer, state_dict: StateDict) -> StateDict:
+def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
     """Turns a state dict into one with the optimizer's own kind of state; the optimizer is left as it is.
 
     Ranks that share parameters in flat shards, or in column shards, must all call this.
@@ -65,6 +64,7 @@ def adopt(optimizer: ShardedOptimizer, state_dict: StateDict) -> StateDict:
     Raises:
         ValueError: the state dict is not one for this optimizer, or the state is damaged, here or on another rank.
     """
+    optimizer = internals.optimizer
     own = optimizer.param_groups
     try:
         exchanges = agreeing(param for group in own for param in group["params"])
@@ -74,7 +74,7 @@ def adopt(optimizer: ShardedOptimizer, state_dict: StateDict) -> StateDict:
             raise
         groups = merged_groups(optimizer, own, saved)
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
-    groups, loaded, is_own = all_or_none(exchanges, lambda: _read(optimizer, state_dict))
+    groups, loaded, is_own = all_or_none(exchanges, lambda: _read(internals, state_dict))
     _demand_own(exchanges, is_own)
     # Of torch, or dequantized: neither knows of low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
@@ -82,25 +82,24 @@ def adopt(optimizer: ShardedOptimizer, state_dict: StateDict) -> StateDict:
     given = encode_flat_moments([each.spec for each in loaded], [each.entries for each in loaded], exchanges)
     loaded = [each._replace(entries=entries) for each, entries in zip(loaded, given, strict=True)]
     loaded, failure = _encode_cut_columns(loaded)
-    state = all_or_none(exchanges, lambda: _adopted(optimizer, loaded, failure))
+    state = all_or_none(exchanges, lambda: _adopted(internals, loaded, failure))
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded], bool]:
+def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded], bool]:
     """The param groups as they are to be, and the parameters with their entries; checked as far as one rank can.
 
     Returns:
         The groups, the parameters, and whether the state is of the elements that this rank holds.
     """
     saved, states = checked_containers(state_dict)
-    own, is_own = optimizer.param_groups, True
+    optimizer, is_own = internals.optimizer, True
+    own = optimizer.param_groups
     groups = merged_groups(optimizer, own, saved)
     loaded = []
     for number, (saved_group, group, options) in enumerate(zip(saved, own, groups, strict=True)):
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec = optimizer._internals.state_of(
-                param, options
-            )  # as it will be: SGD's momentum says what state there is
+            spec = internals.state_of(param, options)  # as it will be: SGD's momentum says what state there is
             name = listed_name(group, number, position)
             entries = _kept_entries(optimizer, param, options, spec, checked_entries(states.get(index), name))
             loaded.append(_Loaded(param, index, name, spec, entries))
@@ -111,7 +110,7 @@ def _read(optimizer: ShardedOptimizer, state_dict: StateDict) -> tuple[list[dict
 
 
 def _kept_entries(
-    optimizer: ShardedOptimizer,
+    optimizer: OptimizerInterface,
     param: Tensor,
     group: Mapping[str, Any],
     spec: TensorState,
@@ -191,11 +190,11 @@ def _is_gathered(each: _Loaded) -> bool:
     return each.entries is not None and each.spec.exchanges_columns and each.spec.has_floats(each.entries)
 
 
-def _adopted(optimizer: ShardedOptimizer, loaded: Sequence[_Loaded], failure: Exception | None) -> dict[Any, Any]:
+def _adopted(internals: Internals, loaded: Sequence[_Loaded], failure: Exception | None) -> dict[Any, Any]:
     """The state of all parameters, where it is to live, with sound values.
 
     Args:
-        optimizer: the optimizer.
+        internals: of the optimizer.
         loaded: its parameters.
         failure: raised, if there was one.
     """
@@ -204,7 +203,7 @@ def _adopted(optimizer: ShardedOptimizer, loaded: Sequence[_Loaded], failure: Ex
     state: dict[Any, Any] = {}
     for param, index, name, spec, entries in loaded:
         if entries:
-            own = spec.adopt(entries, optimizer._internals.residency.of(param).state, name)
+            own = spec.adopt(entries, internals.residency.of(param).state, name)
             spec.check_local(own, name)
             state[index] = Adopted(own)
         elif entries is not None:
@@ -281,7 +280,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def merged_groups(
-    optimizer: ShardedOptimizer, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+    optimizer: OptimizerInterface, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The param groups of a state dict, completed by the present options.
 
@@ -309,7 +308,7 @@ def merged_groups(
     return groups
 
 
-def _merged_group(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _merged_group(optimizer: OptimizerInterface, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     for option in STATE_FORMAT:
         if saved.get(option, group[option]) != group[option]:
             raise ValueError(

@@ -21,6 +21,7 @@ from foreign_states import (
 from helpers import everything, step
 from ranks.snapshot import assert_same
 from shardopt.checkpoint.foreign import import_state
+from versions import needs_adamw_that_names_itself
 
 
 def broken(change: Callable[[dict[str, Any]], None], package: str = "bitsandbytes") -> dict[str, Any]:
@@ -98,6 +99,7 @@ def test_a_wrong_state_dict_changes_nothing(name: str) -> None:
     assert [dict(group) for group in ours.param_groups] == groups
 
 
+@needs_adamw_that_names_itself
 def test_decay_apart_from_the_gradient_is_not_adam() -> None:
     """bitsandbytes decays so in Adam, too; torch.optim says it."""
     state_dict, _ = by_hand("bitsandbytes")

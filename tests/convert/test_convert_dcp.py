@@ -19,6 +19,7 @@ from ranks.snapshot import assert_same
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.convert import convert
+from versions import needs_adamw_that_names_itself
 
 
 def save(path: Path, model: Any, optimizer: Any, **extra: Any) -> None:
@@ -83,6 +84,7 @@ def test_values_that_other_formats_have_no_place_for_are_told(tmp_path: Path) ->
     assert report.left_out == ["a second value that would be called a.b"]
 
 
+@needs_adamw_that_names_itself
 def test_torchs_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()

@@ -82,22 +82,14 @@ def top_modules_of_launch(root: Path) -> set[str]:
     return {path.stem for path in (root / "launch").glob("*") if path.suffix in ("", ".py")}
 
 
-class AtRuntime(ast.NodeTransformer):
-    """Leaves out the bodies of ``if TYPE_CHECKING:``."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        return node.orelse if ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING" else node
-
-
-def imported(module: str, path: Path, launch_modules: set[str], *, at_runtime: bool = False) -> Iterator[str]:
+def imported(module: str, path: Path, launch_modules: set[str]) -> Iterator[str]:
     """Full names of all that a file imports, each imported name included: ``from a import b`` gives ``a.b``.
 
-    Imports within functions count. Those under ``if TYPE_CHECKING:`` do not where ``at_runtime``.
+    Imports within functions count, and so do those under ``if TYPE_CHECKING:``.
     """
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     tree = ast.parse(path.read_text())
-    for node in ast.walk(AtRuntime().visit(tree) if at_runtime else tree):
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -132,7 +124,7 @@ def python_faults(root: Path) -> list[str]:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """The files that each file imports at runtime, at its top or within functions, by their modules' full names.
+    """The files that each file imports, at its top, within functions or for types, by their modules' full names.
 
     ``from package import name`` is an import of the module ``package.name`` where there is one, else of the package.
     That importing a module runs the ``__init__.py`` of its packages first does not count.
@@ -142,7 +134,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         graph[module] = set()
-        for name in imported(module, path, launch_modules, at_runtime=True):
+        for name in imported(module, path, launch_modules):
             while name and name not in files:
                 name = name.rpartition(".")[0]
             if name and name != module:
@@ -297,7 +289,7 @@ def test_the_checks_find_faults(tmp_path: Path, name: str, text: str) -> None:
             {
                 "shardopt/codec/log8.py": "import shardopt.codec.base\n",
                 "shardopt/codec/base.py": "from shardopt.codec import bf16\n",
-                "shardopt/codec/bf16.py": "if TYPE_CHECKING:\n    pass\nelse:\n    from . import log8\n",
+                "shardopt/codec/bf16.py": "if TYPE_CHECKING:\n    from . import log8\n",
             },
             "shardopt.codec.base imports shardopt.codec.bf16 imports shardopt.codec.log8 imports shardopt.codec.base",
         ),
@@ -316,12 +308,6 @@ def test_circles_are_found(tmp_path: Path, files: dict[str, str], expected: str)
     assert circles(import_graph(tmp_path)) == []
     write(tmp_path, files)
     assert circles(import_graph(tmp_path)) == [expected]
-
-
-@pytest.mark.parametrize("condition", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
-def test_imports_for_types_make_no_circle(tmp_path: Path, condition: str) -> None:
-    write(tmp_path, {**GOOD, "shardopt/optim/base.py": f"if {condition}:\n    from shardopt.optim.adam import Adam\n"})
-    assert circles(import_graph(tmp_path)) == []
 
 
 def test_each_circle_is_found(tmp_path: Path) -> None:

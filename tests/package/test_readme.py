@@ -9,6 +9,7 @@ import pytest
 
 from needed import needs
 from programs import Programs
+from versions import needs_fsdp2_on_the_cpu
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -29,8 +30,12 @@ def used(snippet: str) -> list[str]:
     return [name for name in FRAMEWORKS if re.search(rf"^(from|import) {name}\b", snippet, re.MULTILINE)]
 
 
+def marks_of(snippet: str) -> list[pytest.MarkDecorator]:
+    return [needs(*used(snippet)), *([needs_fsdp2_on_the_cpu] if "fully_shard" in snippet else [])]
+
+
 SNIPPETS = [
-    pytest.param(snippet, id=f"{page.stem} {number}", marks=needs(*used(snippet)))
+    pytest.param(snippet, id=f"{page.stem} {number}", marks=marks_of(snippet))
     for page in PAGES
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
 ]

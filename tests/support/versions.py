@@ -20,6 +20,10 @@ needs_scaled_mm_on_the_cpu = pytest.mark.skipif(
 needs_fsdp2_on_the_cpu = pytest.mark.skipif(
     _RELEASE < (2, 11), reason="FSDP2 on the CPU raises in PyTorch 2.6 and sums the gradients of ranks in 2.8"
 )
+needs_adamw_that_names_itself = pytest.mark.skipif(
+    "decoupled_weight_decay" not in torch.optim.AdamW([torch.zeros(1)]).defaults,
+    reason="the state dict of PyTorch's AdamW looked like Adam's up to 2.6: convert is told which it is",
+)
 needs_pipelines_over_gloo = pytest.mark.skipif(
     _RELEASE < (2, 8), reason="Schedule1F1B between stages of FSDP2 never ends over Gloo in PyTorch 2.6"
 )

@@ -1,0 +1,88 @@
+"""What an optimizer's class says of itself: its rule, its hyper-parameters and their checks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from shardopt.codec import Moment, get_codec
+from shardopt.state.options import DEFAULTS, check_hyper
+from shardopt.state.rule import Rule
+
+
+class OptimizerInterface(Optimizer, ABC):
+    """What each optimizer's class defines: :meth:`rule` and :meth:`hyper` at least."""
+
+    @abstractmethod
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        """The rule for a param group."""
+
+    #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
+    updates_by_lr = False
+
+    #: The codec where the options name none.
+    default_codec = DEFAULTS["codec"]
+
+    #: How many decay rates ``betas`` has.
+    beta_count = 2
+
+    #: Moments that only some settings of the hyper-parameters keep: loading leaves them out where they are not kept.
+    optional_moments: tuple[Moment, ...] = ()
+
+    @abstractmethod
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """The rule's hyper-parameters, by the names in csrc/rules."""
+
+    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
+        """The options that a parameter of this shape has in the param groups that are usual for this optimizer.
+
+        Args:
+            shape: the parameter's.
+            is_hidden: whether it is no input or output embedding.
+        """
+        return {}
+
+    def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
+        """Takes the sums over all parameters, where the rule has some (``kTotals`` in csrc/core/rule.h).
+
+        Called in each step, before anything but the sums is computed: param groups may be changed here.
+
+        Args:
+            totals: the sums, each rounded once; NaN where a term was NaN or infinite.
+
+        Returns:
+            Per param group, the hyper-parameters that are other ones in the rest of the step.
+        """
+        return [{} for _ in self.param_groups]
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Checks the hyper-parameters in a param group.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        check_hyper(group, self.beta_count)
+        if get_codec(group["codec"]).shared and not self.rule(group).shares_codes:
+            raise ValueError(
+                f"codec: got {group['codec']!r} for {type(self).__name__} with the rule {self.rule(group).name!r}, "
+                "expected another codec: two moments share its codes, which is for Adam and AdamW alone, without "
+                "amsgrad and cautious"
+            )
+
+    def check_parameters(self, index: int) -> None:
+        """Checks the parameters of a param group that was just added.
+
+        Args:
+            index: of the param group.
+
+        Raises:
+            ValueError: one is not for this optimizer.
+        """
+
+    def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
+        """Entries of torch.optim's state of a parameter that follow from its step count, and are not kept."""
+        return {}
