@@ -15,9 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import shardopt  # noqa: F401  a source tree that is not built ends the session here, with one message
 from programs import Programs
 from ranks.pool import Pool
-from versions import mend_fsdp2_on_the_cpu
+from versions import mend_training_on_the_cpu
 
-mend_fsdp2_on_the_cpu()
+mend_training_on_the_cpu()
 
 
 @pytest.fixture(scope="session")

@@ -199,10 +199,11 @@ class DTensorShard(Shard):
         return full
 
     def part(self, whole: Tensor) -> Tensor:
-        return self._cut_out(whole, self._placements)
+        return self._cut_out(whole)
 
     def scales_part(self, whole: Tensor, grid: BlockGrid) -> Tensor:
-        return self._cut_out(whole, self._scales_placements(grid))
+        shape = (self.global_shape[0], grid.blocks_per_row)
+        return DTensorShard(shape, self._mesh, self._scales_placements(grid))._cut_out(whole)
 
     @cached_property
     def _column_dims(self) -> tuple[int, ...]:
@@ -263,9 +264,14 @@ class DTensorShard(Shard):
         spec: Any = DTensorSpec(self._mesh, placements, tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    def _cut_out(self, whole: Tensor, placements: tuple[Placement, ...]) -> Tensor:
-        replicated = DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
-        return self.local(replicated.redistribute(placements=placements)).contiguous()
+    def _cut_out(self, whole: Tensor) -> Tensor:
+        # Not by redistribute: PyTorch up to 2.8 cuts uneven strided shards otherwise than fully_shard.
+        if not self.is_here:
+            return torch.empty(0, dtype=whole.dtype, device=self._mesh.device_type)
+        for dim, ranges in enumerate(self.indices):
+            parts = [whole.narrow(dim, start, end - start) for start, end in ranges]
+            whole = parts[0] if len(parts) == 1 else torch.cat([whole.narrow(dim, 0, 0), *parts], dim)
+        return whole.to(self._mesh.device_type).contiguous()
 
 
 _shards: dict[tuple[Any, ...], DTensorShard] = {}

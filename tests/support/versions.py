@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ needs_fsdp2_on_the_cpu = pytest.mark.skipif(
 needs_adamw_that_names_itself = pytest.mark.skipif(
     "decoupled_weight_decay" not in torch.optim.AdamW([torch.zeros(1)]).defaults,
     reason="the state dict of PyTorch's AdamW looked like Adam's up to 2.6: convert is told which it is",
+)
+needs_uneven_fsdp2_and_tensor_parallel = pytest.mark.skipif(
+    _RELEASE < (2, 8), reason="PyTorch 2.6 refuses uneven parts of dim 0 by FSDP2 and tensor parallelism together"
 )
 needs_pipelines_over_gloo = pytest.mark.skipif(
     _RELEASE < (2, 8), reason="Schedule1F1B between stages of FSDP2 never ends over Gloo in PyTorch 2.6"
@@ -52,12 +56,13 @@ def _cuts_uneven_strided_shards() -> bool:
 cuts_uneven_strided_shards = _cuts_uneven_strided_shards()
 
 
-def mend_fsdp2_on_the_cpu() -> None:
-    """Lets FSDP2 train on the CPU as on a GPU, in this process, also before PyTorch 2.11.
+def mend_training_on_the_cpu() -> None:
+    """Lets models train on the CPU as on a GPU, in this process, also before PyTorch 2.11.
 
-    Before 2.7 streams on the CPU lack two methods, which do nothing there, and gathering weights again for the backward
-    pass counts as a change of them. Up to 2.8 Gloo's reduce-scatter sums where a mean is asked for
-    (https://github.com/pytorch/pytorch/issues/162338).
+    Up to 2.8 Gloo's reduce-scatter sums where FSDP2 asks for a mean (https://github.com/pytorch/pytorch/issues/162338).
+    Before 2.7 streams on the CPU lack two methods, which do nothing there; gathering FSDP2's weights again for the
+    backward pass counts as a change of them; and a group that is destroyed while one of its threads frees a tensor of
+    Python waits for that thread, which waits for the interpreter.
     """
     if _RELEASE >= (2, 11):
         return
@@ -66,6 +71,7 @@ def mend_fsdp2_on_the_cpu() -> None:
     _fsdp_collectives._get_gradient_divide_factors = _divided_sums(_fsdp_collectives._get_gradient_divide_factors)
     if _RELEASE >= (2, 7):
         return
+    dist.destroy_process_group = _with_threads_at_rest(dist.destroy_process_group)
     torch.cpu.Stream.record_event = lambda stream: "an event"
     torch.cpu.Stream.wait_event = lambda stream, event: None
     _fsdp_param_group.foreach_all_gather_copy_out = _without_new_versions(_fsdp_param_group.foreach_all_gather_copy_out)
@@ -95,3 +101,13 @@ def _without_new_versions(copy_out: Callable[..., None]) -> Callable[..., None]:
             torch._C._autograd._unsafe_set_version_counter(output, version)
 
     return copy
+
+
+def _with_threads_at_rest(destroy: Callable[..., None]) -> Callable[..., None]:
+    """Leaves Gloo's threads the interpreter for long enough to free what they hold."""
+
+    def destroy_process_group(group: Any = None) -> None:
+        time.sleep(0.1)
+        destroy(group)
+
+    return destroy_process_group

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from ranks.pickling import dumps
-from versions import mend_fsdp2_on_the_cpu
+from versions import mend_training_on_the_cpu
 
 _MOST_GROUPS = 128  # process groups of a world that is used again
 _GRACE = 3.0  # seconds that the other ranks have to fail, too, after the first one did
@@ -196,7 +196,7 @@ def _join(place: _Place) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    mend_fsdp2_on_the_cpu()
+    mend_training_on_the_cpu()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _share_device()

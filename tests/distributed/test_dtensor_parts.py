@@ -1,0 +1,69 @@
+"""Whole tensors and the parts of them that ranks hold, one from the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ranks.layouts import COLUMN, ROW, distribute, layouts, shard, values
+from ranks.pool import Pool
+from shardopt.layout import BlockGrid, shard_of
+from test_dtensor_dims import deep_layouts
+from versions import needs_uneven_fsdp2_and_tensor_parallel
+
+
+def _assert_parts(param: DTensor, whole: Tensor, name: str) -> None:
+    found = shard_of(param)
+    local = param.detach().to_local()
+    assert torch.equal(found.part(whole), local), name
+    assert torch.equal(found.whole(local), whole), name
+    pairs = torch.stack([whole, -whole], -1)
+    assert torch.equal(found.part(pairs), torch.stack([local, -local], -1)), name
+    grid = BlockGrid(tuple(whole.shape), 64)
+    scales = torch.arange(float(grid.rows * grid.blocks_per_row)).view(grid.rows, grid.blocks_per_row)
+    part = found.scales_part(scales, grid)
+    blocks = found.local_blocks(grid)
+    rows = found.indices[0]
+    assert torch.equal(
+        part,
+        torch.cat([scales[:0], *(scales[start:end] for start, end in rows)])[
+            :, blocks.first : blocks.first + blocks.per_row
+        ],
+    )
+    on_mesh = found.like_scales(part, grid)
+    assert isinstance(on_mesh, DTensor)
+    assert torch.equal(on_mesh.full_tensor(), scales), name
+
+
+def _all_layouts() -> None:
+    for layout in (*layouts(dist.get_world_size()), *deep_layouts(dist.get_world_size())):
+        whole = values(layout.shape, 0, layout.dtype)
+        _assert_parts(shard(whole, layout), whole, str(layout))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_layouts(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _all_layouts)
+
+
+def _two_dims(rows: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placement in (ROW, COLUMN):
+        whole = values((rows, 130), 0)
+        layer = nn.Linear(130, rows, bias=False)
+        layer.weight = nn.Parameter(distribute(whole, mesh["tp"], (placement,)))
+        fully_shard(layer, mesh=mesh["dp"])
+        assert isinstance(layer.weight, DTensor)
+        _assert_parts(layer.weight, whole, str(placement))
+
+
+@needs_uneven_fsdp2_and_tensor_parallel
+@pytest.mark.parametrize("rows", [97, 9, 3])
+def test_fsdp2_and_tensor_parallel(ranks: Pool, rows: int) -> None:
+    """Uneven parts of dim 0, which ``distribute_tensor`` cuts otherwise than ``fully_shard`` in PyTorch 2.8."""
+    ranks.run(4, _two_dims, rows)
