@@ -194,7 +194,7 @@ class DTensorShard(Shard):
         return self._wrap(local, shape, self._scales_placements(grid))
 
     def whole(self, local: Tensor) -> Tensor:
-        on_mesh = self.like_parameter(local.to(self._mesh.device_type))
+        on_mesh = self.like_parameter(local.to(self._mesh.device_type).contiguous())
         full: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
         return full
 

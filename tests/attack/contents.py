@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import warnings
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -135,6 +136,11 @@ def difference(got: Any, expected: Any, place: str = "") -> str:
     raise AssertionError("unequal and equal")
 
 
-def threads_of_process() -> int:
-    """The number of the process's threads, those of C++ included, on Linux."""
-    return len(os.listdir("/proc/self/task"))
+def has_one_thread() -> bool:
+    """Whether the process has no other threads, those of C++ included, on Linux: Python's may end a moment later."""
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from attack.contents import threads_of_process
+from attack.contents import has_one_thread
 from attack.forked import Outcome, summary
 
 SWEEPS = ("hostile", "race", "pairs", "interrupts", "damage", "kills")
@@ -29,7 +29,7 @@ def outcomes_of(name: str, seed: int, first: int, count: int, folder: Path) -> I
         yield from module.attacks(seed, first, count, folder)
         return
     module.prepare(folder)
-    assert threads_of_process() == 1, "a process with other threads cannot be forked safely"
+    assert has_one_thread(), "a process with other threads cannot be forked safely"
     for number in range(first, first + count):
         outcome = module.attack(seed, number, folder)
         yield outcome._replace(attack=f"{name} --seed {seed} --first {number} --count 1: {outcome.attack}")
