@@ -1,5 +1,5 @@
-// shardopt._C: the step and the facts that Python needs to call it. No torch headers: tensors arrive as addresses in
-// tables.
+// shardopt._C: the step and the facts that Python needs to call it. No torch headers: kernels get addresses
+// in tables, and torch_tensor.h reads tensors.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -22,8 +22,8 @@ COLOURS = {"weights": KINDS["weights"], "gradients": KINDS["gradients"], "codes"
 HOST = (
     ("gradient", ["param.grad of", "this step"], False),
     ("_C.Inputs", ["reads addresses, and", "compares all that the", "table points to"], True),
-    ("kernel table", ["a row per rectangle", "of a slice; made again", "after a change"], True),
-    ("batch", ["rows of one device;", "addresses of gradients", "filled in"], True),
+    ("batch", ["parameters of one", "device, with the", "call for them"], True),
+    ("kernel table", ["a row per rectangle", "of a slice; addresses", "of gradients filled in"], True),
     ("kernel call", ["one per batch, for", "all its parameters"], True),
 )
 #: Boxes of the lower part.

@@ -1,4 +1,4 @@
-"""The call of the compiled kernels, one for all entries of a step on a device: its interface, and the CPU's."""
+"""The call of the compiled kernels, one for all rows of a batch: its interface, and the CPU's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tables(NamedTuple):
 
     Attributes:
         entries: rows of ``_C.tensor_entry``; all that they point to lives on one device.
-        steps: addresses of float32 scalars, one per parameter; the first phase counts each up by one.
+        steps: addresses of float32 scalars, one per parameter; the phase ``step`` counts each up by one.
         codec_tables: what each codec looks up (``Codec.table``), by the codec's index.
     """
 

@@ -32,9 +32,9 @@ _NUMBERS = "numbers"  # in what is pickled: those of the parameters in the model
 
 
 class ShardedOptimizer(OptimizerInterface):
-    """Base class of the rules.
+    """Base class of the optimizers.
 
-    A rule says in :meth:`rule` which moments it keeps and in :meth:`hyper` what its scalars are.
+    A subclass says in :meth:`rule` which moments its rule keeps and in :meth:`hyper` what its hyper-parameters are.
 
     State is created in the first step. An element whose gradient is NaN or Inf, or so large that its moments overflow,
     is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided out

@@ -1,4 +1,4 @@
-"""What an optimizer's class says of itself: its rule, its hyper-parameters and their checks."""
+"""What optimizers define, and what has a default: the base of ``ShardedOptimizer`` that its other files may import."""
 
 from __future__ import annotations
 

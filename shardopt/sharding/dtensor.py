@@ -194,6 +194,7 @@ class DTensorShard(Shard):
         return self._wrap(local, shape, self._scales_placements(grid))
 
     def whole(self, local: Tensor) -> Tensor:
+        # PyTorch 2.6 gathers strided shards of contiguous tensors only.
         on_mesh = self.like_parameter(local.to(self._mesh.device_type).contiguous())
         full: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
         return full
@@ -269,8 +270,9 @@ class DTensorShard(Shard):
         if not self.is_here:
             return torch.empty(0, dtype=whole.dtype, device=self._mesh.device_type)
         for dim, ranges in enumerate(self.indices):
-            parts = [whole.narrow(dim, start, end - start) for start, end in ranges]
-            whole = parts[0] if len(parts) == 1 else torch.cat([whole.narrow(dim, 0, 0), *parts], dim)
+            if count(ranges) < whole.shape[dim]:  # a copy, which does not keep the memory of the whole
+                parts = [whole.narrow(dim, start, end - start) for start, end in ranges]
+                whole = torch.cat([whole.narrow(dim, 0, 0), *parts], dim)
         return whole.to(self._mesh.device_type).contiguous()
 
 

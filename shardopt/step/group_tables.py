@@ -55,17 +55,14 @@ class GroupTables:
             self._from_totals = hyper
             self._tables.clear()
 
-    def on(
-        self, device: torch.device, kernels: torch.device, applied: tuple[Scaled, ...] | None = None
-    ) -> npt.NDArray[np.void]:
-        """A row per param group, for kernels on one device and parameters on another or the same.
+    def on(self, kernels: torch.device, applied: tuple[Scaled, ...] | None = None) -> npt.NDArray[np.void]:
+        """A row per param group.
 
         Args:
-            device: of the parameters.
             kernels: the kernels' device.
             applied: the rows instead, for the pass that applies orthogonalized directions.
         """
-        key = (device, kernels, applied)
+        key = (kernels, applied)
         if key not in self._tables:
             which: Sequence[Scaled | int] = range(len(self.groups)) if applied is None else applied
             self._tables[key] = table_of([self._row(kernels, one) for one in which], _C.group_entry)

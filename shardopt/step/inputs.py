@@ -26,7 +26,7 @@ class Input(NamedTuple):
         position: its index in the param group.
         device: the device of its memory.
         spec: the description of its state; None for a parameter without gradient that cannot be stepped.
-        noise: its index among all of the model's parameters, on which stochastic rounding depends.
+        number: its index among all of the model's parameters, on which stochastic rounding depends.
         copies: the ranks that share the work on it because they hold copies; None without such.
     """
 
@@ -35,7 +35,7 @@ class Input(NamedTuple):
     position: int
     device: torch.device
     spec: TensorState | None
-    noise: int
+    number: int
     copies: Copies | None
 
     @property
@@ -97,7 +97,8 @@ def _check_noise(inputs: Sequence[Input]) -> None:
         UnknownShardError: the step has parameters of a model that was never seen as a whole.
     """
     params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
-    for name, *_, spec, _, _ in inputs:
+    for parameter in inputs:
+        spec, name = parameter.spec, parameter.name
         if spec is not None and isinstance(spec.shard, FlatBuffer) and any(each.spec.is_random for each in spec.slices):
             known = spec.shard.known_params
             if known is not None and known < params:

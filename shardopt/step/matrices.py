@@ -114,7 +114,7 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
                 first=first,
                 division=division,
                 regions=tuple(region.within(start, start + rows * cols) for region in regions),
-                number=parameter.noise if part.number is None else part.number,
+                number=parameter.number if part.number is None else part.number,
                 group=parameter.group,
                 scale=orthogonalized.scale(rows, cols),
                 newton_schulz=orthogonalized.newton_schulz,

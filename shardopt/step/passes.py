@@ -64,7 +64,6 @@ class Passes:
         apply["entry"]["gradient_dtype"] = DTYPES[torch.bfloat16]
         apply["entry"]["group"] = [self._scaled.index(one) for one in scaled]
         self.tensors = set(rows["tensor"].tolist())
-        self._device = device
         self._operands: tuple[Tensor, Tensor] | None = None
         self._gradient: Tensor | None = None
         self._momentum = Batch(device, offload, momentum, [], None)
@@ -85,8 +84,8 @@ class Passes:
         operands: Operands,
     ) -> None:
         """Takes the gradients and options of a step. The first time, takes the memory that the calls need."""
-        of_momentum = groups.on(self._device, self._momentum.kernels)
-        of_apply = groups.on(self._device, self._apply.kernels, self._scaled)
+        of_momentum = groups.on(self._momentum.kernels)
+        of_apply = groups.on(self._apply.kernels, self._scaled)
         self._prepare_momentum = partial(
             self._momentum.update, groups=of_momentum, scaling=scaling, skipped=skipped, residency=residency
         )

@@ -28,8 +28,8 @@ from shardopt.step.cut_blocks import CutParameter, FlatCuts
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
 
 #: A row of a step's table.
-#:   entry    what the kernels read (csrc/core/call.h), with the gradient's address and dtype left open
-#:   extent   bytes of memory behind each address of the entry
+#:   entry    what the kernels read (csrc/core/call.h), with the gradient's address and dtype yet to be filled in
+#:   extent   memory behind each address of the entry: of the gradient in elements, else in bytes
 #:   tensor   index of the optimizer's parameter
 #:   element  where the row begins in the parameter's local tensor, and in its gradient
 #:   unit     transfer unit within the parameter: rows with the same number are copied together
@@ -100,12 +100,12 @@ class SliceOfStep(NamedTuple):
     Attributes:
         flat_cuts: blocks that the boundaries of flat shards cut, whose extremes travel in the same exchange.
         sums: address of the sums over the slice's parameter; 0 where its rule needs none.
-        ends: indices in the slice at which a matrix begins. No row of the table may lie on both sides of one.
+        begins: indices in the slice at which a matrix begins. No row of the table may lie on both sides of one.
     """
 
     flat_cuts: FlatCuts
     sums: int
-    ends: Sequence[int]
+    begins: Sequence[int]
 
 
 def table_of(rows: Sequence[Row], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
@@ -131,7 +131,7 @@ def rows_of(
     state: StateDict,
     residency: Residency,
     slices: Sequence[SliceOfStep],
-    noise: tuple[int, int],
+    seed_and_number: tuple[int, int],
     indices: tuple[int, int],
 ) -> tuple[list[Row], CutParameter | None]:
     """The rows of one of the optimizer's parameters, by the names of :data:`ROW`.
@@ -143,7 +143,7 @@ def rows_of(
         state: its state.
         residency: where its state lives.
         slices: what the step knows of each of its slices.
-        noise: ``stochastic_rounding_seed``, and the parameter's index among all of the model's.
+        seed_and_number: ``stochastic_rounding_seed``, and the parameter's index among all of the model's.
         indices: the parameter's index in the step, and that of its param group.
 
     Returns:
@@ -163,9 +163,10 @@ def rows_of(
     cut = None
     for part, of_step in zip(spec.parts(param, state), slices, strict=True):
         cut = _cut_parameter(part)
-        noise_of_part = noise_key(noise[0], noise[1] if part.number is None else part.number)
+        seed, number = seed_and_number
+        key_of_noise = noise_key(seed, number if part.number is None else part.number)
         first_unit = rows[-1]["unit"] + 1 if rows else 0
-        rows += _rows_of_part(name, part, cut, of_step, residency, noise_of_part, indices, first_unit)
+        rows += _rows_of_part(name, part, cut, of_step, residency, key_of_noise, indices, first_unit)
     return rows, cut
 
 
@@ -175,7 +176,7 @@ def _rows_of_part(
     cut: CutParameter | None,
     of_step: SliceOfStep,
     residency: Residency,
-    noise: int,
+    key_of_noise: int,
     indices: tuple[int, int],
     first_unit: int,
 ) -> Iterator[Row]:
@@ -189,7 +190,7 @@ def _rows_of_part(
     pieces_in: Counter[int] = Counter()  # per block, by its index in the scales: pieces before the next one
     divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(part, residency), first_unit):
-        pieces = whole.ended(of_step.ends)
+        pieces = whole.ended(of_step.begins)
         for rectangle in chain.from_iterable(each.divided(grid) for each in pieces) if divides else pieces:
             if rectangle.rows * rectangle.cols == 0:
                 continue
@@ -224,7 +225,7 @@ def _rows_of_part(
                     "scales_row_stride": rectangle.blocks_stride,
                     "first_element": in_parameter,
                     "global_row_numel": rectangle.stride,
-                    "noise_key": noise,
+                    "noise_key": key_of_noise,
                     "block_size": size,
                     "weight_format": spec.weights.index,
                     "gradient_dtype": DTYPES[param.dtype],

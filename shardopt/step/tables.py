@@ -83,7 +83,7 @@ class StepTables:
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
         self._wave_steps: dict[torch.device, list[WaveStep]] = {}
-        self._exchanges: dict[torch.device, CutBlocks] = {}
+        self._cut_blocks: dict[torch.device, CutBlocks] = {}
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
                 "got a gradient or state that is not in memory as a dense tensor, expected ones that the kernels can "
@@ -109,14 +109,15 @@ class StepTables:
                 check_storage(name, f"state {key}", entry)
                 check_sign(name, f"state {key}", entry)
             self._residency.put(param, spec, own)
-            noise, indices = (group["stochastic_rounding_seed"], parameter.noise), (index, parameter.group)
+            seed_and_number = group["stochastic_rounding_seed"], parameter.number
+            indices = index, parameter.group
             sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
             flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts([], param.device), self._waves
             slices = [
                 SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
                 for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
             ]
-            rows, cut = rows_of(name, spec, local, own, self._residency.of(param), slices, noise, indices)
+            rows, cut = rows_of(name, spec, local, own, self._residency.of(param), slices, seed_and_number, indices)
         except RuntimeError as error:
             if has_gradient or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -175,7 +176,7 @@ class StepTables:
         self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
-                groups = self._groups.on(device, batch.kernels)
+                groups = self._groups.on(batch.kernels)
                 batch.update(batch.fill(self._watched), groups, scaling, self._skipped, self._residency)
                 if isinstance(batch.call, StridedCall):
                     assert batch.strided is not None
@@ -191,7 +192,7 @@ class StepTables:
         """Whether the step takes collectives."""
         waves = (wave for waves in self._wave_steps.values() for wave in waves)
         return (
-            any(self._exchanges.values())
+            any(self._cut_blocks.values())
             or any(sums.communicates for sums in self._sums.values())
             or any(wave.communicates for wave in waves)
         )
@@ -223,7 +224,7 @@ class StepTables:
     def _add_up(self, device: torch.device) -> None:
         """Adds up the sums that rules on a device need, over all ranks."""
         self._sums[device].clear()
-        self._exchanges[device].keep_scales()
+        self._cut_blocks[device].keep_scales()
         for batch in self._batches[device]:
             if batch.call is not None:
                 batch.call.run(_C.Phase.sums)
@@ -232,18 +233,18 @@ class StepTables:
     def _use_totals(self) -> None:
         """Puts what follows from the sums over all parameters into the param groups' tables."""
         self._groups.follow_totals(self._take_totals(total_of(self._sums.values())))
-        for device, batches in self._batches.items():
+        for batches in self._batches.values():
             for batch in batches:
                 if batch.call is not None:
-                    batch.call.update(False, self._groups.on(device, batch.kernels), self._scaling)
+                    batch.call.update(False, self._groups.on(batch.kernels), self._scaling)
 
     def _run_on(self, device: torch.device) -> None:
         """Runs the step itself on a device, also where only other ranks have something to step."""
-        exchange, waves = self._exchanges[device], self._wave_steps[device]
+        cut_blocks, waves = self._cut_blocks[device], self._wave_steps[device]
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
         for call in (*calls, *(call for wave in waves for call in wave.calls)):
-            self._skipped.keep_if_captured(call, (self._groups.in_use, exchange, self._sums, waves))
-        run_phases(calls, exchange)
+            self._skipped.keep_if_captured(call, (self._groups.in_use, cut_blocks, self._sums, waves))
+        run_phases(calls, cut_blocks)
         run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
@@ -259,14 +260,14 @@ class StepTables:
             alike = by_device.setdefault(self._inputs[index].device, {})
             if has_gradient[index]:
                 alike.setdefault((member.offload, index if strided[index] else None), []).append(index)
-        self._batches, self._exchanges, self._wave_steps = {}, {}, {}
+        self._batches, self._cut_blocks, self._wave_steps = {}, {}, {}
         for device, batches in by_device.items():
             self._batches[device] = [
                 Batch(
                     device,
                     offload,
                     self._table[np.isin(self._table["tensor"], tensors)],
-                    [self._members[index].step for index in tensors],
+                    [self._members[index].step for index in tensors],  # also of those whose rows are in waves
                     only,
                 )
                 for (offload, only), tensors in batches.items()
@@ -276,7 +277,7 @@ class StepTables:
             cuts = {index: cut for index in with_gradient if (cut := self._members[index].cut) is not None}
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
-            self._exchanges[device] = CutBlocks(own_cuts, self._flat_cuts.get(device) or FlatCuts([], device))
+            self._cut_blocks[device] = CutBlocks(own_cuts, self._flat_cuts.get(device) or FlatCuts([], device))
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""
@@ -286,7 +287,7 @@ class StepTables:
 
 
 class _Member(NamedTuple):
-    """A parameter that has rows, or a share in its step count.
+    """A parameter whose steps this rank counts. It may have no rows.
 
     Attributes:
         step: address of its step count.

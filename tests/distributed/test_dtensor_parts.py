@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from ranks.layouts import COLUMN, ROW, distribute, layouts, shard, values
 from ranks.pool import Pool
@@ -51,19 +52,18 @@ def test_all_layouts(ranks: Pool, world_size: int) -> None:
     ranks.run(world_size, _all_layouts)
 
 
-def _two_dims(rows: int) -> None:
+def _two_dims(rows: int, placement: Placement) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for placement in (ROW, COLUMN):
-        whole = values((rows, 130), 0)
-        layer = nn.Linear(130, rows, bias=False)
-        layer.weight = nn.Parameter(distribute(whole, mesh["tp"], (placement,)))
-        fully_shard(layer, mesh=mesh["dp"])
-        assert isinstance(layer.weight, DTensor)
-        _assert_parts(layer.weight, whole, str(placement))
+    whole = values((rows, 130), 0)
+    layer = nn.Linear(130, rows, bias=False)
+    layer.weight = nn.Parameter(distribute(whole, mesh["tp"], (placement,)))
+    fully_shard(layer, mesh=mesh["dp"])
+    assert isinstance(layer.weight, DTensor)
+    _assert_parts(layer.weight, whole, str(placement))
 
 
-@needs_uneven_fsdp2_and_tensor_parallel
 @pytest.mark.parametrize("rows", [97, 9, 3])
-def test_fsdp2_and_tensor_parallel(ranks: Pool, rows: int) -> None:
+@pytest.mark.parametrize("placement", [pytest.param(ROW, marks=needs_uneven_fsdp2_and_tensor_parallel), COLUMN])
+def test_fsdp2_and_tensor_parallel(ranks: Pool, rows: int, placement: Placement) -> None:
     """Uneven parts of dim 0, which ``distribute_tensor`` cuts otherwise than ``fully_shard`` in PyTorch 2.8."""
-    ranks.run(4, _two_dims, rows)
+    ranks.run(4, _two_dims, rows, placement)

@@ -24,6 +24,7 @@ from train_job import (
     wait_for_checkpoint,
     write_text,
 )
+from versions import needs_fsdp2_on_the_cpu
 
 DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 TORCHRUN = (
@@ -40,7 +41,7 @@ LONG = (
 @pytest.mark.slow  # test_multinode.py loses a whole machine by default
 @pytest.mark.parametrize(
     ("launcher", "backend"),
-    [(TORCHRUN, ("--backend", "fsdp2")), (SCRIPT, DEEPSPEED)],
+    [pytest.param(TORCHRUN, ("--backend", "fsdp2"), marks=needs_fsdp2_on_the_cpu), (SCRIPT, DEEPSPEED)],
     ids=["torchrun-fsdp2", "torchrun.sh-deepspeed"],
 )
 def test_a_killed_rank_starts_again(

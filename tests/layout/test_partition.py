@@ -16,7 +16,6 @@ from shardopt.checkpoint.rectangles import fill
 from shardopt.layout import BlockGrid, FlatShard, boxes
 from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, even_steps
 from shardopt.sharding.dtensor import DTensorShard
-from versions import cuts_uneven_strided_shards
 
 RANKS = 24
 
@@ -138,7 +137,7 @@ class _Mesh:
 
 
 def _partitions_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[bool]:
-    """For each rank, whether there is a partition; each is compared with the part that PyTorch computes."""
+    """For each rank, whether there is a partition; each is compared with the indices that the rank holds."""
     found = []
     for coordinate in itertools.product(*map(range, mesh)):
         shard = DTensorShard(shape, _Mesh(mesh, coordinate), placements)  # type: ignore[arg-type]
@@ -163,8 +162,7 @@ def test_placements(shape: tuple[int, ...], mesh: tuple[int, ...]) -> None:
 def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
     """Where the ranks of tensor parallel have equal parts, which FSDP2 may cut unevenly."""
     placements = (_StridedShard(0, split_factor=2), Shard(0))
-    if is_rule or cuts_uneven_strided_shards:
-        assert _partitions_of((rows, 5), (3, 2), placements) == [is_rule] * 6
+    assert _partitions_of((rows, 5), (3, 2), placements) == [is_rule] * 6
     assert _partitions_of((rows, 5), (3, 2), (_StridedShard(0, split_factor=3), Shard(0))) == [False] * 6
     assert _partitions_of((rows, 5), (3,), (_StridedShard(0, split_factor=2),)) == [False] * 3
 

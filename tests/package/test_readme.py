@@ -31,7 +31,7 @@ def used(snippet: str) -> list[str]:
 
 
 def marks_of(snippet: str) -> list[pytest.MarkDecorator]:
-    return [needs(*used(snippet)), *([needs_fsdp2_on_the_cpu] if "fully_shard" in snippet else [])]
+    return [needs(*used(snippet)), *([needs_fsdp2_on_the_cpu] if "import fully_shard" in snippet else [])]
 
 
 SNIPPETS = [

@@ -1,4 +1,7 @@
-"""What an older version of PyTorch lacks or does wrongly on the CPU: tests are skipped, or FSDP2 mended."""
+"""What older versions of PyTorch lack or do wrongly: tests are skipped, or their processes mended.
+
+Seen in 2.6 and 2.8; 2.7, 2.9 and 2.10 were not tried.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,7 @@ needs_scaled_mm_on_the_cpu = pytest.mark.skipif(
     reason="PyTorch has _scaled_mm on GPUs alone before 2.7",
 )
 needs_fsdp2_on_the_cpu = pytest.mark.skipif(
-    _RELEASE < (2, 11), reason="FSDP2 on the CPU raises in PyTorch 2.6 and sums the gradients of ranks in 2.8"
-)
-needs_adamw_that_names_itself = pytest.mark.skipif(
-    "decoupled_weight_decay" not in torch.optim.AdamW([torch.zeros(1)]).defaults,
-    reason="the state dict of PyTorch's AdamW looked like Adam's up to 2.6: convert is told which it is",
+    _RELEASE < (2, 9), reason="FSDP2 on the CPU raises in PyTorch 2.6 and sums the gradients of ranks in 2.8"
 )
 needs_uneven_fsdp2_and_tensor_parallel = pytest.mark.skipif(
     _RELEASE < (2, 8), reason="PyTorch 2.6 refuses uneven parts of dim 0 by FSDP2 and tensor parallelism together"
@@ -35,6 +34,9 @@ needs_fsdp1_on_some_ranks = pytest.mark.skipif(
     not hasattr(dcp_state_dict, "_get_fsdp_process_group"),
     reason="PyTorch up to 2.11 waits for all ranks though the model is on some",
 )
+
+#: Whether the state dict of PyTorch's AdamW differs from Adam's; else `shardopt convert` is to be told which it is.
+adamw_names_itself = "decoupled_weight_decay" in torch.optim.AdamW([torch.zeros(1)]).defaults
 
 #: Whether a rank's part of the model's sharded state dict may be empty under FSDP1.
 shards_may_be_empty = _RELEASE >= (2, 8)
@@ -57,14 +59,14 @@ cuts_uneven_strided_shards = _cuts_uneven_strided_shards()
 
 
 def mend_training_on_the_cpu() -> None:
-    """Lets models train on the CPU as on a GPU, in this process, also before PyTorch 2.11.
+    """Lets models train on the CPU as on a GPU, in this process, on PyTorch 2.6 and 2.8, too.
 
-    Up to 2.8 Gloo's reduce-scatter sums where FSDP2 asks for a mean (https://github.com/pytorch/pytorch/issues/162338).
-    Before 2.7 streams on the CPU lack two methods, which do nothing there; gathering FSDP2's weights again for the
+    There Gloo's reduce-scatter sums where FSDP2 asks for a mean (https://github.com/pytorch/pytorch/issues/162338).
+    In 2.6 streams on the CPU lack two methods, which do nothing there; gathering FSDP2's weights again for the
     backward pass counts as a change of them; and a group that is destroyed while one of its threads frees a tensor of
     Python waits for that thread, which waits for the interpreter.
     """
-    if _RELEASE >= (2, 11):
+    if _RELEASE >= (2, 9):
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
