@@ -194,8 +194,7 @@ class DTensorShard(Shard):
         return self._wrap(local, shape, self._scales_placements(grid))
 
     def whole(self, local: Tensor) -> Tensor:
-        # PyTorch 2.6 gathers strided shards of contiguous tensors only.
-        on_mesh = self.like_parameter(local.to(self._mesh.device_type).contiguous())
+        on_mesh = self.like_parameter(local.to(self._mesh.device_type))
         full: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
         return full
 
