@@ -15,14 +15,13 @@ from ranks.layouts import COLUMN, ROW, distribute, layouts, shard, values
 from ranks.pool import Pool
 from shardopt.layout import BlockGrid, shard_of
 from test_dtensor_dims import deep_layouts
-from versions import gathers_strided_shards, needs_uneven_fsdp2_and_tensor_parallel
+from versions import gathers_any_strided_shards, needs_uneven_fsdp2_and_tensor_parallel
 
 
-def _assert_parts(param: DTensor, whole: Tensor, name: str) -> None:
+def _assert_parts(param: DTensor, whole: Tensor, name: str, *, is_gathered: bool = True) -> None:
     found = shard_of(param)
     local = param.detach().to_local()
     assert torch.equal(found.part(whole), local), name
-    is_gathered = gathers_strided_shards or not any(isinstance(p, _StridedShard) for p in param.placements)
     assert not is_gathered or torch.equal(found.whole(local), whole), name
     pairs = torch.stack([whole, -whole], -1)
     assert torch.equal(found.part(pairs), torch.stack([local, -local], -1)), name
@@ -45,7 +44,9 @@ def _assert_parts(param: DTensor, whole: Tensor, name: str) -> None:
 def _all_layouts() -> None:
     for layout in (*layouts(dist.get_world_size()), *deep_layouts(dist.get_world_size())):
         whole = values(layout.shape, 0, layout.dtype)
-        _assert_parts(shard(whole, layout), whole, str(layout))
+        is_strided = any(isinstance(placement, _StridedShard) for placement in layout.placements)
+        is_gathered = gathers_any_strided_shards or not is_strided
+        _assert_parts(shard(whole, layout), whole, str(layout), is_gathered=is_gathered)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
