@@ -1,4 +1,5 @@
-// Arguments of one call of the step: plain data, filled in by shardopt/step/rows.py, group_tables.py and csrc/inputs.cpp.
+// Arguments of one call of the step: plain data, filled in by shardopt/step/rows.py, group_tables.py and
+// csrc/inputs.cpp.
 #pragma once
 
 #include <cstdint>
