@@ -1,4 +1,4 @@
-"""What optimizers define, and what has a default: the base of ``ShardedOptimizer`` that its other files may import."""
+"""The methods and attributes by which each optimizer describes itself, such as its rule and its hyper-parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardopt.state.rule import Rule
 
 
 class OptimizerInterface(Optimizer, ABC):
-    """What each optimizer's class defines: :meth:`rule` and :meth:`hyper` at least."""
+    """Base class of ``ShardedOptimizer``: subclasses must define :meth:`rule` and :meth:`hyper`, not the rest."""
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Rule:

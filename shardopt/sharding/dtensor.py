@@ -265,7 +265,7 @@ class DTensorShard(Shard):
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _cut_out(self, whole: Tensor) -> Tensor:
-        # Not by redistribute: PyTorch up to 2.8 cuts uneven strided shards otherwise than fully_shard.
+        # Not by redistribute: PyTorch 2.8 cuts uneven strided shards otherwise than fully_shard.
         if not self.is_here:
             return torch.empty(0, dtype=whole.dtype, device=self._mesh.device_type)
         for dim, ranges in enumerate(self.indices):

@@ -29,13 +29,8 @@ def _assert_parts(param: DTensor, whole: Tensor, name: str, *, is_gathered: bool
     scales = torch.arange(float(grid.rows * grid.blocks_per_row)).view(grid.rows, grid.blocks_per_row)
     part = found.scales_part(scales, grid)
     blocks = found.local_blocks(grid)
-    rows = found.indices[0]
-    assert torch.equal(
-        part,
-        torch.cat([scales[:0], *(scales[start:end] for start, end in rows)])[
-            :, blocks.first : blocks.first + blocks.per_row
-        ],
-    )
+    rows = torch.cat([scales[:0], *(scales[start:end] for start, end in found.indices[0])])
+    assert torch.equal(part, rows[:, blocks.first : blocks.first + blocks.per_row]), name
     on_mesh = found.like_scales(part, grid)
     assert isinstance(on_mesh, DTensor)
     assert not is_gathered or torch.equal(on_mesh.full_tensor(), scales), name

@@ -1,6 +1,7 @@
-"""What older versions of PyTorch lack or do wrongly: tests are skipped, or their processes mended.
+"""Differences between versions of PyTorch that tests must know.
 
-Seen in 2.6 and 2.8; 2.7, 2.9 and 2.10 were not tried.
+Tests of what an older version lacks are skipped there. :func:`mend_training_on_the_cpu` corrects faults of PyTorch 2.6
+and 2.8 in the process that calls it. Other versions before 2.11 were not tried.
 """
 
 from __future__ import annotations
