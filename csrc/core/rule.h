@@ -6,6 +6,8 @@
 //   make(hyper, step)  the scalars, computed once per step in double from operations that round alike everywhere
 //   update(...)        the mathematics of one element. roots[j] receives the square root of the j-th kUnsigned moment
 //   root_limit()       of a rule in UsualRules with an unsigned moment: see Adam
+//   coupled_decay      where it adds the parameter, times this, to the gradient
+//   gain()             where it squares more than that sum: a bound of the factor, at least 1
 // and, where its scalars depend on sums of squares over the whole parameter,
 //   kSums              how many
 //   terms(...)         the numbers whose squares one element adds to each
@@ -70,16 +72,53 @@ SHARDOPT_HD double square_root(double x) {
 #endif
 }
 
-// Below this magnitude, 2^63, no gradient overflows the moments: its square is finite, and moments are averages.
-constexpr int32_t kLargeGradientBits = (127 + 63) << 23;
+// Below this magnitude, 2^63, the square of a number is finite, and so are the moments, which are averages of squares.
+constexpr int32_t kLargeBits = (127 + 63) << 23;
 
-// Whether an update is to be undone because its gradient is NaN or Inf, or so large that the update overflows: bool, or
-// a mask of lanes.
-template <int kMoments, class F>
-SHARDOPT_HD auto is_lost(F gradient, F new_param, const F* new_moments) {
-  auto worst = max_int(magnitude_bits(gradient), magnitude_bits(new_param));
-  for (int k = 0; k < kMoments; ++k) worst = max_int(worst, magnitude_bits(new_moments[k]));
-  return select(magnitude_bits(gradient) >= kLargeGradientBits, worst, worst & 0) >= kInfinityBits;
+template <class Rule, class = void>
+constexpr bool kHasGain = false;
+template <class Rule>
+constexpr bool kHasGain<Rule, std::void_t<decltype(&Rule::gain)>> = true;
+
+template <class Rule, class = void>
+constexpr bool kHasCoupledDecay = false;
+template <class Rule>
+constexpr bool kHasCoupledDecay<Rule, std::void_t<decltype(&Rule::coupled_decay)>> = true;
+
+// Factors of gradient and parameter: no update overflows as long as both products are below kLargeBits.
+struct Gains {
+  float gradient = 1.0f, param = 0.0f;
+};
+
+template <class Rule>
+SHARDOPT_HD Gains gains_of(const Rule& rule) {
+  Gains gains;
+  if constexpr (kHasGain<Rule>) gains.gradient = rule.gain();
+  // Eight times, so that the sum of both stays below the root of the largest float.
+  if constexpr (kHasCoupledDecay<Rule>) gains.param = 8.0f * rule.coupled_decay * gains.gradient;
+  return gains;
+}
+
+// The larger one of both products' magnitudes, as bits.
+template <class F>
+SHARDOPT_HD IntOf<F> strain_bits(const Gains& gains, F gradient, F param) {
+  const auto strain = magnitude_bits(gains.gradient * gradient);
+  return gains.param == 0.0f ? strain : max_int(strain, magnitude_bits(gains.param * param));
+}
+
+// Whether an update is to be undone because its gradient is NaN or Inf, or because gradient or parameter are so large
+// that the update overflows: bool, or a mask of lanes. A rule with a gain may keep the gradient for its next update,
+// which can then overflow: it undoes all that are large.
+template <class Rule, class F>
+SHARDOPT_HD auto is_lost(const Rule& rule, F gradient, F param, F new_param, const F* new_moments) {
+  const auto strain = strain_bits(gains_of(rule), gradient, param);
+  if constexpr (kHasGain<Rule>) {
+    return strain >= kLargeBits;
+  } else {
+    auto worst = max_int(magnitude_bits(gradient), magnitude_bits(new_param));
+    for (int k = 0; k < Rule::Kept::kCount; ++k) worst = max_int(worst, magnitude_bits(new_moments[k]));
+    return select(strain >= kLargeBits, worst, worst & 0) >= kInfinityBits;
+  }
 }
 
 // fma(factor, x, y), but y, its very bits, where the factor is zero: a factor that is switched off touches nothing,

@@ -33,6 +33,9 @@ struct Adan {
     return rule;
   }
 
+  // Of the gradient and its difference from the last one.
+  SHARDOPT_HD float gain() const { return 4.0f; }
+
   template <class F>
   SHARDOPT_HD void update(F& param, F gradient, F* moment, F* roots) const {
     const F g = gradient;

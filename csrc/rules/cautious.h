@@ -48,9 +48,10 @@ struct Cautious {
   float scale;  // of an update that leaves something out
   bool is_cautious, decays_cautiously;
 
+  static constexpr int kCoupled = cautious::index_of("coupled_decay", Rule::kHyper);
+  static constexpr int kDecoupled = cautious::index_of("decoupled_decay", Rule::kHyper);
+
   SHARDOPT_HD static Cautious make(const double* hyper, double step) {
-    constexpr int kCoupled = cautious::index_of("coupled_decay", Rule::kHyper);
-    constexpr int kDecoupled = cautious::index_of("decoupled_decay", Rule::kHyper);
     constexpr int kCount = static_cast<int>(sizeof Rule::kHyper / sizeof *Rule::kHyper);
     double without_decay[kCount];
     for (int i = 0; i < kCount; ++i) without_decay[i] = i == kCoupled || i == kDecoupled ? 0.0 : hyper[i];
@@ -95,16 +96,23 @@ struct Cautious {
     return change;
   }
 
-  // Whether one is positive and the other negative.
+  // Whether one is positive and the other negative. NaN is neither, whatever its sign bit.
   template <class F>
   SHARDOPT_HD auto differ(F a, F b) const {
-    return select((bits(a) ^ bits(b)) < 0, min_int(magnitude_bits(a), magnitude_bits(b)), spread<IntOf<F>>(0)) > 0;
+    return select((bits(a) ^ bits(b)) < 0, lesser_bits(a, b), spread<IntOf<F>>(0)) > 0;
   }
 
   // Whether both are positive or both negative.
   template <class F>
   SHARDOPT_HD auto agree(F a, F b) const {
-    return select((bits(a) ^ bits(b)) < 0, spread<IntOf<F>>(0), min_int(magnitude_bits(a), magnitude_bits(b))) > 0;
+    return select((bits(a) ^ bits(b)) < 0, spread<IntOf<F>>(0), lesser_bits(a, b)) > 0;
+  }
+
+  // The lesser one of both magnitudes, as bits: zero if either is NaN.
+  template <class F>
+  SHARDOPT_HD IntOf<F> lesser_bits(F a, F b) const {
+    const auto x = magnitude_bits(a), y = magnitude_bits(b);
+    return select(max_int(x, y) > kInfinityBits, spread<IntOf<F>>(0), min_int(x, y));
   }
 };
 

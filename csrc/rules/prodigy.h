@@ -39,6 +39,8 @@ struct Prodigy {
     return rule;
   }
 
+  SHARDOPT_HD float gain() const { return d > 1.0f ? d : 1.0f; }
+
   template <class F>
   SHARDOPT_HD void terms(F param, F gradient, F* moment, F* x, F* y) const {
     const F g = average(param, gradient, moment), zero = spread<F>(0.0f);

@@ -141,9 +141,16 @@ class BlockStepper {
     return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * block.scale_index;
   }
 
-  SHARDOPT_HD bool has_large_gradient(const Block& block, int n) const {
-    return !propagates_ &&
-           any_at_least<kPack>(block.gradient, format_.gradient(), n, gradient_scale_, kLargeGradientBits);
+  // Whether updates may overflow. Of a master weight the parameter is looked at, which is at most twice as small.
+  SHARDOPT_HD bool has_large(const Block& block, int n) const {
+    static_assert(!kHasGain<Rule>, "look at the gradient times the gain");
+    if (propagates_) return false;
+    if (any_at_least<kPack>(block.gradient, format_.gradient(), n, gradient_scale_, kLargeBits)) return true;
+    if constexpr (kHasCoupledDecay<Rule>) {
+      const float gain = 2.0f * gains_of(rule_).param;
+      return gain != 0.0f && any_at_least<kPack>(block.weights.words, dtype_of(format_.weight()), n, gain, kLargeBits);
+    }
+    return false;
   }
 
   SHARDOPT_HD bool has_zero_code(const Block& block, int n) const {
@@ -163,7 +170,7 @@ class BlockStepper {
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
       const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
-      if (has_large_gradient(block, n)) {
+      if (has_large(block, n)) {
         nonfinite += update_skipping(block, n, kept[b]);
       } else {
         update<false, kZeros>(block, n, kept[b]);
@@ -215,7 +222,7 @@ class BlockStepper {
         F old_moment[kMoments + 1];
         for (int k = 0; k < kMoments; ++k) old_moment[k] = moment[k];
         rule.update(weight, gradient, moment, &root);
-        const auto lost = is_lost<kMoments>(gradient, weight, moment);
+        const auto lost = is_lost(rule, gradient, old_weight, weight, moment);
         skipped += count(lost);
         weight = select(lost, old_weight, weight);
         root = select(lost, old_root, root);

@@ -10,6 +10,19 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr uint64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+// Of the parameter.
+constexpr DType dtype_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFloat32:
+      return DType::kFloat32;
+    case WeightFormat::kFloat16:
+    case WeightFormat::kFloat16Plus8:
+    case WeightFormat::kFloat16Plus16:
+      return DType::kFloat16;
+    default:
+      return DType::kBFloat16;
+  }
+}
 constexpr uint64_t bytes_of(WeightFormat format) { return format == WeightFormat::kFloat32 ? 4 : 2; }
 
 constexpr uint64_t low_bytes_of(WeightFormat format) {

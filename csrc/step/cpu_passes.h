@@ -138,7 +138,7 @@ int64_t update_run(const void* scalars, const RunFloats& run, int n) {
     }
     rule.update(weight, gradient, moment, root);
     if constexpr (kSkips) {
-      const auto lost = is_lost<Kept::kCount>(gradient, weight, moment);
+      const auto lost = is_lost(rule, gradient, old_weight, weight, moment);
       skipped += count(lost);
       store_lanes(run.param + i, select(lost, old_weight, weight));
 #pragma GCC unroll 4
@@ -182,7 +182,7 @@ void terms_of_run(const void* scalars, const RunFloats& run, float* const* terms
     }
 #pragma GCC unroll 2
     for (int j = 0; j < kSumsOf<Rule>; ++j) {
-      if constexpr (kSkips) x[j] = select(is_lost<Kept::kCount>(gradient, x[j], moment), spread<F>(0.0f), x[j]);
+      if constexpr (kSkips) x[j] = select(is_lost(rule, gradient, param, x[j], moment), spread<F>(0.0f), x[j]);
       store_lanes(terms[j] + i, x[j]);
       if constexpr (kHasProducts<Rule>) store_lanes(terms[kSumsOf<Rule> + j] + i, y[j]);
     }
@@ -196,6 +196,7 @@ struct RulePasses {
   bool products;  // whether the sums are of products
   const MomentKind* kinds;
   void (*make)(void* rule, const double* hyper, float step);
+  Gains (*gains)(const void* rule);
   void (*with_sums)(void* rule, const double* sums, double numel);  // nullptr: of no rule with sums, or with totals
   int64_t (*update[2][2])(const void* rule, const RunFloats& run, int n);                   // [kRoots][kSkips]
   void (*terms[2][2])(const void* rule, const RunFloats& run, float* const* terms, int n);  // the same
@@ -242,6 +243,7 @@ constexpr RulePasses rule_passes() {
       kHasProducts<Rule>,
       Rule::Kept::kKinds,
       [](void* rule, const double* hyper, float step) { *static_cast<Rule*>(rule) = rule_of<Rule>(hyper, step); },
+      [](const void* rule) { return gains_of(*static_cast<const Rule*>(rule)); },
       nullptr,
       {{update_run<Rule, false, false>, update_run<Rule, false, true>},
        {update_run<Rule, true, false>, update_run<Rule, true, true>}},
@@ -263,27 +265,28 @@ constexpr RulePasses rule_passes() {
   return passes;
 }
 
-// Gradients times `scale`, n of them and zeros up to a multiple of kEach. Returns whether one is large.
+// Gradients times `scale`, n of them and zeros up to a multiple of kEach. Returns whether one of them, or of the
+// parameters, is large.
 template <class T, class Convert>
-bool load_gradients(float* to, const char* gradient, float scale, int n, Convert convert) {
+bool load_gradients(const RunFloats& to, const char* gradient, float scale, Gains gains, int n, Convert convert) {
   const T* from = reinterpret_cast<const T*>(gradient);
   Ints<kEachPack> largest{};
   for (int i = 0; i < n; i += kEach) {
     const Floats<kEachPack> g = convert(load_each(from + i, n - i)) * scale;
-    largest = max_int(largest, magnitude_bits(g));
-    store_lanes(to + i, g);
+    largest = max_int(largest, strain_bits(gains, g, load_lanes<kEachPack>(to.param + i)));
+    store_lanes(to.gradient + i, g);
   }
-  return any(largest >= kLargeGradientBits);
+  return any(largest >= kLargeBits);
 }
 
-inline bool load_gradients(float* to, const char* from, DType dtype, float scale, int n) {
+inline bool load_gradients(const RunFloats& to, const char* from, DType dtype, float scale, Gains gains, int n) {
   switch (dtype) {
     case DType::kFloat32:
-      return load_gradients<float>(to, from, scale, n, [](auto x) { return x; });
+      return load_gradients<float>(to, from, scale, gains, n, [](auto x) { return x; });
     case DType::kBFloat16:
-      return load_gradients<uint16_t>(to, from, scale, n, [](auto x) { return float_from_bf16(x); });
+      return load_gradients<uint16_t>(to, from, scale, gains, n, [](auto x) { return float_from_bf16(x); });
     default:
-      return load_gradients<uint16_t>(to, from, scale, n, [](auto x) { return float_from_fp16(x); });
+      return load_gradients<uint16_t>(to, from, scale, gains, n, [](auto x) { return float_from_fp16(x); });
   }
 }
 

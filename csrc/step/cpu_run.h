@@ -89,8 +89,7 @@ class RunStepper {
   }
 
   const CodecPasses& codec_of(MomentKind kind) const {
-    constexpr int kExact = index_of<Float32>(Codecs{});
-    if (kind == MomentKind::kExact) return passes_of_codec(kExact, Codecs{});
+    if (kind == MomentKind::kExact) return passes_of_codec(kCodecIndex<Float32>, Codecs{});
     return kind == MomentKind::kWide ? passes_of_codec(codec_.wide, Codecs{}) : codec_;
   }
 
@@ -118,7 +117,8 @@ class RunStepper {
     for (int k = 0; k < rule_.moments; ++k) run_.moments[k] = take();
     if (!in_place) load_weights(run_.param, weights, format_.weight(), n_);
     const char* gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(format_.gradient()) * offset_;
-    const bool has_large = load_gradients(run_.gradient, gradient, format_.gradient(), group_.gradient_scale, n_);
+    const Gains gains = rule_.gains(scalars_);
+    const bool has_large = load_gradients(run_, gradient, format_.gradient(), group_.gradient_scale, gains, n_);
     decode(padded);
     const bool skips = has_large && group_.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
     if (phase_ == Phase::kSums) {

@@ -29,7 +29,7 @@ __attribute__((noinline)) void add_windows(ExactSum& sum, const float* x, const 
     Doubles left = wide * (kSquares ? wide : load_doubles(y + i));
     for (int r = 0; r < kRounds; ++r) {
       const Doubles rounded = left + rounder[r];
-      count[r] += reinterpret_cast<const Longs&>(rounded);
+      count[r] += (Longs)rounded;  // its bits
       left -= rounded - rounder[r];
     }
   }

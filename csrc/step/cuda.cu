@@ -32,7 +32,8 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream)
     cuda::prepare<<<1, cuda::kPrepareThreads, 0, in>>>(call, launched);
   } else {
     if (call.step_count > 0) cuda::count_steps<<<grid(call.step_count), cuda::kPrepareThreads, 0, in>>>(call);
-    cuda::prepare_entries<<<grid(call.entry_count), cuda::kPrepareThreads, 0, in>>>(call, gradients);
+    if (call.entry_count > 0)
+      cuda::prepare_entries<<<grid(call.entry_count), cuda::kPrepareThreads, 0, in>>>(call, gradients);
   }
   cuda::check(cudaGetLastError(), "the kernel that prepares the step");
 }
@@ -45,7 +46,7 @@ void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream) {
                               : with_sums < 0 ? cuda::other_kernel_of(batch, other)
                                               : cuda::sum_kernel_of(batch, with_sums);
   const auto in = static_cast<cudaStream_t>(stream);
-  kernel.run<<<grid, cuda::kThreads, kernel.shared_bytes(batch), in>>>(call, batch);
+  kernel.run<<<grid, cuda::kThreads, kernel.shared_bytes, in>>>(call, batch);
   cuda::check(cudaGetLastError(), "the step's kernel");
 }
 

@@ -54,6 +54,7 @@ class BlockArithmetic {
       : rule_(prepared.rule),
         gradient_scale_(prepared.gradient_scale),
         root_limit_(bits(root_limit(rule_))),
+        param_gain_(gains_of(rule_).param),
         values_(table.values),
         table_(table.codec) {}
 
@@ -62,7 +63,7 @@ class BlockArithmetic {
     bool has_zero_code = false;  // an unsigned one, where its coder cannot do with them
     uint32_t low = ~0u, high = 0;
     int32_t largest_unsigned = 0;  // where roots are not what is coded
-    float largest_gradient = 0.0f, largest_weight = 0.0f;
+    float largest_gradient = 0.0f, largest_weight = 0.0f;  // as gains_of counts gradients, without unsigned moments
   };
 
   // The coder that decodes a block's unsigned moment. `scales`: of the block.
@@ -89,6 +90,9 @@ class BlockArithmetic {
       m[kUnsigned] = Codec::kRoot ? r * r : r;
     } else {
       found.largest_gradient = larger(found.largest_gradient, fabsf(scaled.x));
+      if constexpr (kHasCoupledDecay<Rule>) {
+        if (param_gain_ != 0.0f) found.largest_gradient = larger(found.largest_gradient, fabsf(param_gain_ * param.x));
+      }
     }
     m[kSigned] = kRelative ? signed_value * r : signed_value;
     rule_.update(param, scaled, m, &r);
@@ -107,7 +111,7 @@ class BlockArithmetic {
   // Whether a lane's elements can be encoded.
   SHARDOPT_DEVICE bool is_usual(const Found& found) const {
     const bool usual_weights = !kHasLow || found.largest_weight <= float_from_bits(kLargestWord<kLowBits>);
-    if constexpr (!kHasUnsigned) return usual_weights && found.largest_gradient < float_from_bits(kLargeGradientBits);
+    if constexpr (!kHasUnsigned) return usual_weights && found.largest_gradient < float_from_bits(kLargeBits);
     return usual_weights && !found.has_zero_code && found.low >= static_cast<uint32_t>(bits(kLeastQuickRoot)) &&
            found.high < static_cast<uint32_t>(root_limit_);
   }
@@ -161,6 +165,7 @@ class BlockArithmetic {
   const Rule rule_;
   const float gradient_scale_;
   const int32_t root_limit_;
+  const float param_gain_;
   const SharedTable values_;
   const float* const table_;
 };

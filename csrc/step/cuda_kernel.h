@@ -43,8 +43,8 @@ SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const 
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
   const float* table = call.tables[entry.codec];
   const bool once = entry.block_size <= kChunk && !entry.cut;
-  int index = 0, skipped = 0;
-  (((Rule::Kept::kCount == 0 || entry.codec == index++)
+  int skipped = 0;
+  (((Rule::Kept::kCount == 0 || entry.codec == kCodecIndex<Codec>)
         ? void(skipped = once
                              ? step_task<Rule, Codec, kReadsOnce<Rule, Codec>>(task, entry, prepared, table, call.phase)
                              : step_task<Rule, Codec, false>(task, entry, prepared, table, call.phase))
@@ -63,16 +63,19 @@ template <class Rule, class... Codec>
 SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task, const TensorEntry& entry,
                                       List<Codec...>) {
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
-  int index = 0;
-  ((entry.codec == index++ ? add_task_to_sums<Rule, Codec>(task, entry, prepared, call.tables[entry.codec]) : void()),
+  ((entry.codec == kCodecIndex<Codec>
+        ? add_task_to_sums<Rule, Codec>(task, entry, prepared, call.tables[entry.codec])
+        : void()),
    ...);
 }
 
-// A rule without moments has no use for codecs: any of them stands for all. Shared ones, the last in the list, are for
-// few rules.
+// The codecs that a rule's entries may have. A rule without moments has no use for codecs: any of them stands for all.
+// Shared ones are for few rules, and repaying rules take relative ones, beside the float32 of small parameters.
 template <class Rule>
-using CodecsOf = std::conditional_t<Rule::Kept::kCount == 0, List<Float32>,
-                                    std::conditional_t<may_share_codes<Rule>(), Codecs, UnsharedCodecs>>;
+using CodecsOf = std::conditional_t<
+    Rule::Kept::kCount == 0, List<Float32>,
+    std::conditional_t<kRepaysOf<Rule>, List<Float32, Log8, Log4>,
+                       std::conditional_t<may_share_codes<Rule>(), Codecs, UnsharedCodecs>>>;
 
 // A warp per task, all of one rule.
 template <class Rule>
@@ -141,8 +144,17 @@ SHARDOPT_DEVICE int step_staged(const CudaCall& call, const CudaTask& task, cons
   return skipped;
 }
 
-// A warp per task of blocks in a usual format, all of one rule, codec and format. Dynamic shared memory: of each warp a
-// ring if there are whole, aligned blocks, and in the same place a stage if there are others.
+// Bytes of shared memory that a warp needs: for its ring if the batch has whole, aligned blocks, for its stage if it has
+// others. A thread block's warps may need either, so that one size holds for the whole launch.
+template <class Aligned, class Staged>
+SHARDOPT_HD unsigned warp_bytes(const CudaBatch& batch) {
+  constexpr unsigned kRing = sizeof(typename Aligned::Ring), kStage = sizeof(typename Staged::Stage);
+  const unsigned ring = batch.staged > batch.begin ? kRing : 0, stage = batch.end > batch.staged ? kStage : 0;
+  return ring > stage ? ring : stage;
+}
+
+// A warp per task of blocks in a usual format, all of one rule, codec and format. Dynamic shared memory: a ring or a
+// stage per warp, as it steps aligned blocks or others.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 __global__ void __launch_bounds__(kThreads, kAlignedResident) step_usual_tasks(CudaCall call, CudaBatch batch) {
   using Aligned = AlignedStepper<Rule, Codec, kWeight, kGradient>;
@@ -155,36 +167,31 @@ __global__ void __launch_bounds__(kThreads, kAlignedResident) step_usual_tasks(C
   const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (i >= batch.end) return;
   const CudaTask task = call.tasks[i];
-  const unsigned warp = threadIdx.x / kWarp;
+  char* const share = reinterpret_cast<char*>(memory) + threadIdx.x / kWarp * warp_bytes<Aligned, Staged>(batch);
   if (i < batch.staged) {
-    auto& ring = reinterpret_cast<typename Aligned::Ring*>(memory)[warp];
+    auto& ring = *reinterpret_cast<typename Aligned::Ring*>(share);
     count_skipped(call, step_aligned<Rule, Codec, Aligned>(call, task, table, ring));
   } else {
-    auto& stage = reinterpret_cast<typename Staged::Stage*>(memory)[warp];
+    auto& stage = *reinterpret_cast<typename Staged::Stage*>(share);
     count_skipped(call, step_staged<Rule, Codec, Staged>(call, task, table, stage));
   }
 }
 
-// A kernel that steps batches. It takes dynamic shared memory for the ring of aligned blocks or for the stage of other
-// rows, whichever the batch has and is larger.
+// A kernel that steps a batch, and the dynamic shared memory that it takes, in bytes.
 struct Kernel {
   void (*run)(CudaCall, CudaBatch);
-  size_t ring_bytes = 0, stage_bytes = 0;
-
-  size_t shared_bytes(const CudaBatch& batch) const {
-    const size_t ring = batch.staged > batch.begin ? ring_bytes : 0, stage = batch.end > batch.staged ? stage_bytes : 0;
-    return ring > stage ? ring : stage;
-  }
+  size_t shared_bytes = 0;
 };
 using AlignedFormats = std::make_integer_sequence<int, kAlignedFormatCount>;
 
 template <class Rule, class Codec, int kFormat>
-Kernel usual_kernel() {
+Kernel usual_kernel(const CudaBatch& batch) {
   if constexpr (Codec::Signed::kScales > 0 && is_usual<Rule, Codec>()) {
     constexpr AlignedFormat kFound = kAlignedFormats[kFormat];
+    using Aligned = AlignedStepper<Rule, Codec, kFound.weight, kFound.gradient>;
+    using Staged = StagedStepper<Rule, Codec, kFound.weight, kFound.gradient>;
     return {step_usual_tasks<Rule, Codec, kFound.weight, kFound.gradient>,
-            kAlignedWarps * sizeof(typename AlignedStepper<Rule, Codec, kFound.weight, kFound.gradient>::Ring),
-            kAlignedWarps * sizeof(typename StagedStepper<Rule, Codec, kFound.weight, kFound.gradient>::Stage)};
+            kAlignedWarps * warp_bytes<Aligned, Staged>(batch)};
   } else {
     return {nullptr};  // make_cuda_tasks gives these no format
   }
@@ -192,7 +199,7 @@ Kernel usual_kernel() {
 
 template <class Rule, class Codec, int... kFormat>
 Kernel kernel_of_format(const CudaBatch& batch, std::integer_sequence<int, kFormat...>) {
-  const Kernel kernels[] = {usual_kernel<Rule, Codec, kFormat>()...};
+  const Kernel kernels[] = {usual_kernel<Rule, Codec, kFormat>(batch)...};
   return kernels[batch.format];
 }
 

@@ -157,8 +157,8 @@ class WarpStepper {
   // Reads and updates the lane's elements of the chunk that begins there. Missing elements are zeros.
   SHARDOPT_DEVICE void compute(int begin, bool counts) {
     find_span(begin);
-    const int32_t largest_gradient = update<false>(counts);
-    if (largest_gradient >= kLargeGradientBits && prepared_.skips) update<true>(counts);
+    const int32_t largest_strain = update<false>(counts);
+    if (largest_strain >= kLargeBits && prepared_.skips) update<true>(counts);
   }
 
   // The lane's elements of the chunk that begins there.
@@ -191,7 +191,7 @@ class WarpStepper {
         rule_.terms(param_[i], g, moment, x);
       }
       each_of<kSumsOf<Rule>>([&](auto j) {
-        const bool lost = prepared_.skips && is_lost<kMoments>(g, x[j()], moment);
+        const bool lost = prepared_.skips && is_lost(rule_, g, param_[i], x[j()], moment);
         terms[j()][i] = i >= span_.n || lost ? 0.0f : x[j()];
         if constexpr (kHasProducts<Rule>) factors[j()][i] = i >= span_.n ? 0.0f : y[j()];
       });
@@ -199,25 +199,26 @@ class WarpStepper {
   }
 
   // Nothing is written: this can be done again. kSkips: elements whose update is lost stay as they are. Returns the
-  // largest magnitude among the gradients, as bits.
+  // largest strain_bits.
   template <bool kSkips>
   SHARDOPT_DEVICE int32_t update(bool counts) {
     float gradient[kLane], old[kMoments + 1][kLane];
     load_weights(param_, streams_, span_);
     load_gradients(gradient, streams_, span_);
     decode(old);
-    int32_t largest_gradient = 0;
+    const Gains gains = gains_of(rule_);
+    int32_t largest_strain = 0;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const float g = gradient[i] * gradient_scale_;
-      largest_gradient = max_int(largest_gradient, magnitude_bits(g));
+      largest_strain = max_int(largest_strain, strain_bits(gains, g, param_[i]));
       float param = param_[i], moment[kMoments + 1], roots[kMoments + 1];
       each_of<kMoments>([&](auto k) {
         const float x = old[k()][i];
         moment[k()] = Moment<k()>::kIsRoot ? x * x : x;
       });
       rule_.update(param, g, moment, roots);
-      const bool lost = kSkips && is_lost<kMoments>(g, param, moment);
+      const bool lost = kSkips && is_lost(rule_, g, param_[i], param, moment);
       if (lost) skipped_ += counts;
       param_[i] = lost ? param_[i] : param;
       each_of<kMoments>([&](auto k) {
@@ -225,7 +226,7 @@ class WarpStepper {
         kept_[k()][i] = i >= span_.n ? 0.0f : lost && !Moment<k()>::kIsExact ? old[k()][i] : x;
       });
     }
-    return largest_gradient;
+    return largest_strain;
   }
 
   // The moments, or the roots of those that are coded by theirs.

@@ -70,6 +70,10 @@ constexpr int index_of(List<Types...>) {
   return found;
 }
 
+// A codec's number in a kernel's table.
+template <class Codec>
+constexpr int kCodecIndex = index_of<Codec>(Codecs{});
+
 template <class Rule>
 constexpr bool may_share_codes() {
   return index_of<Rule>(SharingRules{}) < SharingRules::kCount;

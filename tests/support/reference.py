@@ -30,23 +30,31 @@ class Stepped(NamedTuple):
     nonfinite: int
 
 
-#: Below this magnitude no gradient overflows the moments (csrc/core/rule.h).
-LARGE_GRADIENT = 2.0**63
+#: Below this magnitude the square of a number does not overflow the moments (csrc/core/rule.h).
+LARGE = 2.0**63
 
 
-def lost(g: Tensor, new: Updated) -> Tensor:
-    """Where an update is to be undone: the gradient is NaN or Inf, or so large that the update overflows."""
+def lost(rule: str, hyper: Scalars, p: Tensor, g: Tensor, new: Updated) -> Tensor:
+    """Where an update is to be undone: the gradient is NaN or Inf, or it or the parameter so large that it overflows.
+
+    Rules that square more than the gradient and its coupled decay undo all that are large.
+    """
+    gain = {"adan": 4.0, "prodigy": max(1.0, hyper.get("d", 0.0))}.get(rule)
+    param_gain = 8 * float32(hyper.get("coupled_decay", 0.0)) * float32(gain or 1.0)
+    large = ~((g * float32(gain or 1.0)).abs() < LARGE)
+    if param_gain != 0:
+        large |= ~((p * param_gain).abs() < LARGE)
     finite = torch.isfinite(g) & torch.isfinite(new.param)
     for moment in new.moments:
         finite &= torch.isfinite(moment)
-    return ~(g.abs() < LARGE_GRADIENT) & ~finite
+    return large & (~finite if gain is None else torch.ones_like(large))
 
 
-def products_of(terms: Terms, g: Tensor, nonfinite: str) -> list[list[float]]:
+def products_of(rule: str, hyper: Scalars, terms: Terms, p: Tensor, g: Tensor, nonfinite: str) -> list[list[float]]:
     """The terms of each sum, one per element: 0 for skipped updates, and NaN alone if another one is not finite."""
     found = []
     for x, y in zip(terms.x, terms.y or [None] * len(terms.x), strict=True):
-        is_lost = lost(g, Updated(x, terms.moments, []))
+        is_lost = lost(rule, hyper, p, g, Updated(x, terms.moments, []))
         x = torch.where(is_lost, 0.0, x) if nonfinite == "skip" else x
         product = x.double() * (x if y is None else y).double()
         found.append(product.flatten().tolist() if torch.isfinite(product).all() else [math.nan])
@@ -123,13 +131,13 @@ def step(
         terms = TERMS[rule](p, g, old.values, hyper, step)
         exists = blocks_of(torch.ones_like(param, dtype=torch.bool))
         terms = terms._replace(x=[torch.where(exists, x, 0.0) for x in terms.x])
-        products = products_of(terms, g, nonfinite)
+        products = products_of(rule, hyper, terms, p, g, nonfinite)
         if products_only:
             return products
         if terms.y is None:
             more["sums"] = Sums([math.fsum(each) for each in products], param.numel())
     new = RULES[rule](p, g, old.values, hyper, step, **more)
-    skip = lost(g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
+    skip = lost(rule, hyper, p, g, new) if nonfinite == "skip" else torch.zeros_like(g, dtype=torch.bool)
     exists = blocks_of(torch.ones_like(param, dtype=torch.bool))
     taken = [torch.where(skip, o, n) for o, n in zip(old.values, new.moments, strict=False)]
     taken = [n if m.exact else t for m, n, t in zip(moments, new.moments, taken, strict=False)]

@@ -29,7 +29,7 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void*) {
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void*) {
   constexpr int64_t kTasks = emulated::kThreads / emulated::kWarp;
   const emulated::Kernel kernel = emulated::kernel_of(batch, batch.rule, emulated::Rules{});
-  emulation::dynamic_shared = std::make_unique<uint4[]>(kernel.shared_bytes(batch) / sizeof(uint4));
+  emulation::dynamic_shared = std::make_unique<uint4[]>(kernel.shared_bytes / sizeof(uint4));
   blockIdx.x = 0;
   for (int64_t first = batch.begin; first < batch.end; first += kTasks, ++blockIdx.x)
     emulation::run_block(emulated::kThreads, [&] { kernel.run(call, batch); });
