@@ -115,6 +115,28 @@ def test_nan_propagates(rule: str, codec: str) -> None:
         assert torch.isnan(param[1, 100])
 
 
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_sign_of_nan_decides_nothing(rule: str, codec: str) -> None:
+    """Weights are the same numbers on every instruction set, and NaN in the same places."""
+    shapes, found = ((3, 257), (2, 31)), []
+    for target, sign in product(_C.cpu_targets(), (1.0, -1.0)):
+        params, optimizer = make(rule, codec, start(FP32, shapes), nonfinite="propagate")
+        with using(target, threads=1):
+            for t in range(11, 15):
+                bad = {name: gradient.clone() for name, gradient in gradients(t, FP32, shapes).items()}
+                if t == 12:
+                    for gradient in bad.values():
+                        gradient[1, 3:9] = torch.tensor(torch.nan).copysign(torch.tensor(sign))
+                step(optimizer, params, bad)
+        found.append({name: torch.where(param.isnan(), torch.nan, param.detach()) for name, param in params.items()})
+    for other in found[1:]:
+        assert_same(other, found[0])
+    assert all(weights.isnan().any() for weights in found[0].values())
+    if rule not in ("lamb", "lars", "stable_adamw"):  # whose rates depend on all elements
+        assert all(weights.isfinite().any() for weights in found[0].values())
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 256, 1024, 4096])
 @pytest.mark.parametrize("codec", EIGHT_BIT)
 @pytest.mark.parametrize("rule", ["adamw", "momentum", "repaid_adamw"])
@@ -239,6 +261,44 @@ def test_gradients_that_overflow(rule: str, codec: str, dtype: torch.dtype) -> N
                 gradient.view(-1)[at] = value
     steps = [gradients(1, dtype), huge, gradients(4, dtype)]
     compare(rule, codec, start(dtype), steps, [(target, 1) for target in _C.cpu_targets()])
+
+
+#: By their places in a parameter. Coupled decay of them overflows a second moment, a sum, or nothing.
+LARGE_WEIGHTS = {0: 1e24, 2: 3e38, 40: -1e21, 129: -3e38, 130: 9.2e18}
+
+
+@pytest.mark.parametrize(("rule", "codec", "dtype"), by_passes(product(RULES, CODEC_NAMES, (FP32, BF16))), ids=str)
+def test_weights_whose_decay_overflows(rule: str, codec: str, dtype: torch.dtype) -> None:
+    initial = {name: value.clone() for name, value in start(dtype).items()}
+    for value in initial.values():
+        for at, weight in LARGE_WEIGHTS.items():
+            if at < value.numel():
+                value.view(-1)[at] = weight
+    steps = [gradients(t, dtype) for t in (1, 2, 4)]
+    compare(rule, codec, initial, steps, [(target, 1) for target in _C.cpu_targets()])
+    params, optimizer = make(rule, codec, initial)
+    with using(_C.cpu_targets()[0], threads=1):
+        for gradient in steps:
+            step(optimizer, params, gradient)
+    if rule not in ("lamb", "lars"):  # whose trust ratios of such weights are infinite
+        assert all(value.isfinite().all() for value in snapshot(params, optimizer).values())
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize(("rule", "options"), [("prodigy", {"d0": 8.0, "d_coef": 1.0}), ("adan", {})])
+def test_gradients_that_overflow_once_they_are_multiplied(rule: str, options: dict[str, float], codec: str) -> None:
+    """By Prodigy's d, or as Adan's difference from the last one."""
+    steps = [{name: gradient.clone() for name, gradient in gradients(t, FP32).items()} for t in (1, 2, 4, 5)]
+    for sign, huge in ((1, steps[1]), (-1, steps[2])):
+        for gradient in huge.values():
+            gradient.view(-1)[::7] = sign * 2.0**62
+    compare(rule, codec, start(FP32), steps, [(target, 1) for target in _C.cpu_targets()], **options)
+    params, optimizer = make(rule, codec, start(FP32), **options)
+    with using(_C.cpu_targets()[0], threads=1):
+        for gradient in steps:
+            step(optimizer, params, gradient)
+    assert optimizer.nonfinite_count > 0
+    assert all(value.isfinite().all() for value in snapshot(params, optimizer).values())
 
 
 def half_precision_values(dtype: torch.dtype) -> Tensor:
