@@ -9,6 +9,9 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
+// How far ahead of a block memory is asked for what follows: in elements, so that it is a page of floats.
+constexpr int64_t kFetchedAhead = 1024;
+
 // Where a block is: in the tensors, or in copies that are filled up to whole packs.
 template <class Code, int kMoments>
 struct Block {
@@ -18,6 +21,13 @@ struct Block {
   int64_t scale_index;
   int n;  // elements
 };
+
+// Asks for the cache lines of some bytes; where there are none, nothing happens. Always inline: of a function that only
+// prefetches GCC believes that it has no effect, and drops its calls.
+SHARDOPT_HD void fetch_lines(const void* from, uint64_t bytes) {
+  const auto address = reinterpret_cast<uint64_t>(from);
+  for (uint64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
+}
 
 // Steps blocks of one entry, several of one length together: the processor works on one while another waits for its
 // maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
@@ -64,6 +74,8 @@ class BlockStepper {
   // Takes a block, of as many elements as those that wait, and steps them once they are kTogether. Returns how many
   // elements were skipped.
   SHARDOPT_HD int64_t add(const Block& block) {
+    // Rather than when it is stepped: the blocks beside it will not wait.
+    if constexpr (!kExact && kBlockwise) fetch_ahead(block, block.n);
     waiting_[count_++] = block;
     return count_ == kTogether ? step_waiting() : 0;
   }
@@ -73,7 +85,7 @@ class BlockStepper {
     const int count = count_;
     count_ = 0;
     if (count == 0) return 0;
-    return kExact || waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
+    return kExact || kMasksMemory || waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
   }
 
  private:
@@ -126,7 +138,7 @@ class BlockStepper {
     Kept kept[kTogether];
     int64_t nonfinite = 0;
     bool has_zero = !kTellsZeros;
-    for (int b = 0; b < count; ++b) has_zero = has_zero || has_zero_code(blocks[b], n);
+    for (int b = 0; b < count && kTellsZeros; ++b) has_zero |= has_zero_code(blocks[b], n);
     if (has_zero) {
       nonfinite = update_all<true>(blocks, count, n, kept);
     } else if constexpr (kTellsZeros) {
@@ -134,6 +146,16 @@ class BlockStepper {
     }
     if constexpr (kBlockwise) encode(blocks, count, n, kept);
     return nonfinite;
+  }
+
+  // Calls take(i, lanes) for each pack of n elements.
+  template <class Take>
+  SHARDOPT_HD static void each_pack(int n, Take take) {
+    int i = 0;
+    for (; i + kStep <= n; i += kStep) take(i, AllLanes{});
+    if constexpr (!kExact && kMasksMemory) {
+      if (i < n) take(i, FirstLanes{n - i});
+    }
   }
 
   template <class Coder>
@@ -158,8 +180,21 @@ class BlockStepper {
     return false;
   }
 
-  SHARDOPT_HD F gradient_at(const Block& block, int i) const {
-    return load_floats<kPack>(block.gradient, format_.gradient(), i) * gradient_scale_;
+  template <class Lanes>
+  SHARDOPT_HD F gradient_at(const Block& block, int i, Lanes lanes) const {
+    return load_floats<kPack>(block.gradient, format_.gradient(), i, lanes) * gradient_scale_;
+  }
+
+  // Has memory send what a later block of the row needs, or the next row: processors see neither beyond a page nor
+  // beyond a short block, which is left for later.
+  SHARDOPT_HD void fetch_ahead(const Block& block, int n) const {
+    const auto count = static_cast<uint64_t>(n);
+    const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
+    const uint64_t gradient_bytes = bytes_of(format_.gradient());
+    fetch_lines(block.weights.words + kFetchedAhead * weight_bytes, count * weight_bytes);
+    if (low_bytes) fetch_lines(block.weights.low_bits + kFetchedAhead * low_bytes, count * low_bytes);
+    fetch_lines(block.gradient + kFetchedAhead * gradient_bytes, count * gradient_bytes);
+    for (int k = 0; k < kMoments; ++k) fetch_lines(block.codes[k] + kFetchedAhead, count * sizeof(Code));
   }
 
   // Updates blocks, each right after a look at its gradients, as memory delivers them; returns how many elements were
@@ -170,8 +205,9 @@ class BlockStepper {
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
       const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
+      if constexpr (kExact && kBlockwise) fetch_ahead(block, kMost);
       if (has_large(block, n)) {
-        nonfinite += update_skipping(block, n, kept[b]);
+        nonfinite += update_skipping(blocks[b], n, kept[b]);  // not the copy, which would go to memory and back
       } else {
         update<false, kZeros>(block, n, kept[b]);
       }
@@ -195,19 +231,19 @@ class BlockStepper {
     for (int k = 0; k < kMoments; ++k) extremes[k] = LaneExtremes::none();
     native::UnsignedInts smallest_root = native::UnsignedInts{} - 1;
     int64_t skipped = 0;
-    for (int i = 0; i < n; i += kStep) {
+    each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
       F moment[kMoments + 1], root{};
       for (int k = 0; k < kMoments; ++k) {
         if constexpr (!kBlockwise) {
-          moment[k] = signed_coder.decode(load_lanes<kPack>(block.codes[k] + i));
+          moment[k] = signed_coder.decode(load_lanes<kPack>(block.codes[k] + i, lanes));
         } else if (k == kUnsigned) {
           if constexpr (!kZeros) {
             moment[k] = unsigned_coder.decode_above_zero(load_lanes<kPack>(block.codes[k] + i));
           } else {
-            moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i);
+            moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i, lanes, 0);
           }
         } else {
-          moment[k] = signed_table_.decode(signed_coder, block.codes[k] + i);
+          moment[k] = signed_table_.decode(signed_coder, block.codes[k] + i, lanes, Signed::kZero);
         }
       }
       if constexpr (kUnsigned >= 0) {
@@ -215,8 +251,8 @@ class BlockStepper {
         if (kRelative) moment[kSigned] = moment[kSigned] * root;
         if (Codec::kRoot) moment[kUnsigned] = root * root;
       }
-      F weight = block.weights.template load<kPack>(format_.weight(), i);
-      const F gradient = gradient_at(block, i);
+      F weight = block.weights.template load<kPack>(format_.weight(), i, lanes);
+      const F gradient = gradient_at(block, i, lanes);
       if constexpr (kSkips) {
         const F old_weight = weight, old_root = root;
         F old_moment[kMoments + 1];
@@ -230,11 +266,11 @@ class BlockStepper {
       } else {
         rule.update(weight, gradient, moment, &root);
       }
-      block.weights.store(weight, format_.weight(), i);
+      block.weights.store(weight, format_.weight(), i, lanes);
       for (int k = 0; k < kMoments; ++k) {
         const F x = Codec::kRoot && k == kUnsigned ? root : moment[k];
         if constexpr (!kBlockwise) {
-          store_lanes(block.codes[k] + i, k == kUnsigned ? unsigned_coder.encode(x) : signed_coder.encode(x));
+          store_lanes(block.codes[k] + i, k == kUnsigned ? unsigned_coder.encode(x) : signed_coder.encode(x), lanes);
         } else {
           kept.x[k][i / kStep] = x;
           if (k == kUnsigned) {
@@ -248,7 +284,7 @@ class BlockStepper {
           }
         }
       }
-    }
+    });
     for (int k = 0; k < kMoments; ++k) kept.extremes[k] = extremes[k];
     if (kTellsZeros) kept.smallest_root = smallest_root;
     return skipped;
@@ -281,18 +317,18 @@ class BlockStepper {
       const Unsigned coder(scales[b], table_);
       const Block block = blocks[b];
       LaneExtremes extremes = LaneExtremes::none();
-      for (int i = 0; i < n; i += kStep) {
+      each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
         const F x = kept[b].x[kUnsigned][i / kStep];
         F unit, &moment = kept[b].x[kSigned][i / kStep];
         if constexpr (kUsual) {
-          store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit));
+          store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit), lanes);
           moment = moment * reciprocal(unit);
         } else {
-          store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit));
+          store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit), lanes);
           moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
         }
         extremes.add_signed(moment);
-      }
+      });
       kept[b].extremes[kSigned] = extremes;
     }
   }
@@ -319,9 +355,10 @@ class BlockStepper {
         for (int b = 0; b < count; ++b) {
           const Unsigned coder(unsigned_scale[b], table_);
           const Block block = blocks[b];
-          for (int i = 0; i < n; i += kStep) {
-            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, kept[b].x[kUnsigned][i / kStep]));
-          }
+          each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
+            const F x = kept[b].x[kUnsigned][i / kStep];
+            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x), lanes);
+          });
         }
       }
 #pragma GCC unroll 1
@@ -340,9 +377,10 @@ class BlockStepper {
       for (int b = 0; b < count; ++b) {
         const Signed coder(signed_scale[b], table_);
         const Block block = blocks[b];
-        for (int i = 0; i < n; i += kStep) {
-          store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));
-        }
+        each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
+          const F x = kept[b].x[kSigned][i / kStep];
+          store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, x), lanes);
+        });
         store_scales<Signed>(kSigned, block, signed_scale[b]);
       }
     }

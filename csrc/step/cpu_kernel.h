@@ -42,17 +42,28 @@ int64_t step_each(const CpuCall& call, const TensorEntry& entry, int64_t begin, 
   return nonfinite;
 }
 
-// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements.
+// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends: by 16
+// elements where they are copied or have few, else by packs whose last one is masked.
 template <class Rule, class Codec, class Format>
 int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
-  constexpr int kWhole = 128;
+  constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
+  const auto rest_of_row = static_cast<int>(entry.cols % kWhole);
   BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, entry);
-  BlockStepper<Rule, Codec, Format, 16 / kLanes, kWhole, 4, false> rest(call, entry);
-  int64_t nonfinite = 0;
-  each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) {
-    nonfinite += block.n == kWhole ? whole.add(block) : rest.add(block);
-  });
-  return nonfinite + whole.step_waiting() + rest.step_waiting();
+  const auto step_all = [&](auto&& rest) __attribute__((always_inline)) {
+    int64_t nonfinite = 0;
+    each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) __attribute__((always_inline)) {
+      nonfinite += block.n == kWhole ? whole.add(block) : rest.add(block);
+    });
+    return nonfinite + whole.step_waiting() + rest.step_waiting();
+  };
+  if constexpr (kMasksMemory) {
+    if (rest_of_row > kFew) {
+      return step_all(BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 8, false>(call, entry));
+    }
+    return step_all(BlockStepper<Rule, Codec, Format, kOne, kFew, 8, false>(call, entry));
+  } else {
+    return step_all(BlockStepper<Rule, Codec, Format, kOne, kWhole, 4, false>(call, entry));
+  }
 }
 
 // The kernel of an entry in these formats, which are known when compiling; nullptr for another entry.
