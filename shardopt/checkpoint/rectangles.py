@@ -50,9 +50,8 @@ def _add_up(low: _Corners, high: _Corners) -> bool:
     tensor's end are left out: they are minus the sum of the others.
     """
     count, dims = low.shape
-    rests = np.zeros(
-        (dims + 1, count), dtype=np.int64
-    )  # equal numbers for rectangles that are alike from a dimension on
+    # Numbers of each rectangle's rest from a dimension on, equal where rests are.
+    rests = np.zeros((dims + 1, count), dtype=np.int64)
     begin, end = np.empty_like(low.T), np.empty_like(low.T)
     ends = np.empty(dims, dtype=np.int64)
     for dim in reversed(range(dims)):
