@@ -308,6 +308,14 @@ def _free_stager(folder: Path | None) -> Stager:
     return last.stager if last is not None and is_free else Stager(folder)
 
 
+def _forget_stager() -> None:
+    """Leaves the last save's staging buffer to the parent process, with whom a forked child shares a mapped file."""
+    global _last_saving
+    _last_saving = None
+
+
+os.register_at_fork(after_in_child=_forget_stager)
+
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 

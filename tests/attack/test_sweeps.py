@@ -22,6 +22,7 @@ COUNTS = {
     "hostile": (40, 1500),
     "race": (20, 2000),
     "pairs": (6, 116),
+    "forks": (6, 100),
     "interrupts": (8, 160),
     "damage": (30, 1500),
     "kills": (6, 400),
