@@ -16,7 +16,7 @@ import math
 import re
 from typing import Any
 
-from shardopt.checkpoint.wording import line, shown
+from shardopt.checkpoint.wording import named, shown
 
 MOST_NESTED = 100  # lists and dicts; Python's parser fails at some 1,000, others before
 _KEY = re.compile(r"\$+numberDouble")
@@ -56,7 +56,7 @@ def _encoded(value: Any, name: str, depth: int) -> Any:
         return value
     if depth > MOST_NESTED:
         raise TypeError(
-            f"{line(name, 80)}: got lists and dicts nested more than {MOST_NESTED} deep, or in a circle, expected "
+            f"{named(name)}: got lists and dicts nested more than {MOST_NESTED} deep, or in a circle, expected "
             "fewer; save a flat list, or a tensor"
         )
     if not isinstance(value, dict):
@@ -65,7 +65,7 @@ def _encoded(value: Any, name: str, depth: int) -> Any:
     for key, each in value.items():
         if not isinstance(key, str):
             raise TypeError(
-                f"{line(name, 80)}: got the key {shown(key)}, expected text, as JSON has no other keys; leave out what "
+                f"{named(name)}: got the key {shown(key)}, expected text, as JSON has no other keys; leave out what "
                 "the constructor makes (milestones of MultiStepLR), or save a list of pairs"
             )
         found[key] = _encoded(each, f"{name}.{key}" if name else key, depth + 1)

@@ -53,8 +53,15 @@ def make_folder(path: Path) -> None:
     Raises:
         OSError: the folder cannot be made.
     """
-    missing = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
-    retried(lambda: path.mkdir(parents=True, exist_ok=True))
+    while True:
+        missing = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
+        try:
+            retried(lambda: path.mkdir(parents=True, exist_ok=True))
+            break
+        except FileExistsError:
+            if os.path.lexists(path):
+                raise
+            # Another run removed the folder between two system calls of mkdir.
     for folder in missing:
         sync_folder(folder.parent)
 

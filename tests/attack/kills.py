@@ -75,7 +75,7 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
         if has_names:
             del os.O_TMPFILE
         if calls:
-            _die_at(calls, before)
+            die_at(calls, before)
         turn = newest
         while True:
             turn += 1
@@ -144,7 +144,7 @@ def _check(known: Known, folder: Path, done: int, begun: int, staging: Path) -> 
     return fault("strays", shown(left)) if left else ok(kind)
 
 
-def _die_at(calls: int, before: bool) -> None:
+def die_at(calls: int, before: bool) -> None:
     """Kills this process at so many calls from now of functions that change the disk, in whatever thread."""
     count = iter(range(calls))
 

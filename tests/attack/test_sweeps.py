@@ -23,6 +23,8 @@ COUNTS = {
     "race": (20, 2000),
     "pairs": (6, 116),
     "forks": (6, 100),
+    "extras": (20, 500),
+    "retention": (12, 400),
     "interrupts": (8, 160),
     "damage": (30, 1500),
     "kills": (6, 400),

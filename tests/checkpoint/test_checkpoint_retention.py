@@ -113,6 +113,24 @@ def test_a_save_whose_folder_is_removed_as_it_begins(tmp_path: Path, monkeypatch
     assert shardopt.checkpoint.load(tmp_path / "step-1", torch.nn.Linear(3, 2)).extra == {"step": 1}
 
 
+def test_a_folder_that_is_removed_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the system's answer that there is one and a second look."""
+    mkdir, calls = os.mkdir, []
+
+    def removed(path: Path, mode: int = 0o777) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(17, "File exists")
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", removed)
+    save(tmp_path, 1)
+    assert len(calls) == 2
+    (tmp_path / "step-2").write_text("a file")
+    with pytest.raises(CheckpointError, match="step-2: cannot make this folder: .*File exists"):
+        save(tmp_path, 2)
+
+
 def test_what_cannot_be_removed_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         save(tmp_path, step)
