@@ -127,7 +127,7 @@ def test_a_folder_that_is_removed_as_it_is_made(tmp_path: Path, monkeypatch: pyt
     save(tmp_path, 1)
     assert len(calls) == 2
     (tmp_path / "step-2").write_text("a file")
-    with pytest.raises(CheckpointError, match="step-2: cannot make this folder: .*File exists"):
+    with pytest.raises(CheckpointError, match=r"step-2: cannot make this folder: .*File exists"):
         save(tmp_path, 2)
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(tmp_path: Path, monkeypatch: 
         save(tmp_path, step)
     (tmp_path / "step-2" / "checkpoint.lock").unlink()
     (tmp_path / "step-2" / "checkpoint.lock").mkdir()
-    with pytest.warns(RuntimeWarning, match="step-2: older checkpoints cannot be removed: .*"):
+    with pytest.warns(RuntimeWarning, match="step-2: older checkpoints cannot be removed: "):
         save(tmp_path, 3, keep_last=1)
     assert names(tmp_path) == ["step-2", "step-3"]
 
