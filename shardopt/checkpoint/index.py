@@ -35,8 +35,8 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -220,17 +220,6 @@ def dump_index(index: Index) -> bytes:
         f'"tensors": {{\n{tensors}}}'
     ).encode()
     return text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode()
-
-
-def remove_strays(folder: Folder, keep: Collection[str]) -> None:
-    """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
-
-    Leaves files that cannot be removed to the next save.
-    """
-    for name in folder.names():
-        if is_own_name(name) and name not in keep:
-            with suppress(OSError):
-                folder.remove(name)
 
 
 def is_own_name(name: str) -> bool:

@@ -1,11 +1,11 @@
-"""Removes older checkpoints of a run, which are in folders whose names differ in the number at the end."""
+"""Removes what failed saves left, and older checkpoints of a run, whose folders differ in the number at the end."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder
@@ -31,6 +31,17 @@ def check_keep_last(folder: Folder, keep_last: int | None) -> None:
             f"got keep_last={keep_last} for the folder {folder.name!r}, expected a name that ends with a number, such "
             "as step-1000, by which checkpoints follow one another"
         )
+
+
+def remove_strays(folder: Folder, keep: Collection[str]) -> None:
+    """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
+
+    Leaves files that cannot be removed to the next save.
+    """
+    for name in folder.names():
+        if is_own_name(name) and name not in keep:
+            with suppress(OSError):
+                folder.remove(name)
 
 
 def remove_older(folder: Folder, keep_last: int) -> None:

@@ -29,11 +29,10 @@ from shardopt.checkpoint.index import (
     data_file_name,
     dump_index,
     load_index,
-    remove_strays,
 )
 from shardopt.checkpoint.plan import Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
-from shardopt.checkpoint.retention import check_keep_last, remove_older
+from shardopt.checkpoint.retention import check_keep_last, remove_older, remove_strays
 
 
 class Saving:
