@@ -20,8 +20,8 @@ _TERMS_PER_RECTANGLE = 16
 def fill(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
     """Whether rectangles cover each element of a tensor exactly once. Takes time of n log n for n rectangles.
 
-    Of more than 65,536 rectangles in more than four dimensions, a few irregular arrangements that no division of a
-    tensor among ranks has count as not covering it: they would take memory of 2^dimensions.
+    In six or more dimensions, arrangements of many rectangles that are more irregular than any division of a tensor
+    among ranks count as not covering it: they would take memory of n times 2^dimensions.
 
     Args:
         shape: the shape of the tensor, of numbers below 2**63.
