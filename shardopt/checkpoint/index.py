@@ -24,7 +24,8 @@ A tensor says in which files its elements are, in one of three ways (:mod:`shard
 - ``parts``: a list of ``[file, offsets, shape]``, which cover each element once.
 
 ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name) and ``param_groups``, a
-list of ``{"parameters": [names], "options": {...}}``.
+list of ``{"parameters": [names], "options": {...}}``. Infinities and NaN in the header are objects
+(:mod:`shardopt.checkpoint.header`).
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.folder import Folder, PathLike
+from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import MAX_DIMS, InvalidError
@@ -200,27 +202,24 @@ def noticing_replacement(folder: Folder, index: Index) -> Iterator[None]:
 
 
 def dump_index(index: Index) -> bytes:
-    """The content of ``checkpoint.json``, one line per tensor."""
+    """The content of ``checkpoint.json``, one line per tensor.
+
+    Raises:
+        CheckpointError: JSON cannot hold the header.
+    """
+    try:
+        header = dumped(index.header)
+    except TypeError as error:
+        raise CheckpointError(str(error)) from error
     tensors = ",\n".join(f"{json.dumps(name)}: {json.dumps(_plain(tensor))}" for name, tensor in index.tensors.items())
     text = (
         f'{{"format": {json.dumps(FORMAT)}, "format_version": {FORMAT_VERSION},\n'
-        f'"header": {json.dumps(index.header)},\n'
+        f'"header": {header},\n'
         f'"token": {json.dumps(index.token)},\n'
         f'"files": {json.dumps(index.files)},\n'
         f'"tensors": {{\n{tensors}}}'
     ).encode()
     return text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode()
-
-
-def remove_strays(folder: Folder, keep: Collection[str]) -> None:
-    """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
-
-    Leaves files that cannot be removed to the next save.
-    """
-    for name in folder.names():
-        if is_own_name(name) and name not in keep:
-            with suppress(OSError):
-                folder.remove(name)
 
 
 def is_own_name(name: str) -> bool:
@@ -280,7 +279,7 @@ def _verified(path: str, text: bytes) -> tuple[dict[str, Any], int]:
     last_line = _LAST_LINE.search(text)
     if last_line is not None and zlib.crc32(text[: last_line.start()]) == int(last_line[1], 16):
         try:
-            content = json.loads(text)
+            content = loaded(text)
         except (ValueError, RecursionError) as error:
             raise unknown_content(path, type(error).__name__) from None
         if isinstance(content, dict) and content.get("format") == FORMAT:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.header import dumped
 from shardopt.checkpoint.summary import Parameter, Summary, summarize
 from shardopt.checkpoint.update_error import BINS, BINS_PER_OCTAVE, FIRST_OCTAVE, UpdateError
 from shardopt.codec import CODECS
@@ -159,7 +160,7 @@ def _is_read(summary: Summary) -> bool:
 def _values(summary: Summary, problems: Sequence[str]) -> dict[str, Any]:
     return {
         "path": str(summary.path),
-        "header": summary.header,
+        "header": json.loads(dumped(summary.header)),
         "files": summary.files,
         "parameters": [
             {

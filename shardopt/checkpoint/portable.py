@@ -86,8 +86,10 @@ def save(
             ZeroRedundancyOptimizer of one; None to save the model only. A DeepSpeed engine's own may be left out.
         keep_last: removes older checkpoints once this one is complete, so that so many are left with it; None keeps
             all. Checkpoints of a run are folders beside each other whose names differ in the number at the end, such as
-            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count.
-        extra: other values to save, the same on all ranks: tensors, and values that JSON can hold.
+            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count. Folders of smaller
+            numbers without a checkpoint go, too, unless a save into one is under way.
+        extra: other values to save, the same on all ranks: tensors, and values that JSON can hold, infinities and NaN,
+            with lists and dicts at most a hundred within each other.
 
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
@@ -125,7 +127,8 @@ def async_save(
         optimizer: the model's optimizer.
         keep_last: how many checkpoints stay.
         staging_dir: a folder on a local disk of each node to which the copy goes, in place of host memory; the file has
-            no name there, so nothing is left of it if the process ends. ``path`` gets the data in the background.
+            no name there, so nothing is left of it if the process ends; if the file system needs names, the next
+            such file removes what a killed process has left. ``path`` gets the data in the background.
         extra: other values to save.
 
     Returns:
@@ -307,6 +310,14 @@ def _free_stager(folder: Path | None) -> Stager:
     is_free = last is not None and not last.stager.in_use and last.stager.folder == folder
     return last.stager if last is not None and is_free else Stager(folder)
 
+
+def _forget_stager() -> None:
+    """Leaves the last save's staging buffer to the parent process, with whom a forked child shares a mapped file."""
+    global _last_saving
+    _last_saving = None
+
+
+os.register_at_fork(after_in_child=_forget_stager)
 
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
