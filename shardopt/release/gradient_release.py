@@ -20,7 +20,8 @@ from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
-from shardopt.release.released import ReleasedParameters
+from shardopt.release.parts import GradientParts
+from shardopt.release.released import ReleasedParameters, Weakly
 from shardopt.state.options import is_whole
 
 
@@ -132,24 +133,27 @@ def release_gradients(
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
     buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
-    released = ReleasedParameters(optimizer, params, waiting_gradients, overlap_forward)
+    direct: set[Tensor] = {param for param in params if param not in reduced}
+    parts = GradientParts()
+    released = ReleasedParameters(optimizer, params, parts, waiting_gradients, overlap_forward)
     optimizer._internals.begin_release(released)
-    undo: list[Callable[[], object]] = []
+    parts.watch(model, direct)
+    hooks = Weakly(released)
+    undo: list[Callable[[], object]] = [parts.remove]
     for param in params:
         if param in reduced:
-            undo.append(buckets[reduced[param]].add(param, released.step))
+            undo.append(buckets[reduced[param]].add(param, hooks.step))
         else:
-            hook = param.register_post_accumulate_grad_hook(released.step)  # type: ignore[no-untyped-call]
+            hook = param.register_post_accumulate_grad_hook(hooks.step)  # type: ignore[no-untyped-call]
             undo.append(hook.remove)
     for replica in buckets:
-        undo.append(replica.register_forward_pre_hook(_check_forward).remove)
-    direct: set[Tensor] = {param for param in params if param not in reduced}
+        undo.append(replica.register_forward_pre_hook(_CheckForward(hooks)).remove)
     if direct:
-        undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
+        undo.append(model.register_forward_pre_hook(_RefuseReplica(hooks, direct)).remove)
     if overlap_forward:
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
-        undo.append(ForwardOverlap(model, released, params).remove)
+        undo.append(ForwardOverlap(model, hooks, params).remove)
     return GradientRelease(optimizer, undo)
 
 
@@ -181,30 +185,37 @@ def _refuse_fsdp1(model: Module) -> None:
         )
 
 
-def _check_forward(replica: Any, args: Any) -> None:
+class _CheckForward:
     """A forward pre-hook of DDP, which decides there what the backward pass does."""
-    if replica._join_config.enable:
-        raise RuntimeError(
-            "got join() of DistributedDataParallel while gradients are released, expected the same number of batches "
-            "on all ranks; leave join() out, or remove() the release"
-        )
-    if torch.is_grad_enabled() and not replica.require_backward_grad_sync:
-        raise RuntimeError(
-            "got a forward pass under no_sync() while gradients are released, expected a reduction in each backward "
-            "pass: every one of them is a step; leave no_sync() out, or remove() the release"
-        )
+
+    def __init__(self, released: Weakly) -> None:
+        self._released = released
+
+    def __call__(self, replica: Any, args: Any) -> None:
+        if self._released() is None:
+            return
+        if replica._join_config.enable:
+            raise RuntimeError(
+                "got join() of DistributedDataParallel while gradients are released, expected the same number of "
+                "batches on all ranks; leave join() out, or remove() the release"
+            )
+        if torch.is_grad_enabled() and not replica.require_backward_grad_sync:
+            raise RuntimeError(
+                "got a forward pass under no_sync() while gradients are released, expected a reduction in each "
+                "backward pass: every one of them is a step; leave no_sync() out, or remove() the release"
+            )
 
 
 class _RefuseReplica:
     """A forward pre-hook of the model: it must not run within a DDP that was not there, or not seen, at the release."""
 
-    def __init__(self, params: set[Tensor]) -> None:
-        self._params = params
+    def __init__(self, released: Weakly, params: set[Tensor]) -> None:
+        self._released, self._params = released, params
         self._checked: object = None
 
     def __call__(self, model: Module, args: Any) -> None:
         replica = DistributedDataParallel._active_ddp_module
-        if replica is None or replica is self._checked:
+        if replica is None or replica is self._checked or self._released() is None:
             return
         if any(param in self._params for param in replica._module_parameters):
             raise RuntimeError(
