@@ -260,7 +260,8 @@ def test_values_that_the_backward_pass_still_needs() -> None:
     """A parameter that is stepped too early for another use of it is an error of autograd's, not a wrong gradient."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
-    shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    shardopt.release_gradients(model, optimizer)
     x = torch.randn(2, 64, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(torch.tanh(x @ model.weight.detach())).sum().backward()
