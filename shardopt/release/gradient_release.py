@@ -93,7 +93,8 @@ def release_gradients(
     What excludes it:
 
     - Gradients of several backward passes: a second one before ``optimizer.step()`` raises, and so does ``no_sync`` of
-      DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass.
+      DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass, also those
+      of modules that are used several times.
     - The norm of all gradients: ``clip_grad_norm_`` finds none, returns 0 and *does nothing*, which cannot be noticed
       from here. Hooks on single gradients (``Tensor.register_hook``) work as ever.
     - A scaled loss: ``GradScaler.step`` raises. Use bfloat16.
@@ -101,7 +102,18 @@ def release_gradients(
     - Closures, FSDP1, and ZeroRedundancyOptimizer.
 
     Every backward pass that reaches a parameter is a step of it: detach what is not to be trained. After an exception
-    in a backward pass those parameters are stepped whose gradients were complete.
+    in a backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
+    such a pass, so that training can go on (``model.zero_grad()`` cannot be noticed): those parameters stay stepped,
+    which it warns of. Loading a state dict or checkpoint of the optimizer begins anew as well. FSDP2 and DDP have rules
+    of their own after exceptions: FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13), DDP cannot go on.
+
+    Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
+    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them use are
+    stepped by ``optimizer.step()``. The first forward pass shows which these are; a parameter that is used in several
+    of them only later, or without a module's call, raises after a part of its gradient was stepped. Use
+    ``use_reentrant=False``, which gives whole gradients.
+
+    The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
     Args:
         model: the wrapped model.

@@ -1,4 +1,4 @@
-"""Attacks on the portable checkpoint, many at random: a few by default, all of them among the slow tests."""
+"""Attacks on the portable checkpoint and on released gradients, many at random: a few by default, all of them among the slow tests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ COUNTS = {
     "interrupts": (8, 160),
     "damage": (30, 1500),
     "kills": (6, 400),
+    "releases": (8, 500),
 }
 
 
