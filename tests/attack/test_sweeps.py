@@ -1,4 +1,4 @@
-"""Attacks on the portable checkpoint and on released gradients, many at random: a few by default, all of them among the slow tests."""
+"""Attacks on the portable checkpoint and on released gradients: a few by default, many among the slow tests."""
 
 from __future__ import annotations
 
