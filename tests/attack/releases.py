@@ -146,7 +146,7 @@ def _wrapped(model: Model, way: str, rng: Random) -> nn.Module:
 
 
 def prepare(base: Path) -> None:
-    """Has torch make what it makes once."""
+    """Each attack makes all that it needs."""
 
 
 def attack(seed: int, number: int, base: Path) -> Outcome:
