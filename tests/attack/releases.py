@@ -216,7 +216,9 @@ def _step(rng: Random, step: int, way: str, released: Run, ordinary: Run) -> lis
         run.inner.fails = None
     if event == "two passes" and not raised[0]:
         second = released.backward(200 + step)
-        assert "got a second gradient" in second or all(a == b for a, b in zip(before, released.counts(), strict=True))
+        # The thread of the first pass's steps may still be at work: then autograd may be the first to notice.
+        refused = "got a second gradient" in second or "modified by an inplace operation" in second
+        assert refused or before == released.counts(), second
         raised = [second or "discarded"] * 2
     if raised[0]:
         assert event not in ("step", "removed", "removed within"), f"{event} raised {raised[0]}"
