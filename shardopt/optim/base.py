@@ -166,6 +166,17 @@ class ShardedOptimizer(OptimizerInterface):
             released.next_step()
         return loss
 
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees all gradients, or sets them to zero; see :meth:`torch.optim.Optimizer.zero_grad`.
+
+        While gradients are released (:func:`shardopt.release_gradients`) it ends a backward pass that failed: the next
+        one may begin. Parameters that were stepped during the failed one stay so, which is warned of.
+        """
+        super().zero_grad(set_to_none)
+        if self._internals.released is not None:
+            self._internals.released.discard()
+
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
         """The optimizer's state.
 

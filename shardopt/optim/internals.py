@@ -37,8 +37,11 @@ class Released(Protocol):
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
 
+    def discard(self) -> None:
+        """Lets each parameter be stepped once more, without a ``step()`` in between."""
+
     def forget(self) -> None:
-        """Has everything looked up anew by the next steps."""
+        """Has everything looked up anew by the next steps, and lets each parameter be stepped once more."""
 
 
 class Internals:

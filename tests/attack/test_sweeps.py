@@ -1,4 +1,4 @@
-"""Attacks on the portable checkpoint, many at random: a few by default, all of them among the slow tests."""
+"""Attacks on the portable checkpoint and on released gradients: a few by default, many among the slow tests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ COUNTS = {
     "interrupts": (8, 160),
     "damage": (30, 1500),
     "kills": (6, 400),
+    "releases": (8, 500),
 }
 
 
