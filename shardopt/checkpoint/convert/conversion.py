@@ -150,7 +150,7 @@ def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack
     if kind == "dcp":
         from shardopt.checkpoint.convert.dcp import read_dcp  # imports torch.distributed.checkpoint, which takes long
 
-        return read_dcp(source, optimizer, closing)
+        return read_dcp(source, optimizer)
     if kind == "universal":
         return read_universal(source, optimizer)
     if kind == "torch":
