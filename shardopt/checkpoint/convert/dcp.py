@@ -200,8 +200,6 @@ def _reader(folder: Path, chunk: _Chunk, dtype: torch.dtype, value_in: Callable[
 def write_dcp(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Callable[[int], object]) -> None:
     """Writes a folder as ``dcp.save({"model": ..., "optimizer": ...})`` does with the results of ``get_state_dict``.
 
-    ``.metadata`` comes last and completes the checkpoint.
-
     Args:
         checkpoint: what to write.
         path: the folder, where nothing is yet.
@@ -209,36 +207,21 @@ def write_dcp(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Call
         progress: called with the bytes of each piece that was written.
 
     Raises:
-        CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
+        CheckpointError: the checkpoint could not be read, or the format has no place for it.
+        OSError: the system fails to write.
     """
     refuse_quantize_state(checkpoint, "load it, and save it with torch.distributed.checkpoint")
     folder = Path(path)
-    made: list[Path] = []
-    try:
-        folder.mkdir(parents=True)
-        with open(folder / _DATA_FILE, "xb") as file:
-            made.append(folder / _DATA_FILE)
-            content = _write_data(checkpoint, file, numel, progress)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary = folder / f"{METADATA}.tmp"
-        with open(temporary, "xb") as file:
-            made.append(temporary)
-            pickle.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / METADATA)
-        sync_folder(folder)
-    except BaseException as error:
-        for each in made:
-            each.unlink(missing_ok=True)
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{path}: got {error} while writing, expected room for the folder; choose another path"
-            ) from error
-        raise
+    folder.mkdir()
+    with open(folder / _DATA_FILE, "xb") as file:
+        content = _write_data(checkpoint, file, numel, progress)
+        file.flush()
+        os.fsync(file.fileno())
+    with open(folder / METADATA, "xb") as file:
+        pickle.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 def _write_data(

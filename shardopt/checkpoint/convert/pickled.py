@@ -26,15 +26,19 @@ _MOST_PER_BYTE = 64
 _MOST_ANYWAY = 1 << 22
 
 _CONSTANTS = frozenset(
-    ["NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"]
-    + ["SHORT_BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "EMPTY_TUPLE", "GLOBAL"]
+    [
+        *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"),
+        *("SHORT_BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "EMPTY_TUPLE", "GLOBAL"),
+    ]
 )
 _MADE = frozenset(["TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BINPERSID"])
 #: Opcodes that change the value below their arguments, by the opcodes that may have made that value.
 _CHANGING = {
-    **dict.fromkeys(["APPEND", "APPENDS"], ["EMPTY_LIST"]),
-    **dict.fromkeys(["SETITEM", "SETITEMS"], ["EMPTY_DICT", "NEWOBJ"]),
-    "BUILD": ["EMPTY_DICT", "NEWOBJ"],
+    "APPEND": ("EMPTY_LIST",),
+    "APPENDS": ("EMPTY_LIST",),
+    "SETITEM": ("EMPTY_DICT", "NEWOBJ"),
+    "SETITEMS": ("EMPTY_DICT", "NEWOBJ"),
+    "BUILD": ("EMPTY_DICT", "NEWOBJ"),
 }
 #: Names of classes whose instances count as made by EMPTY_DICT, and the opcode of a node that stands for such a name.
 _DICTS = frozenset(["OrderedDict", "Counter", "collections OrderedDict", "collections Counter"])
@@ -127,20 +131,18 @@ def check(data: bytes) -> None:
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in _CONSTANTS:
-            stack.append(
-                _Node(
-                    _DICT if argument in _DICTS else name,
-                    1 + (len(argument) if isinstance(argument, str | bytes) else 0),
-                )
-            )
+            length = len(argument) if isinstance(argument, str | bytes) else 0
+            stack.append(_Node(_DICT if argument in _DICTS else name, 1 + length))
         elif name in ("EMPTY_DICT", "EMPTY_LIST"):
             stack.append(_Node(name))
         elif name in ("BINGET", "LONG_BINGET"):
-            memo[argument].is_shared = True
-            stack.append(memo[argument])
+            node = memo[argument]  # type: ignore[index]  # a number, as that of the next two
+            node.is_shared = True
+            stack.append(node)
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            _demand(stack[-1] is not None and (argument or 0) <= len(data), "a place in the memo")
-            memo[len(memo) if argument is None else argument] = stack[-1]  # type: ignore[assignment]
+            place = len(memo) if argument is None else argument
+            _demand(stack[-1] is not None and place <= len(data), "a place in the memo")
+            memo[place] = stack[-1]  # type: ignore[assignment]
         elif name == "MARK":
             stack.append(None)
         elif name in _CHANGING or name in _MADE:

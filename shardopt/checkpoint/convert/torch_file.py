@@ -107,32 +107,28 @@ def write_torch(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Ca
 
     Args:
         checkpoint: what to write, with float32 state.
-        path: the file.
+        path: the file, which must not exist.
         numel: elements of a piece.
         progress: called with the bytes of each piece that was written.
 
     Raises:
-        CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
+        CheckpointError: the checkpoint could not be read, or the format has no place for it.
+        OSError: the system fails to write.
     """
     refuse_quantize_state(checkpoint, "load it, and save state_dict(dequantize=True)")
     if any(LOW_BITS in state.form.entries for state in checkpoint.states.values()):
         checkpoint.left_out.append("low bits of master weights")
-    try:
-        with TorchArchive(Path(path)) as archive:
-            model: dict[str, Any] = {}
-            extra = dict(checkpoint.extra)
-            for key, tensor in checkpoint.tensors.items():
-                kind, _, name = key.partition(".")
-                parts = _told(pieces_of_tensor(key, tensor, numel), progress)
-                (model if kind == "model" else extra)[name] = archive.add(tensor.dtype, tensor.shape, parts)
-            content = {**extra, "model": model}
-            if checkpoint.optimizer is not None:
-                content["optimizer"] = _optimizer_state(checkpoint, archive, numel, progress)
-            archive.commit(content)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: got {error} while writing, expected room for the file; choose another path"
-        ) from error
+    with TorchArchive(Path(path)) as archive:
+        model: dict[str, Any] = {}
+        extra = dict(checkpoint.extra)
+        for key, tensor in checkpoint.tensors.items():
+            kind, _, name = key.partition(".")
+            parts = _told(pieces_of_tensor(key, tensor, numel), progress)
+            (model if kind == "model" else extra)[name] = archive.add(tensor.dtype, tensor.shape, parts)
+        content = {**extra, "model": model}
+        if checkpoint.optimizer is not None:
+            content["optimizer"] = _optimizer_state(checkpoint, archive, numel, progress)
+        archive.commit(content)
 
 
 def _optimizer_state(

@@ -54,7 +54,7 @@ class _Archive:
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped = mapped
-        with zipfile.ZipFile(mapped) as archive:  # type: ignore[arg-type]  # looks at the end, and for the directory
+        with zipfile.ZipFile(mapped) as archive:  # type: ignore[call-overload]  # looks at the end, and for the directory
             self._records = {info.filename: info for info in archive.infolist()}
         (pickled,) = (name for name in self._records if name.endswith("/data.pkl"))
         self._folder = pickled.removesuffix("data.pkl")
