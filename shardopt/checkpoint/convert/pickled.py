@@ -25,12 +25,6 @@ MAX_DEPTH = 100
 _MOST_PER_BYTE = 64
 _MOST_ANYWAY = 1 << 22
 
-_CONSTANTS = frozenset(
-    [
-        *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"),
-        *("SHORT_BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "EMPTY_TUPLE", "GLOBAL"),
-    ]
-)
 _MADE = frozenset(["TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BINPERSID"])
 #: Opcodes that change the value below their arguments, by the opcodes that may have made that value.
 _CHANGING = {
@@ -62,6 +56,16 @@ class _Node:
 
     def __init__(self, opcode: str, size: int = 1, depth: int = 1) -> None:
         self.opcode, self.size, self.depth, self.is_shared = opcode, size, depth, False
+
+
+#: Opcodes without arguments on the stack, with the nodes for those that make a value of constant size.
+_CONSTANTS = {
+    name: _Node(name)
+    for name in (
+        *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "EMPTY_TUPLE"),
+        *("BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "GLOBAL"),
+    )
+}
 
 
 class Unused:
@@ -126,58 +130,59 @@ def check(data: bytes) -> None:
             referred to (so none holds itself), keys of a dict may collide, or the value is too deep or too large.
     """
     most = _MOST_PER_BYTE * len(data) + _MOST_ANYWAY
-    stack: list[_Node | None] = []  # None for a mark
-    memo: dict[int, _Node] = {}
+    stack: list[_Node] = []  # since the last mark
+    below: list[list[_Node]] = []
+    memo: dict[Any, _Node] = {}
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in _CONSTANTS:
-            length = len(argument) if isinstance(argument, str | bytes) else 0
-            stack.append(_Node(_DICT if argument in _DICTS else name, 1 + length))
-        elif name in ("EMPTY_DICT", "EMPTY_LIST"):
+            if isinstance(argument, str | bytes):
+                stack.append(_Node(_DICT if argument in _DICTS else name, 1 + len(argument)))
+            else:
+                stack.append(_CONSTANTS[name])
+        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
             stack.append(_Node(name))
         elif name in ("BINGET", "LONG_BINGET"):
-            node = memo[argument]  # type: ignore[index]  # a number, as that of the next two
-            node.is_shared = True
-            stack.append(node)
+            memo[argument].is_shared = True
+            stack.append(memo[argument])
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             place = len(memo) if argument is None else argument
-            _demand(stack[-1] is not None and place <= len(data), "a place in the memo")
-            memo[place] = stack[-1]  # type: ignore[assignment]
+            _demand(place <= len(data), "a place in the memo")
+            memo[place] = stack[-1]
         elif name == "MARK":
-            stack.append(None)
+            below.append(stack)
+            stack = []
         elif name in _CHANGING or name in _MADE:
-            _apply(opcode, stack, most)
+            if pickletools.markobject in opcode.stack_before:
+                nodes, stack = stack, below.pop()
+            else:
+                count = len(opcode.stack_before) - (name in _CHANGING)
+                _demand(count <= len(stack), "too few values")
+                nodes, stack[-count:] = stack[-count:], []
+            if name not in _CHANGING:
+                stack.append(_Node(_opcode_of_made(name, nodes)))
+            _add(name, nodes, stack[-1], most)
         elif name == "STOP":
-            _demand(len(stack) == 1, "more than one value")
+            _demand(len(stack) == 1 and not below, "more than one value")
         else:
             _demand(name in ("PROTO", "FRAME"), f"the opcode {name}")
 
 
-def _apply(opcode: pickletools.OpcodeInfo, stack: list[_Node | None], most: int) -> None:
-    """Takes an opcode's arguments from the stack, and puts its result there."""
-    if pickletools.markobject in opcode.stack_before:
-        at = len(stack) - 1 - stack[::-1].index(None) if None in stack else -1
-        _demand(at >= 0, "no mark")
-        taken, stack[at:] = stack[at + 1 :], []
-    else:
-        count = len(opcode.stack_before) - (opcode.name in _CHANGING)
-        _demand(0 < count <= len(stack), "too few values")
-        taken, stack[-count:] = stack[-count:], []
-    nodes = [node for node in taken if node is not None]
-    _demand(len(nodes) == len(taken), "a mark as a value")
-    if opcode.name in ("SETITEM", "SETITEMS"):
-        _demand(all(node.opcode != "LONG1" for node in nodes[::2]), "a large number as a key")
-    if opcode.name in _CHANGING:
-        node = stack[-1]
-        assert node is not None
-        _demand(not node.is_shared and node.opcode in _CHANGING[opcode.name], f"{opcode.name} of another value")
-    else:
-        of_dict = nodes and nodes[0 if opcode.name == "REDUCE" else -1].opcode == _DICT
-        made = {"REDUCE": "EMPTY_DICT", "STACK_GLOBAL": _DICT}.get(opcode.name) if of_dict else None
-        node = _Node(made or opcode.name)
-        stack.append(node)
+def _opcode_of_made(name: str, nodes: list[_Node]) -> str:
+    """What the node for a new value says has made the value."""
+    if name == "REDUCE" and nodes[0].opcode == _DICT:
+        return "EMPTY_DICT"
+    return _DICT if name == "STACK_GLOBAL" and nodes[1].opcode == _DICT else name
+
+
+def _add(name: str, nodes: list[_Node], node: _Node, most: int) -> None:
+    """Adds values to one that an opcode makes or changes."""
+    if name in _CHANGING:
+        _demand(not node.is_shared and node.opcode in _CHANGING[name], f"{name} of another value")
+    if name in ("SETITEM", "SETITEMS"):
+        _demand(all(key.opcode != "LONG1" for key in nodes[::2]), "a large number as a key")
     node.size += sum(each.size for each in nodes)
-    node.depth = max(node.depth, *(1 + each.depth for each in nodes)) if nodes else node.depth
+    node.depth = max([node.depth, *(1 + each.depth for each in nodes)])
     _demand(node.depth <= MAX_DEPTH, f"more than {MAX_DEPTH} values in one another")
     _demand(node.size <= most, "the same values too often")
 
