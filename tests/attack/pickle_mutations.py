@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickletools
+import reprlib
 import struct
 from collections.abc import Callable, Iterator
 from random import Random
@@ -43,9 +44,9 @@ _OTHERS: list[Callable[[], Any]] = [
     lambda: torch.strided,
     lambda: _nested(90),
     lambda: _nested(90, shared=True),
-    lambda: _nested(2000),
+    lambda: _nested(200),
     lambda: {(1, 2): 3, 1.5: 2, None: 1, True: 0},
-    lambda: {i * (2**61 - 1): None for i in range(20_000)},
+    lambda: {i * (2**61 - 1): None for i in range(2000)},
     lambda: "\n" * 1000,
     lambda: (),
     lambda: ("optimizer",),
@@ -62,13 +63,14 @@ def _nested(depth: int, *, shared: bool = False) -> Any:
 
 def mutated_objects(rng: Random, content: Any) -> tuple[Any, str]:
     """Objects, changed in place, in which one value or name was replaced; what was done."""
-    places = list(_places(content))
+    holder = [content]
+    places = list(_places(holder))
     told = []
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         container, key = rng.choice(places)
         how = rng.choice(["replace", "replace", "replace", "remove", "rename", "copy"])
         value = _value(rng)
-        told.append(f"{how} {key!r:.60} by {type(value).__name__} {str(value)[:40]!r}")
+        told.append(f"{how} {reprlib.repr(key)} by {type(value).__name__} {reprlib.repr(value)}")
         if how == "copy":
             other = rng.choice(places)
             value = _get(*other) if _has(*other) else None
@@ -77,11 +79,9 @@ def mutated_objects(rng: Random, content: Any) -> tuple[Any, str]:
         elif isinstance(container, dict) and key in container:
             taken = container.pop(key)
             if how == "rename":
-                try:
-                    container[value] = taken
-                except TypeError:
-                    container["a\nb"] = taken
-    return content, "; ".join(told)
+                name = value if isinstance(value, str | int | float | None) else "a\nb"
+                container[name] = taken
+    return holder[0], "; ".join(told)
 
 
 def _value(rng: Random) -> Any:
@@ -177,7 +177,7 @@ def mutated_pickle(rng: Random, data: bytes) -> tuple[bytes, str]:
         if how == "delete":
             del opcodes[at]
         elif how == "twice":
-            opcodes[at:at] = [opcodes[at]] * rng.choice([1, 1, 1000, 100_000])
+            opcodes[at:at] = [opcodes[at]] * rng.choice([1, 1, 1000])
         elif how == "exchange":
             other = rng.randrange(len(opcodes))
             opcodes[at], opcodes[other] = opcodes[other], opcodes[at]

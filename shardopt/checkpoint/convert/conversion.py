@@ -22,7 +22,7 @@ from shardopt.checkpoint.index import INDEX_NAME, is_own_name
 from shardopt.checkpoint.local_folder import LocalFolder
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import is_of_quantize_state
-from shardopt.checkpoint.wording import few
+from shardopt.checkpoint.wording import few, line
 
 #: Formats that can be written.
 FORMATS = ("portable", "safetensors", "torch", "dcp")
@@ -86,8 +86,13 @@ def convert(
         raise CheckpointError(f"got {target} for {to}, expected a path; write it to a disk, and copy it")
     _refuse_existing(target)
     with ExitStack() as closing:
-        kind = format_of(source)
-        checkpoint = _read(kind, source, optimizer, closing)
+        try:
+            kind = format_of(source)
+            checkpoint = _read(kind, source, optimizer, closing)
+        except OSError as error:
+            raise CheckpointError(
+                f"{os.fspath(source)}: got {line(error)}, expected files that can be read; check their permissions"
+            ) from error
         if to in _FLOAT32 and checkpoint.optimizer is not None and not is_of_quantize_state(checkpoint.optimizer):
             options = {"codec": "fp32"}
         checkpoint, states = recoded(checkpoint, options)
