@@ -214,6 +214,9 @@ MUTATIONS: list[Callable[[Random, Path], str]] = [
 ]
 
 
+OF_SEVERAL_FILES = (_exchange_files, _copy_over)
+
+
 def remove(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         folder.unlink()

@@ -199,7 +199,9 @@ def mutated_pickle(rng: Random, data: bytes) -> tuple[bytes, str]:
             told.append(f"{gadget[:40]!r}")
             opcodes[at] = gadget if rng.random() < 0.7 else gadget + b"0" + opcodes[at]
         elif how == "value":
-            opcodes[at] = rng.choice([b"N", b"\x88", b")", b"]", b"}", b"K\x00", b"X\x01\x00\x00\x00a", b"G" + b"\x7f" * 8])
+            opcodes[at] = rng.choice(
+                [b"N", b"\x88", b")", b"]", b"}", b"K\x00", b"X\x01\x00\x00\x00a", b"G" + b"\x7f" * 8]
+            )
         if not opcodes:
             break
     return b"".join(opcodes), ", ".join(told[:8])

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.portable import read_portable, write_portable
 from shardopt.checkpoint.convert.recoding import recoded
 from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
@@ -22,7 +23,7 @@ from shardopt.checkpoint.index import INDEX_NAME, is_own_name
 from shardopt.checkpoint.local_folder import LocalFolder
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import is_of_quantize_state
-from shardopt.checkpoint.wording import few, line
+from shardopt.checkpoint.wording import few
 
 #: Formats that can be written.
 FORMATS = ("portable", "safetensors", "torch", "dcp")
@@ -86,13 +87,9 @@ def convert(
         raise CheckpointError(f"got {target} for {to}, expected a path; write it to a disk, and copy it")
     _refuse_existing(target)
     with ExitStack() as closing:
-        try:
-            kind = format_of(source)
+        kind = format_of(source)
+        with refusing(os.fspath(source), "tensors and plain values where such a checkpoint has them; save it again"):
             checkpoint = _read(kind, source, optimizer, closing)
-        except OSError as error:
-            raise CheckpointError(
-                f"{os.fspath(source)}: got {line(error)}, expected files that can be read; check their permissions"
-            ) from error
         if to in _FLOAT32 and checkpoint.optimizer is not None and not is_of_quantize_state(checkpoint.optimizer):
             options = {"codec": "fp32"}
         checkpoint, states = recoded(checkpoint, options)

@@ -208,4 +208,4 @@ def refusing(path: str, expected: str) -> Iterator[None]:
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: got {type(error).__name__}: {line(error, 160)}, expected {expected}") from None
+        raise CheckpointError(f"{path}: got {type(error).__name__}: {line(error, 160)}, expected {expected}") from error

@@ -98,6 +98,8 @@ def _shapes(models: Sequence[Mapping[str, Any]], path: Path) -> list[dict[str, t
         found += [{} for _ in range(len(listed) - len(found))]
         for of_group, own in zip(found, listed, strict=False):
             for name, shape in own.items():
+                if not isinstance(shape, tuple):
+                    raise CheckpointError(f"{path}: got {shown(shape)} for {named(name)}, expected a shape; {_REMEDY}")
                 of_group.setdefault(name, tuple(shape))
     return found
 
