@@ -1,4 +1,4 @@
-"""Sources of other packages that ask for more time or memory than their size justifies, or change what they must not."""
+"""Sources of other packages that ask for more time or memory than their size justifies, or change the process."""
 
 from __future__ import annotations
 
@@ -149,7 +149,14 @@ def test_source_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"module": 3}, {"module": {"x": 3}}, {"param_shapes": [{"a": 3}]}, {"frozen_param_shapes": {"b": 3}}]
+    "changed",
+    [
+        {"module": 3},
+        {"module": {"x": 3}},
+        {"param_shapes": [{"a": 3}]},
+        {"param_shapes": [{3: torch.Size([3])}]},
+        {"frozen_param_shapes": {"b": 3}},
+    ],
 )
 def test_universal_checkpoints_of_other_types(tmp_path: Path, changed: dict[str, Any]) -> None:
     folder = tmp_path / "universal"
@@ -163,7 +170,7 @@ def test_universal_checkpoints_of_other_types(tmp_path: Path, changed: dict[str,
     torch.save({**content, **changed}, folder / "mp_rank_00_model_states.pt")
     for name in ("fp32", "exp_avg", "exp_avg_sq"):
         torch.save({"param": torch.zeros(3)}, folder / "zero" / "a" / f"{name}.pt")
-    with pytest.raises(CheckpointError, match="got .*, expected"):
+    with pytest.raises(CheckpointError, match=r"got .*, expected"):
         convert(folder, tmp_path / "target")
     assert os.listdir(tmp_path) == ["universal"]
 
@@ -199,8 +206,7 @@ def test_damage_by_values_of_any_type(tmp_path: Path) -> None:
                 content["optimizer"][key] = {0: {place: value}} if key == "state" else [{place: value}]
             torch.save(content, tmp_path / "run.pt")
             target = tmp_path / f"{number} {place}"
-            try:
-                convert(tmp_path / "run.pt", target, optimizer="AdamW")
-            except CheckpointError as error:
-                assert "expected" in str(error)
+            if (place, value) != ("optimizer", None):  # a model alone
+                with pytest.raises(CheckpointError, match="expected"):
+                    convert(tmp_path / "run.pt", target, optimizer="AdamW")
                 assert not target.exists()
