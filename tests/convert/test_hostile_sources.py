@@ -140,12 +140,21 @@ def test_chunks_that_are_not_row_major_are_read_once(tmp_path: Path, monkeypatch
     assert torch.equal(model.a, value)
 
 
-def test_source_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_source_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "dcp", torch.zeros(3))
     (tmp_path / "dcp" / ".metadata").unlink()
     (tmp_path / "dcp" / ".metadata").mkdir()
     with pytest.raises(CheckpointError, match=r"dcp/\.metadata: got .*Is a directory.*, expected"):
         convert(tmp_path / "dcp", tmp_path / "target")
+    (tmp_path / "run.pt").touch()
+
+    def forbidden(*arguments: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", forbidden)
+        with pytest.raises(CheckpointError, match=r"run\.pt: got PermissionError.*, expected"):
+            convert(tmp_path / "run.pt", tmp_path / "target")
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def convert(
         raise CheckpointError(f"got {target} for {to}, expected a path; write it to a disk, and copy it")
     _refuse_existing(target)
     with ExitStack() as closing:
-        kind = format_of(source)
         with refusing(os.fspath(source), "tensors and plain values where such a checkpoint has them; save it again"):
+            kind = format_of(source)
             checkpoint = _read(kind, source, optimizer, closing)
         if to in _FLOAT32 and checkpoint.optimizer is not None and not is_of_quantize_state(checkpoint.optimizer):
             options = {"codec": "fp32"}
