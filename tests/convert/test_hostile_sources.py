@@ -46,6 +46,7 @@ def text(value: str) -> bytes:
         (b"N2.", "the opcode DUP"),
         (b"I1\n.", "the opcode INT"),
         (b"h\x00.", "KeyError"),
+        (b"cto\x00ch\nx\n.", r"'to\\x00ch\.x'"),
         (b"t.", "IndexError"),
     ],
 )

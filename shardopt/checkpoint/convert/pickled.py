@@ -208,4 +208,6 @@ def refusing(path: str, expected: str) -> Iterator[None]:
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: got {type(error).__name__}: {line(error, 160)}, expected {expected}") from error
+        reason = line(error, 160)
+        reason = reason if reason.isprintable() else ascii(reason)
+        raise CheckpointError(f"{path}: got {type(error).__name__}: {reason}, expected {expected}") from error
