@@ -29,6 +29,7 @@ COUNTS = {
     "damage": (30, 1500),
     "kills": (6, 400),
     "releases": (8, 500),
+    "convert": (40, 1500),
 }
 
 

@@ -166,6 +166,9 @@ def names_by_group(
     if all(isinstance(key, str) for group in groups for key in group["params"]):
         names = [list(group["params"]) for group in groups]
     elif all("param_names" in group for group in groups):
+        for names_of in (group["param_names"] for group in groups):
+            if not isinstance(names_of, list | tuple) or not all(isinstance(name, str) for name in names_of):
+                raise CheckpointError(f"{path}: got param_names as {shown(names_of)}, expected names; save it again")
         names = [list(group["param_names"]) for group in groups]
         if any(len(own) != len(group["params"]) for own, group in zip(names, groups, strict=True)):
             raise CheckpointError(f"{path}: got param_names of other parameters than params, expected as many")
