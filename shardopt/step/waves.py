@@ -13,6 +13,7 @@ from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import FlatShard
 from shardopt.state.residency import StateResidency
+from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.directions import Directions
@@ -26,8 +27,8 @@ from shardopt.step.rows import ROW, Group, table_of
 class _Planned:
     """A wave with what does not change from step to step: the cut blocks of flat shards, rows, and their matrices."""
 
-    def __init__(self, wave: Wave, flat_cuts: FlatCuts) -> None:
-        self.wave, self.flat_cuts = wave, flat_cuts
+    def __init__(self, wave: Wave, flat_cuts: FlatCuts, plan: Plan) -> None:
+        self.wave, self.flat_cuts, self._plan = wave, flat_cuts, plan
         self.rows, self.places = table_of([], ROW), np.zeros(0, np.int64)
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
@@ -44,7 +45,7 @@ class _Planned:
     ) -> WaveStep:
         """The step of these parameters; see :meth:`Waves.steps`."""
         tensors = {matrix.tensor for matrix in self.wave.matrices}
-        blocks = CutBlocks([cut for index, cut in cuts.items() if index in tensors], self.flat_cuts)
+        blocks = CutBlocks(self._plan, [cut for index, cut in cuts.items() if index in tensors], self.flat_cuts)
         passes = {}
         for key, indices in stepped.items():
             chosen = np.isin(self.rows["tensor"], indices)
@@ -59,9 +60,10 @@ class Waves:
     Args:
         inputs: all parameters of the step.
         groups: one per param group.
+        plan: the ranks' agreement.
     """
 
-    def __init__(self, inputs: Sequence[Input], groups: Sequence[Group]) -> None:
+    def __init__(self, inputs: Sequence[Input], groups: Sequence[Group], plan: Plan) -> None:
         by_device: dict[torch.device, list[Matrix]] = {}
         memory = []
         for index, parameter in enumerate(inputs):
@@ -78,8 +80,8 @@ class Waves:
                 self._begins.setdefault((matrix.tensor, matrix.part), []).append(matrix.first)
             for wave in waves_of(matrices, min(memory), device.type):
                 slices = {(m.tensor, m.part): m.spec for m in wave.matrices}
-                flat = [spec for spec in slices.values() if isinstance(spec.shard, FlatShard)]
-                planned = _Planned(wave, FlatCuts(flat, device))
+                flat = [(tensor, s) for (tensor, _), s in slices.items() if isinstance(s.shard, FlatShard)]
+                planned = _Planned(wave, FlatCuts(plan, flat, device), plan)
                 self._waves.setdefault(device, []).append(planned)
                 self._cuts.update(dict.fromkeys(slices, planned.flat_cuts))
 
@@ -146,6 +148,10 @@ class WaveStep:
     def calls(self) -> list[Call]:
         """The kernels' calls that were made so far."""
         return [call for passes in self._passes for call in passes.calls]
+
+    def openings(self) -> list[Opening]:
+        """The form of its first messages."""
+        return self._cuts.openings()
 
     @property
     def communicates(self) -> bool:
