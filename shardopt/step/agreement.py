@@ -87,7 +87,7 @@ class Plan:
         Raises:
             RuntimeError: they differ.
         """
-        for ranks, digest in sorted(self.digests.items(), key=lambda item: item[0].numbers_in_world):
+        for ranks, digest in sorted(self.digests.items(), key=lambda item: _order(item[0])):
             words = torch.from_numpy(np.frombuffer(digest, dtype="<u2").astype(np.int32))
             both = torch.stack([words, 0xFFFF - words])
             ranks.all_reduce_max(both)
@@ -103,6 +103,12 @@ class Plan:
             "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
             "and gradients to all of them or to none. Blocks that no other rank shares may have been stepped"
         )
+
+
+def _order(ranks: Exchange) -> tuple[object, ...]:
+    """The place of some ranks in an order that is the same on all ranks, where each may be among other ones."""
+    groups = ranks.numbers_in_world
+    return (len(groups), groups[0] if len(groups) == 1 else tuple(map(len, groups)))
 
 
 def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str:

@@ -198,7 +198,7 @@ def _train_inexactly(way: str) -> list[float]:
         loss.backward()
         with counted_collectives() as collectives:
             optimizer.step()
-        assert collectives == []
+        assert len(collectives) == (step == 0)  # to agree
         optimizer.zero_grad()
         losses.append(float(loss))
     return losses
@@ -211,7 +211,7 @@ def test_trains_without_exchange(ranks: Pool, way: str) -> None:
 
 
 def _changed_in_between() -> None:
-    """The option may be set per group, and changed between steps."""
+    """The option may be set per group, and changed between steps: the ranks agree anew, after a word that it changed."""
     models = [fsdp1(make_net()) for _ in range(2)]
     optimizers = [make_optimizer("fsdp1", model, block_size=16) for model in models]
     found: list[Snapshot] = []
@@ -220,7 +220,7 @@ def _changed_in_between() -> None:
             optimizer.param_groups[0]["exact_cut_blocks"] = step == 1 or optimizer is optimizers[0]
             with counted_collectives() as collectives:
                 step_with(model, optimizer, step)
-            assert len(collectives) == (2 if optimizer.param_groups[0]["exact_cut_blocks"] else 0)
+            assert len(collectives) == ((1 + 2, 2, 2) if optimizer is optimizers[0] else (1, 1 + 2, 1 + 1))[step]
         found.append(gathered_parameters(model))
     assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
 
