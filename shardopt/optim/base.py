@@ -161,6 +161,8 @@ class ShardedOptimizer(OptimizerInterface):
         if released is None:
             internals.warn_without_gradients()
         if left:
+            for group in self.param_groups:
+                self.begin_step(group)
             internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
         if released is not None:
             released.next_step()

@@ -73,7 +73,9 @@ def _exchanged_bytes() -> tuple[int, int]:
         step_with(model, optimizer, 0)
     shared = shared_blocks(model, 128)
     roll = 8 * (1 + sum(1 for blocks in shared.values() if blocks))
-    return collectives[1][1] - roll, sum(len(shared[name]) for name, shape in model.bare_shapes.items() if is_coded(shape))
+    return collectives[1][1] - roll, sum(
+        len(shared[name]) for name, shape in model.bare_shapes.items() if is_coded(shape)
+    )
 
 
 def test_bytes_of_a_round(ranks: Pool) -> None:
