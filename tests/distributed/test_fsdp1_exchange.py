@@ -213,7 +213,7 @@ def test_trains_without_exchange(ranks: Pool, way: str) -> None:
 
 
 def _changed_in_between() -> None:
-    """The option may be set per group, and changed between steps: the ranks agree anew, after a word that it changed."""
+    """The option may be set per group, and changed between steps: the ranks say so, and agree anew."""
     models = [fsdp1(make_net()) for _ in range(2)]
     optimizers = [make_optimizer("fsdp1", model, block_size=16) for model in models]
     found: list[Snapshot] = []
