@@ -349,8 +349,8 @@ class Restoration:
         for alias, (name, values) in self._equal.items():
             if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, values_of[name]))):
                 raise CheckpointError(
-                    f"{self._path}: got {named(name)} and {named(alias)} with different values, expected equal ones for "
-                    "a parameter that the model has under both names; load into a model that does not share them"
+                    f"{self._path}: got {named(name)} and {named(alias)} with different values, expected equal ones "
+                    "for a parameter that the model has under both names; load into a model that does not share them"
                 )
         for target in self._targets:
             self._check_values(target)

@@ -51,6 +51,7 @@ def muon_groups(
         A list of param groups; ``table()`` says who steps each parameter.
 
     Raises:
+        TypeError: it is no model.
         ValueError: a pattern matches no parameter or none of Muon's, an option is unknown, or one flat parameter (FSDP1
             with ``use_orig_params=False``) has parts for both.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from shardopt.layout import Exchange
 
 _DIGEST_BYTES = 16
+_YES, _NO = 1, 2  # entries of a short roll; 0 is neither
 _GRADIENT = "a gradient"  # the line's entry that says whether a parameter has one
 
 
@@ -80,6 +81,11 @@ class Plan:
         is_held = {line.tensor: line.is_held for line in self._lines.get(ranks, ())}
         answers = [(1, 0), *((i in self._stepped, i not in self._stepped) if is_held[i] else (0, 0) for i in indices)]
         return torch.tensor(answers, dtype=torch.int32)
+
+    def short_roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
+        """The roll as one byte per entry, for messages that are not added up."""
+        yes, no = self.roll(ranks, indices).unbind(1)
+        return (_YES * yes + _NO * no).to(torch.uint8)
 
     def compare(self) -> None:
         """Compares the descriptions. All ranks must call this.
@@ -164,8 +170,51 @@ class Roll:
                 self._plan.refuse(self._ranks)
 
 
-class Opening(NamedTuple):
-    """The form of the first message of a step to some ranks.
+def heard(plan: Plan, ranks: Exchange, rolls: Tensor) -> None:
+    """Reads the rolls of all ranks, each of which sent its own.
+
+    Args:
+        plan: the description that the ranks agreed on.
+        ranks: those ranks.
+        rolls: bytes, (ranks, 1 + parameters), of :meth:`Plan.short_roll`, on any device.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if not rolls.is_cuda:  # the host would have to wait for its stream
+        answers = rolls.numpy()
+        if np.any((answers == _YES).any(0) & (answers == _NO).any(0)):
+            plan.refuse(ranks)
+
+
+def say_no(message: Tensor, begins: Sequence[int]) -> None:
+    """Writes short rolls that only say that the description changed.
+
+    Args:
+        message: bytes, 1-D.
+        begins: where the rolls begin.
+    """
+    message[list(begins)] = _NO
+
+
+def all_say_no(message: Tensor, begins: Sequence[int]) -> bool:
+    """Whether all short rolls that begin at these places of a message say that the description changed."""
+    return bool((message[list(begins)] == _NO).all())
+
+
+class Opening(Protocol):
+    """The form of the first message of a step to some ranks."""
+
+    @property
+    def ranks(self) -> Exchange:
+        """Those ranks."""
+
+    def say_changed(self) -> bool:
+        """Sends a message that says nothing but that the description changed; whether it did on all ranks."""
+
+
+class Reduction(NamedTuple):
+    """The form of a message that is added up, or of which the maximum is taken.
 
     Attributes:
         ranks: those ranks.
@@ -178,7 +227,7 @@ class Opening(NamedTuple):
     dtype: torch.dtype
 
     def say_changed(self) -> bool:
-        """Sends a message that says nothing but that the description changed; whether it did on all ranks."""
+        """See :class:`Opening`."""
         message = torch.zeros(self.numel, dtype=self.dtype)
         message[1] = 1
         if self.dtype == torch.int64:

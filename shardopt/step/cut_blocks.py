@@ -13,7 +13,7 @@ from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
 from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.slice_state import SliceState
-from shardopt.step.agreement import Opening, Plan, Roll
+from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 
 
 class CutParameter(NamedTuple):
@@ -120,7 +120,7 @@ class FlatCuts:
 
     def openings(self) -> list[Opening]:
         """The form of its messages."""
-        return [Opening(exchange, x.numel(), x.dtype) for exchange, x in self._buffers.items()]
+        return [Reduction(exchange, x.numel(), x.dtype) for exchange, x in self._buffers.items()]
 
     def step(self) -> None:
         """Takes the gradients that there are, of which the plan was told."""
@@ -180,10 +180,10 @@ class CutBlocks:
 
     def openings(self) -> list[Opening]:
         """The form of the messages of :meth:`exchange_extremes`."""
-        found = self._flat.openings()
+        found: list[Opening] = self._flat.openings()
         for exchange, cuts in self._by_exchange.items():
             numel = 2 + sum(extremes[0].numel() for cut in cuts for extremes in cut.extremes)
-            found.append(Opening(exchange, numel, torch.int32))
+            found.append(Reduction(exchange, numel, torch.int32))
         return found
 
     def keep_scales(self) -> None:

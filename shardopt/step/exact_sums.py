@@ -12,7 +12,7 @@ from shardopt import _C
 from shardopt.layout import Exchange
 from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
-from shardopt.step.agreement import Opening, Plan, Roll
+from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 
 #: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Gives, per param group,
 #: the hyper-parameters that follow from them.
@@ -101,7 +101,7 @@ class ExactSums:
     def openings(self) -> list[Opening]:
         """The form of its messages."""
         first = ((ranks, next(iter(messages.values()))) for ranks, messages in self._messages.items())
-        return [Opening(ranks, message.numel(), message.dtype) for ranks, message in first if ranks is not None]
+        return [Reduction(ranks, message.numel(), message.dtype) for ranks, message in first if ranks is not None]
 
     def step(self) -> None:
         """Takes the gradients that there are, of which the plan was told."""

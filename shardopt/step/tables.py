@@ -27,7 +27,7 @@ from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
-from shardopt.step.waves import Waves, WaveStep, run_waves
+from shardopt.step.waves import Waves, WaveStep, openings_of, run_waves
 
 
 class StepTables:
@@ -208,10 +208,9 @@ class StepTables:
             return of_sums
         for device, cut_blocks in self._cut_blocks.items():
             of_cuts = cut_blocks.openings()
-            for wave in () if of_cuts else self._wave_steps[device][:1]:
-                of_cuts = wave.openings()
-            if of_cuts:
-                return of_cuts
+            of_device = of_cuts or openings_of(self._wave_steps[device])
+            if of_device:
+                return of_device
         return []
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from shardopt.state.residency import StateResidency
 from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.directions import Directions
+from shardopt.step.directions import Directions, Journey
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input
 from shardopt.step.matrices import Matrix, Wave, matrices_of, waves_of
@@ -51,7 +51,7 @@ class _Planned:
             chosen = np.isin(self.rows["tensor"], indices)
             if chosen.any():
                 passes[key] = self.rows[chosen], self.places[chosen]
-        return WaveStep(self.wave, device, passes, blocks)
+        return WaveStep(self.wave, device, passes, blocks, self._plan)
 
 
 class Waves:
@@ -130,6 +130,7 @@ class WaveStep:
         device: of the parameters.
         rows: of :data:`shardopt.step.rows.ROW`, and the place in the wave of each row's matrix.
         cuts: the blocks that ranks share.
+        plan: the ranks' agreement.
     """
 
     def __init__(
@@ -138,9 +139,10 @@ class WaveStep:
         device: torch.device,
         rows: Mapping[Alike, tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]],
         cuts: CutBlocks,
+        plan: Plan,
     ) -> None:
-        self._directions = Directions(wave, device)
-        self._cuts = cuts
+        self._directions = Directions(wave, device, plan)
+        self.cuts = cuts
         self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
         self._stepped = {index for passes in self._passes for index in passes.tensors}
 
@@ -149,14 +151,15 @@ class WaveStep:
         """The kernels' calls that were made so far."""
         return [call for passes in self._passes for call in passes.calls]
 
-    def openings(self) -> list[Opening]:
-        """The form of its first messages."""
-        return self._cuts.openings()
+    @property
+    def journey(self) -> Journey | None:
+        """How its directions travel to other ranks; None without any."""
+        return self._directions.journey
 
     @property
     def communicates(self) -> bool:
         """Whether other ranks take part."""
-        return self._directions.communicates or bool(self._cuts)
+        return self._directions.communicates or bool(self.cuts)
 
     def update(
         self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, skipped: SkippedElements,
@@ -169,7 +172,7 @@ class WaveStep:
     def begin(self) -> None:
         """The momentum's pass over this rank's elements; the directions begin to travel."""
         memory = self._directions.begin()
-        run_phases([passes.momentum_into(memory) for passes in self._passes], self._cuts)
+        run_phases([passes.momentum_into(memory) for passes in self._passes], self.cuts)
         self._directions.send()
 
     def orthogonalize(self) -> None:
@@ -181,6 +184,27 @@ class WaveStep:
         directions = self._directions.receive()
         for passes in self._passes:
             passes.apply(directions)
+
+
+def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
+    """The form of what :func:`run_waves` sends until it reads a roll."""
+    found: list[Opening] = []
+    journeys = [wave.journey for wave in waves]
+    for number in range(len(waves) + 2):
+        arriving, computed, returning = (
+            journeys[at] if 0 <= at < len(waves) else None for at in (number, number - 1, number - 2)
+        )
+        if number < len(waves) and waves[number].cuts:
+            return [*found, *waves[number].cuts.openings()]
+        if arriving is not None and not arriving.is_copied:
+            found.append(arriving)
+        if computed is not None and not computed.is_copied:
+            break
+        if computed is not None:
+            found.append(computed)
+        if returning is not None and returning.is_copied:
+            break
+    return found
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
