@@ -19,7 +19,7 @@ from pathlib import Path
 from attack.contents import has_one_thread
 from attack.forked import Outcome, summary
 
-SWEEPS = ("hostile", "race", "pairs", "interrupts", "damage", "kills")
+SWEEPS = ("hostile", "race", "pairs", "interrupts", "damage", "kills", "differing")
 
 
 def outcomes_of(name: str, seed: int, first: int, count: int, folder: Path) -> Iterator[Outcome]:

@@ -12,6 +12,7 @@ import shardopt
 from ranks.models import WAYS, make_net, set_gradients
 from ranks.pool import Pool
 from ranks.runs import SMALL
+from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
 
 _RULES: dict[str, Callable[..., ShardedOptimizer]] = {
@@ -31,11 +32,12 @@ class _Differs:
     def __init__(self, way: str, rule: str, option: str, value: Any, first: int) -> None:
         self.model, self.first = WAYS[way](make_net()), first
         self.option, self.value = option, value
-        params = [p for p in self.model.parameters() if p.ndim > 1 or rule != "muon"]
+        params = [p for p in self.model.parameters() if len(shard_of(p).global_shape) > 1 or rule != "muon"]
         if self.differs(0) and option == "order":
             params = params[::-1]
         options = {option: value} if self.differs(0) and option in shardopt.state.options.DEFAULTS else {}
         self.optimizer = _RULES[rule](params, **{**SMALL, **options})
+        self.optimizer.attach(self.model)  # ranks of DDP share the work
 
     def differs(self, step: int) -> bool:
         return dist.get_rank() == 1 and step >= self.first
