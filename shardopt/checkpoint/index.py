@@ -24,8 +24,7 @@ A tensor says in which files its elements are, in one of three ways (:mod:`shard
 - ``parts``: a list of ``[file, offsets, shape]``, which cover each element once.
 
 ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name) and ``param_groups``, a
-list of ``{"parameters": [names], "options": {...}}``. ``aliases`` has the other names of shared parameters, each with
-the name by which its tensors are saved.
+list of ``{"parameters": [names], "options": {...}}``; ``aliases`` maps other names of shared parameters to those used.
 """
 
 from __future__ import annotations
@@ -398,7 +397,5 @@ def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
     header = _mapping(content, "header")
     _demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
     aliases = header.get("aliases", {})
-    _demand(
-        isinstance(aliases, dict) and all(isinstance(x, str) for x in aliases.values()), "aliases that are no names"
-    )
+    _demand(isinstance(aliases, dict) and all(isinstance(x, str) for x in aliases.values()), "aliases that are wrong")
     return header

@@ -71,7 +71,8 @@ def attacks(seed: int, first: int, count: int, folder: Path) -> Iterator[Outcome
     try:
         for number in range(first, first + count):
             attack = Attack.of(seed, number)
-            yield _outcome(pool, attack)._replace(attack=f"differing --seed {seed} --first {number} --count 1: {attack}")
+            repeat = f"differing --seed {seed} --first {number} --count 1: {attack}"
+            yield _outcome(pool, attack)._replace(attack=repeat)
     finally:
         pool.close()
 
