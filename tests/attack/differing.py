@@ -96,12 +96,10 @@ def _on_rank(attack: Attack) -> tuple[str, str]:
     dist.all_gather_object(everyone, isinstance(found, str))
     if all(everyone):
         return "refused", str(found)
-    if isinstance(found, str):
-        return "refused alone", found
     if attack.option in ("lr", "weight_decay", "maximize") and attack.rule in ("lamb", "muon"):
         return "as told", ""  # sums and directions are of what all ranks have
     same = _run(attack, set(range(attack.world_size)) if dist.get_rank() == attack.rank else set())
-    return _compared(found, same)
+    return ("refused alone", found) if isinstance(found, str) else _compared(found, same)
 
 
 def _compared(found: list[Tensor], expected: list[Tensor] | str) -> tuple[str, str]:
