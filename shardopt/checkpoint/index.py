@@ -12,8 +12,7 @@ The file is JSON, so that any program can read it. It has one line per tensor, h
 
 ``files`` has, of the data file ``<token>-<number>.bin``, the bytes of its chunks, the bytes of its table behind them,
 and the table's CRC-32; null where there is no such file. The table (:mod:`shardopt.checkpoint.table`) says where the
-chunks are. The last line is the CRC-32 of all bytes before. The bytes of a chunk are its elements in row-major order,
-little-endian.
+chunks are. The last line is the CRC-32 of all bytes before. A chunk's elements are in row-major order, little-endian.
 
 A tensor says in which files its elements are, in one of three ways (:mod:`shardopt.layout.partition`):
 
@@ -24,8 +23,8 @@ A tensor says in which files its elements are, in one of three ways (:mod:`shard
 - ``parts``: a list of ``[file, offsets, shape]``, which cover each element once.
 
 ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name) and ``param_groups``, a
-list of ``{"parameters": [names], "options": {...}}``. Infinities and NaN in the header are objects
-(:mod:`shardopt.checkpoint.header`).
+list of ``{"parameters": [names], "options": {...}}``; ``aliases`` maps other names of shared parameters to those used.
+Infinities and NaN in the header are objects (:mod:`shardopt.checkpoint.header`).
 """
 
 from __future__ import annotations
@@ -395,4 +394,6 @@ def _check_files(strides: list[tuple[int, int]], files: int) -> None:
 def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
     header = _mapping(content, "header")
     _demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
+    aliases = _mapping({"aliases": {}, **header}, "aliases")
+    _demand(all(isinstance(name, str) for name in aliases.values()), "aliases that are wrong")
     return header

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,10 +20,11 @@ from shardopt.layout import (
     RangePartition,
     Ranges,
     Shard,
+    assigned,
     boxes,
     shard_of,
 )
-from shardopt.layout.names import buffer_names, parameter_names
+from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_state import SliceState
 
@@ -76,6 +77,17 @@ def pieces_of(model: Module, masters: Sequence[Tensor] = ()) -> Iterator[Piece]:
                 yield Piece(segment.name, param, index, segment.shard, segment.of(local))
         else:
             yield Piece(name, param, None, shard, local)
+
+
+def aliases_in(model: Module, pieces: Iterable[Piece]) -> dict[str, str]:
+    """The names of shared parameters under which they are not saved, each with the name under which they are."""
+    names = all_parameter_names(model)
+    found: dict[str, str] = {}
+    for piece in pieces:
+        shard = assigned(piece.param)
+        others = shard.aliases.get(piece.name, ()) if isinstance(shard, FlatBuffer) else names.get(piece.param, ())
+        found.update((name, piece.name) for name in others if name != piece.name)
+    return found
 
 
 def buffers_of(model: Module) -> Iterator[Piece]:

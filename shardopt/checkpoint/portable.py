@@ -42,7 +42,7 @@ from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import Owner
-from shardopt.checkpoint.pieces import buffers_of
+from shardopt.checkpoint.pieces import aliases_in, buffers_of
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
@@ -364,6 +364,9 @@ def _described(
 ) -> tuple[Saving, dict[str, Chunks]]:
     tensors = model_chunks(model, contents)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
+    aliases = aliases_in(model, (content.piece for content in contents))
+    if aliases:
+        header["aliases"] = aliases
     if owner is not None:
         tensors.update(optimizer_chunks(owner, contents))
         header["optimizer"] = owner.name

@@ -154,7 +154,8 @@ class CpuCall:
         self._off = found_inf is not None and bool(found_inf.item())
         if scale is not None:
             groups = groups.copy()
-            groups["gradient_scale"] *= 1.0 / float(scale)
+            with np.errstate(divide="ignore", over="ignore"):  # by 0 as in torch: gradients become Inf or NaN
+                groups["gradient_scale"] *= np.divide(1.0, float(scale))
         self._step.prepare(groups, torch.get_num_threads(), _target)
 
     def run(self, phase: _C.Phase) -> None:

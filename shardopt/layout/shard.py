@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Copies, Division
+from shardopt.layout.division import Copies, Division, Exchange
 from shardopt.layout.partition import WHOLE, Placed
 from shardopt.layout.ranges import Positions, Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
@@ -25,16 +25,6 @@ _S = TypeVar("_S", bound="Shard")
 
 class UnknownShardError(RuntimeError):
     """A parameter is a part of another, and nothing says which part, or says it in a way that is not known here."""
-
-
-class Exchange(Protocol):
-    """How the ranks that hold parts of the same rows, or of the same parameter, agree on numbers."""
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Replaces an int32 tensor by its elementwise maximum over those ranks. All of them must call it."""
-
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replaces a float32 or int64 tensor by its elementwise sum over those ranks. All of them must call it."""
 
 
 class LocalBlocks(NamedTuple):
@@ -150,6 +140,11 @@ class Shard:
     @property
     def holders(self) -> Exchange | None:
         """All ranks that hold a part of the parameter or a copy of one; None where this rank knows of no other."""
+        return None
+
+    @property
+    def row_owners(self) -> Exchange | None:
+        """The ranks that hold parts of the same rows, and may share blocks; None where rows are whole."""
         return None
 
     @property

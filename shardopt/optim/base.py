@@ -68,6 +68,9 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has no memory for what is to be offloaded.
             RuntimeError: what ``offload`` says is not possible for a parameter.
         """
+        names = param_group.get("param_names") if isinstance(param_group, dict) else None
+        if not (names is None or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))):
+            raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -161,6 +164,8 @@ class ShardedOptimizer(OptimizerInterface):
         if released is None:
             internals.warn_without_gradients()
         if left:
+            for group in self.param_groups:
+                self.begin_step(group)
             internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
         if released is not None:
             released.next_step()

@@ -103,6 +103,8 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
             name = listed_name(group, number, position)
             entries = _kept_entries(optimizer, param, options, spec, checked_entries(states.get(index), name))
             loaded.append(_Loaded(param, index, name, spec, entries))
+            with reading(name):
+                optimizer.adopt_derived(options, saved_group, entries or {})
         held = held_elements(group["params"])
         with reading(f"param group {number}"):
             is_own &= held is None or saved_group.get(HELD) in (None, held)

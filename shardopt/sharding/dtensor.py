@@ -79,6 +79,10 @@ class DTensorShard(Shard):
         return _along(self._mesh, range(self._mesh.ndim))
 
     @cached_property
+    def row_owners(self) -> RanksExchange | None:  # type: ignore[override]
+        return _along(self._mesh, self._column_dims) if self._column_dims and self.is_here else None
+
+    @cached_property
     def parts(self) -> RanksExchange | None:  # type: ignore[override]
         sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
         return _along(self._mesh, sharded) if sharded and self.is_here else None
@@ -235,8 +239,7 @@ class DTensorShard(Shard):
             ((first, end),) = columns or ((self.row_numel, self.row_numel),)
             return LocalBlocks(-(-first // size), -(-end // size) - -(-first // size), None)
         pieces = Counter(block for first, end in columns for block in {first // size, (end - 1) // size})
-        exchange = _along(self._mesh, self._column_dims)
-        return LocalBlocks(0, grid.blocks_per_row, exchange, max(pieces.values(), default=1))
+        return LocalBlocks(0, grid.blocks_per_row, self.row_owners, max(pieces.values(), default=1))
 
     def _is_aligned(self, grid: BlockGrid, ends: list[int]) -> bool:
         """Whether no block is cut and sharding the scales like the parameter gives each rank its own blocks' scales."""

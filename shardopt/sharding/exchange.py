@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.distributed_c10d import (
     GroupMember,
     ProcessGroup,
     ReduceOp,
+    all_gather,
     all_reduce,
     all_to_all_single,
     broadcast,
@@ -71,6 +73,28 @@ class RanksExchange:
         """The numbers in the world of the ranks in the group, of which there must be one."""
         (only,) = self.groups
         return tuple(get_process_group_ranks(only))
+
+    @property
+    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
+        """See :class:`shardopt.layout.Exchange`."""
+        return tuple(tuple(get_process_group_ranks(group)) for group in self.groups)
+
+    def gathered(self, message: bytes) -> dict[int, bytes]:
+        """See :class:`shardopt.layout.Exchange`."""
+        found = {get_rank(): message}
+        for group in self.groups:
+            text = json.dumps({rank: known.hex() for rank, known in found.items()}).encode()
+            length = torch.tensor([len(text)], dtype=torch.int64, device=self.device_type)
+            lengths = [torch.empty_like(length) for _ in range(get_world_size(group))]
+            all_gather(lengths, length, group=group)
+            sent = torch.zeros(int(torch.cat(lengths).max()), dtype=torch.uint8, device=self.device_type)
+            sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            texts = [torch.empty_like(sent) for _ in lengths]
+            all_gather(texts, sent, group=group)
+            for size, data in zip(lengths, texts, strict=True):
+                of_rank = json.loads(data[: int(size)].cpu().numpy().tobytes())
+                found.update((int(rank), bytes.fromhex(known)) for rank, known in of_rank.items())
+        return found
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]

@@ -15,8 +15,10 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
+from shardopt.step.agreement import Agreement
 from shardopt.step.exact_sums import TakeTotals
 from shardopt.step.inputs import ParamGroups, describe
+from shardopt.step.plan import plan_of
 from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
 
@@ -49,6 +51,7 @@ class Stepper:
         self._residency, self._numbers, self._copies = residency, numbers, copies
         self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
+        self._agreement = Agreement()
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
     def prepare(
@@ -87,6 +90,8 @@ class Stepper:
         else:
             tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
         tables.update(param_groups, scaling)
+        self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
+        self._agreement.open_by(tables.plan, tables.openings)
         self.communicates = tables.communicates
         self._checked = checked
         return partial(self._run, tables)
@@ -99,8 +104,10 @@ class Stepper:
         self, param_groups: ParamGroups, state: Any, groups: list[Group], scaling: LossScaling
     ) -> StepTables:
         inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name)
+        plan = plan_of(param_groups, groups, inputs)
+        self._agreement.agree(plan)
         return StepTables(
-            param_groups, state, groups, inputs, scaling, self.skipped, self._residency, self._take_totals
+            param_groups, state, groups, inputs, plan, scaling, self.skipped, self._residency, self._take_totals
         )
 
     def _run(self, tables: StepTables) -> None:

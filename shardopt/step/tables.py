@@ -20,13 +20,14 @@ from shardopt.layout import Shard, shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
+from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
-from shardopt.step.waves import Waves, WaveStep, run_waves
+from shardopt.step.waves import Waves, WaveStep, openings_of, run_waves
 
 
 class StepTables:
@@ -39,6 +40,7 @@ class StepTables:
         state: the optimizer's; parameters that are stepped for the first time get theirs here.
         groups: one per param group.
         inputs: one per parameter.
+        plan: the description that ranks compare.
         scaling: the loss scale.
         skipped: counts skipped elements.
         residency: where the state of each parameter lives.
@@ -55,12 +57,14 @@ class StepTables:
         state: Any,
         groups: list[Group],
         inputs: Sequence[Input],
+        plan: Plan,
         scaling: LossScaling,
         skipped: SkippedElements,
         residency: StateResidency,
         take_totals: TakeTotals,
     ) -> None:
         self._groups = GroupTables(groups)
+        self.plan = plan
         self._scaling, self._take_totals = scaling, take_totals
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
@@ -68,8 +72,8 @@ class StepTables:
         self._stepped: list[Tensor] = []  # the parameters that the step changes
         if scaling.found_inf is None:
             demand_finite(inputs, self._gradients, groups)
-        self._waves = Waves(inputs, groups)
-        self._flat_cuts = _flat_cuts(inputs, self._waves)
+        self._waves = Waves(inputs, groups, plan)
+        self._flat_cuts = _flat_cuts(inputs, self._waves, plan)
         self._sums = self._exact_sums(params)
         self._members: dict[int, _Member] = {}  # by the parameters' indices
         rows: list[Row] = []
@@ -112,7 +116,7 @@ class StepTables:
             seed_and_number = group["stochastic_rounding_seed"], parameter.number
             indices = index, parameter.group
             sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
-            flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts([], param.device), self._waves
+            flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts(self.plan, [], param.device), self._waves
             slices = [
                 SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
                 for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
@@ -133,7 +137,7 @@ class StepTables:
             if rule.sums and parameter.spec is not None:
                 kernels = kernels_of(parameter.device, self._residency.of(param).offload)
                 summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, rule, kernels))
-        return {device: ExactSums(tensors) for device, tensors in summed.items()}
+        return {device: ExactSums(self.plan, tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
         """Whether an option of a param group may have changed since the last call."""
@@ -143,7 +147,7 @@ class StepTables:
         """Takes new options; False if they call for other tables."""
         before = self._groups.groups
         self._groups.replace(groups)
-        return [(g.rule, g.table_format) for g in groups] == [(g.rule, g.table_format) for g in before]
+        return [_tables_of(group) for group in groups] == [_tables_of(group) for group in before]
 
     def read(
         self, param_groups: ParamGroups, state: Mapping[Tensor, Any], parts: Mapping[int, Tensor | None] | None = None
@@ -196,6 +200,18 @@ class StepTables:
             or any(sums.communicates for sums in self._sums.values())
             or any(wave.communicates for wave in waves)
         )
+
+    def openings(self) -> list[Opening]:
+        """The form of the first messages of a step, after which the ranks know whether they differ."""
+        of_sums = [opening for sums in self._sums.values() for opening in sums.openings()]
+        if of_sums:
+            return of_sums
+        for device, cut_blocks in self._cut_blocks.items():
+            of_cuts = cut_blocks.openings()
+            of_device = of_cuts or openings_of(self._wave_steps[device])
+            if of_device:
+                return of_device
+        return []
 
     def run(self) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be the same on all ranks.
@@ -252,6 +268,9 @@ class StepTables:
         self._skipped.retire([b.call for batches in self._batches.values() for b in batches if b.call is not None])
         self._skipped.retire([call for waves in self._wave_steps.values() for wave in waves for call in wave.calls])
         has_gradient = kinds != _C.Inputs.no_gradient
+        self.plan.step(frozenset(np.flatnonzero(has_gradient).tolist()))
+        for sums in self._sums.values():
+            sums.step()
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {
             d: {} for d in (*self._flat_cuts, *self._sums, *self._waves.devices)
@@ -277,7 +296,8 @@ class StepTables:
             cuts = {index: cut for index in with_gradient if (cut := self._members[index].cut) is not None}
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
-            self._cut_blocks[device] = CutBlocks(own_cuts, self._flat_cuts.get(device) or FlatCuts([], device))
+            flat_cuts = self._flat_cuts.get(device) or FlatCuts(self.plan, [], device)
+            self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, flat_cuts)
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""
@@ -305,11 +325,17 @@ def _is_fixed(shard: Shard) -> bool:
     return shard.plain and shard.layout_attribute is None
 
 
-def _flat_cuts(inputs: Sequence[Input], waves: Waves) -> dict[torch.device, FlatCuts]:
+def _tables_of(group: Group) -> tuple[Any, ...]:
+    """What a param group's tables depend on, and its messages."""
+    return group.rule, group.table_format, group.nonfinite == "raise"
+
+
+def _flat_cuts(inputs: Sequence[Input], waves: Waves, plan: Plan) -> dict[torch.device, FlatCuts]:
     """The blocks that flat shards of no wave cut, by device; no entry for a device without any."""
-    by_device: dict[torch.device, list[SliceState]] = {}
+    by_device: dict[torch.device, list[tuple[int, SliceState]]] = {}
     for index, parameter in enumerate(inputs):
         if parameter.spec is not None and not waves.has(index):
-            by_device.setdefault(parameter.device, []).extend(flat_slices(parameter.spec))
-    cuts = {device: FlatCuts(specs, device) for device, specs in by_device.items()}
+            parts = ((index, spec) for spec in flat_slices(parameter.spec))
+            by_device.setdefault(parameter.device, []).extend(parts)
+    cuts = {device: FlatCuts(plan, parts, device) for device, parts in by_device.items()}
     return {device: cut for device, cut in cuts.items() if cut}
