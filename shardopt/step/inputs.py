@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.kernels.dispatch import DTYPES, check_device, check_sign, check_storage
+from shardopt.kernels.dispatch import DTYPES, check_device
+from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, number_of
 from shardopt.state.names import listed_name
 from shardopt.state.tensor_state import TensorState, tensor_state_of
@@ -124,8 +125,13 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[T
                     f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
                     "nn.Embedding(sparse=False))"
                 )
-            part = parameter.shard.local_gradient(param.grad)
-            check_tensors(parameter.name, parameter.shard.local(param), part)
+            try:
+                local, part = parameter.shard.local(param), parameter.shard.local_gradient(param.grad)
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
+                    raise
+                raise RuntimeError(f"{parameter.name}: {error}") from error
+            check_tensors(parameter.name, local, part)
         gradients.append(part)
     return gradients
 

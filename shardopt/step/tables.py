@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import LossScaling, check_sign, check_storage
+from shardopt.kernels.dispatch import LossScaling
+from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
-from shardopt.layout import Shard, shard_of
+from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
@@ -77,7 +78,7 @@ class StepTables:
             rows += self._rows_of(index, param, state, param_groups[inputs[index].group])
         self._table = self._waves.take_rows(table_of(rows, ROW))  # those of no wave
         skipped.retire()
-        shards = [None if p.spec is None or _is_fixed(p.shard) else p.shard for p in inputs]
+        shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
         self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of)
         self._kinds: bytes | None = None  # of the gradients of the last step
@@ -298,11 +299,6 @@ class _Member(NamedTuple):
     step: int
     offload: Offload
     cut: CutParameter | None
-
-
-def _is_fixed(shard: Shard) -> bool:
-    """Whether a parameter is a local tensor whose shard cannot change."""
-    return shard.plain and shard.layout_attribute is None
 
 
 def _flat_cuts(inputs: Sequence[Input], waves: Waves) -> dict[torch.device, FlatCuts]:
