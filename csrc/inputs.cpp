@@ -53,8 +53,8 @@ py::object Attribute::of(PyObject* object) const {
 }
 
 Inputs::Inputs(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
-               py::object shard_of)
-    : shard_of_(std::move(shard_of)) {
+               py::object shard_of, py::object read_gradient)
+    : shard_of_(std::move(shard_of)), read_gradient_(std::move(read_gradient)) {
   std::unordered_map<PyObject*, size_t> indices;
   for (const py::handle group : param_groups) {
     const auto params = py::cast<py::list>(group["params"]);
@@ -88,6 +88,7 @@ void Inputs::add_input(PyObject* param, const py::object& shard, bool in_table) 
   if (!local.is_none()) input.local = Attribute(input.type, local);
   if (!layout.is_none()) input.layout = Attribute(input.type, layout);
   if (input.layout) input.known_layout = input.layout.of(param);
+  input.known_type = type_number(param);
   const bool is_plain = !input.layout && shard.attr("plain").cast<bool>();
   input.fixed = is_plain && shard.attr("local")(py::handle(param)).ptr() == param;  // no wrapper of its elements
   if (!input.known.take(local_of(input, param).ptr()))
@@ -163,6 +164,7 @@ bool Inputs::same_parameter(Input& input) const {
 
 bool Inputs::same_layout(Input& input) const {
   if (input.fixed) return true;
+  if (type_number(input.param) != input.known_type) return false;
   py::object layout;
   if (input.layout) layout = input.layout.of(input.param);
   if (layout && layout.is(input.known_layout)) return true;
@@ -222,7 +224,7 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
     Input& input = inputs_[i];
     const py::object gradient = gradients[i];
     const py::object part =
-        parts.is_none() ? input.shard.attr("local_gradient")(gradient) : py::object(parts[py::int_(i)]);
+        parts.is_none() ? read_gradient_(i, gradient) : py::object(parts[py::int_(i)]);
     if (!accept(input, part.ptr())) return py::none();
     if (input.local && input.layout && Py_TYPE(gradient.ptr()) == input.type && input.local.of(gradient.ptr()).is(part))
       input.known_gradient_layout = input.layout.of(gradient.ptr());
@@ -293,8 +295,9 @@ bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& el
 void bind_inputs(py::module_& m) {
   py::class_<Inputs> inputs(m, "Inputs", "The tensors that a cached kernel table points to.");
   inputs
-      .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object>(),
-           py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"))
+      .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object, py::object>(),
+           py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"),
+           py::arg("read_gradient"))
       .def("read", &Inputs::read, py::arg("param_groups"), py::arg("state"), py::arg("parts"),
            "This rank's parts of the gradients and the parameters to be stepped; None if the table must be made anew.")
       .def("gradient_kinds", &Inputs::gradient_kinds,

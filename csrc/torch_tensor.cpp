@@ -192,6 +192,11 @@ const Libtorch& libtorch() {
 
 bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == libtorch().tensor_type; }
 
+int64_t type_number(PyObject* object) {
+  const Libtorch& torch = libtorch();
+  return PyObject_TypeCheck(object, torch.tensor_type) ? torch.words_of(object)[kType] & kTypeBits : 0;
+}
+
 bool TensorFormat::take(PyObject* tensor) {
   const Libtorch& torch = libtorch();
   if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;

@@ -15,6 +15,9 @@ constexpr uint8_t kNoDType = 255;
 
 bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
+// A number for a tensor's dtype and device; 0 for another object.
+int64_t type_number(PyObject* object);
+
 // Raises the version counters of the tensors in a list, as torch.autograd.graph.increment_version does.
 void bump_versions(PyObject* tensors);
 

@@ -23,6 +23,7 @@ from shardopt.checkpoint.index import Index, StoredFile, unknown_content
 from shardopt.checkpoint.interrupts import interruption_point
 from shardopt.checkpoint.pipeline import AHEAD, computed_ahead
 from shardopt.checkpoint.table import StoredChunk, Table
+from shardopt.kernels.memory import as_bytes
 
 _MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
@@ -255,7 +256,7 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, 
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor.detach().cpu()).numpy().data
 
 
 def _with_checksum(chunk: StoredChunk, data: memoryview) -> tuple[StoredChunk, memoryview]:

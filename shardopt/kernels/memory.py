@@ -22,8 +22,14 @@ def has_memory(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor._is_zerotensor()
 
 
-def check_storage(name: str, what: str, tensor: Tensor) -> None:
+def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError] = RuntimeError) -> None:
     """Checks that a dense tensor's elements lie in memory, within its storage: ``resize_`` may have freed or cut it.
+
+    Args:
+        name: the parameter's name in errors.
+        what: the tensor's part there.
+        tensor: the tensor.
+        error: the class of the error.
 
     Raises:
         RuntimeError: they do not.
@@ -31,7 +37,7 @@ def check_storage(name: str, what: str, tensor: Tensor) -> None:
     if tensor.numel() == 0:
         return
     if not has_memory(tensor):
-        raise RuntimeError(
+        raise error(
             f"{name}: got a {what} of {_kind(tensor)}, which has no memory of its own, expected an ordinary tensor; "
             "make it of .clone()"
         )
@@ -39,7 +45,7 @@ def check_storage(name: str, what: str, tensor: Tensor) -> None:
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
     found = tensor.untyped_storage().nbytes()
     if found < needed:
-        raise RuntimeError(
+        raise error(
             f"{name}: got a {what} whose storage has {found} bytes, expected {needed}: it was freed or cut by "
             "resize_(); give it its memory back first"
         )

@@ -25,7 +25,7 @@ from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
-from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
+from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradient, local_gradients
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
 from shardopt.step.waves import Waves, WaveStep, run_waves
 
@@ -80,7 +80,8 @@ class StepTables:
         skipped.retire()
         shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
-        self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of)
+        read_gradient = partial(local_gradient, inputs)
+        self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
         self._wave_steps: dict[torch.device, list[WaveStep]] = {}
