@@ -8,6 +8,9 @@ memory of a negative or conjugate view has other values than the view.
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -113,6 +116,14 @@ def readable(tensor: Tensor) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's elements, one element after another: uint8, on the tensor's device."""
     return readable(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def memoryview_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's elements in host memory, without ``numpy()``, after which no storage can be resized."""
+    data = as_bytes(tensor.detach().cpu())
+    memory: Any = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
+    memory.tensor = data  # alive as long as the view
+    return memoryview(memory).cast("B")
 
 
 def _fits(inner: object, tensor: Tensor) -> bool:

@@ -66,7 +66,7 @@ def assert_alike(optimizer: ShardedOptimizer, expected: ShardedOptimizer) -> Non
         ("adamw", torch.float32, {}),
         ("adamw", torch.bfloat16, {"master_weight_bits": 24}),
         ("lamb", torch.float32, {}),
-        ("muon8", torch.float32, {}),
+        ("prodigy", torch.float32, {}),
         ("adamw", torch.float32, {"offload": "step"}),
     ],
 )
