@@ -211,7 +211,7 @@ class Shard:
 
         Where the gradient is sharded otherwise than the parameter, all ranks must call this.
         """
-        return readable(gradient)
+        return readable(gradient if self.plain else self.local(gradient))
 
     def like_parameter(self, local: Tensor) -> Tensor:
         """The global tensor, sharded like the parameter, whose part here is ``local``.

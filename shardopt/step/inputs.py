@@ -126,7 +126,7 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[T
                     f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
                     "nn.Embedding(sparse=False))"
                 )
-            with _named(parameter.name):
+            with named(parameter.name):
                 local = parameter.shard.local(param)
             part = local_gradient(inputs, len(gradients), param.grad)
             check_tensors(parameter.name, local, part)
@@ -140,12 +140,12 @@ def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Ten
     Raises:
         RuntimeError: the gradient is not sharded over the parameter's ranks, or cannot be copied to memory.
     """
-    with _named(inputs[index].name):
+    with named(inputs[index].name):
         return inputs[index].shard.local_gradient(gradient)
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def named(name: str) -> Iterator[None]:
     """Puts a parameter's name before errors that shards raise."""
     try:
         yield

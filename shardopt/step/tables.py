@@ -25,7 +25,15 @@ from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
-from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradient, local_gradients
+from shardopt.step.inputs import (
+    Input,
+    ParamGroups,
+    check_tensors,
+    demand_finite,
+    local_gradient,
+    local_gradients,
+    named,
+)
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
 from shardopt.step.waves import Waves, WaveStep, run_waves
 
@@ -107,7 +115,8 @@ class StepTables:
                 state[param].update(spec.new(where.state))
             own = state[param]
             for key in spec.state_names & own.keys():
-                entry = own[key] if key == "step" else spec.shard.local(own[key])
+                with named(f"{name}: state {key}"):
+                    entry = own[key] if key == "step" else spec.shard.local(own[key])
                 check_storage(name, f"state {key}", entry)
                 check_sign(name, f"state {key}", entry)
             self._residency.put(param, spec, own)

@@ -103,7 +103,9 @@ def test_wrappers_of_other_elements_are_refused(wrapper: type[Wrapped]) -> None:
     optimizer = RULES["adamw"].make([other := Parameter(torch.ones(3)), param])
     param.grad, other.grad = torch.ones(64, 130), torch.ones(3)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=rf"^parameter 1 of param group 0 .*: got a tensor of {wrapper.__name__} "):
+        with pytest.raises(
+            RuntimeError, match=rf"^parameter 1 of param group 0 .*: got a tensor of {wrapper.__name__} "
+        ):
             optimizer.step()
     assert torch.equal(param._tensor, inner)
     assert torch.equal(other, torch.ones(3))
@@ -165,7 +167,9 @@ def test_a_gradient_that_cannot_be_copied_is_refused() -> None:
         before = everything(optimizer)
         param = params_of(optimizer)[0]
         param.grad = Coded(torch.ones(param.shape))
-        with pytest.raises(RuntimeError, match=r"parameter 0 of .*: got a tensor of Coded .*cannot be copied.*of codes"):
+        with pytest.raises(
+            RuntimeError, match=r"parameter 0 of .*: got a tensor of Coded .*cannot be copied.*of codes"
+        ):
             optimizer.step()
         param.grad = None
         assert_same(everything(optimizer), before)
@@ -200,7 +204,11 @@ def _sharded() -> None:
         for t in range(7):
             for i, param in enumerate(params):
                 whole = values(shapes[i], 10 * t + i, torch.float32)
-                kinds = [Wrapped, Tensor.clone, zeros] if wrap is Wrapped else [Tensor.clone, Tensor.clone, torch.zeros_like]
+                kinds = (
+                    [Wrapped, Tensor.clone, zeros]
+                    if wrap is Wrapped
+                    else [Tensor.clone, Tensor.clone, torch.zeros_like]
+                )
                 param.grad = shard(whole, kinds[t % 3])
             if t == 4:
                 local = params[0]._local_tensor
@@ -209,7 +217,9 @@ def _sharded() -> None:
             optimizer.step()
         locals_ = [getattr(param._local_tensor, "_tensor", param._local_tensor) for param in params]
         states = [optimizer.state[param] for param in params]
-        found.append([*locals_, *(state[key].to_local() for state in states for key in sorted(state.keys() - {"step"}))])
+        found.append(
+            [*locals_, *(state[key].to_local() for state in states for key in sorted(state.keys() - {"step"}))]
+        )
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
 
