@@ -33,7 +33,7 @@ def trained(wrap: Callable[[Tensor], Tensor] = Tensor.clone, seed: int = 0) -> t
 
 def tensors(model: Any, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     state = optimizer.state[model.weight]
-    return {"weight": model.weight, "bias": model.bias, "mean": model.mean, **{k: v for k, v in state.items()}}
+    return {"weight": model.weight, "bias": model.bias, "mean": model.mean, **state}
 
 
 WRONG = {

@@ -97,7 +97,7 @@ def test_int8_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^parameter 0 .*got a tensor of Int8QuantizedTrainingLinearWeight with 0 "):
         optimizer.step()
     assert torch.equal(model.weight.int_data, codes)
-    with pytest.raises(shardopt.checkpoint.CheckpointError, match="^weight: got a tensor of Int8Quantized"):
+    with pytest.raises(shardopt.checkpoint.CheckpointError, match=r"^weight: got a tensor of Int8Quantized"):
         shardopt.checkpoint.save(tmp_path, model)
 
 
@@ -132,7 +132,7 @@ def test_adapters_beside_nf4_weights(tmp_path: Path) -> None:
     after = model.base.get_original_weight()
     assert torch.equal(after, weight)
     assert model.base not in optimizer.state
-    with pytest.raises(shardopt.checkpoint.CheckpointError, match="^base: got a tensor of NF4Tensor"):
+    with pytest.raises(shardopt.checkpoint.CheckpointError, match=r"^base: got a tensor of NF4Tensor"):
         shardopt.checkpoint.save(tmp_path, model, optimizer)
     own = shardopt.AdamW8bit(model.adapter.parameters(), lr=1e-2, min_quantized_numel=0)
     model(torch.randn(5, 256)).square().mean().backward()

@@ -81,9 +81,9 @@ def test_a_storage_that_is_too_small_is_refused(operand: str, how: str) -> None:
         message = (
             rf"^parameter 0 of param group 0 .*: got a {operand} whose storage has {left} bytes, expected {whole}: "
         )
-        with (cut_in_place if how == "cut in place" else resized)(tensor, left):
-            with pytest.raises(RuntimeError, match=message):
-                optimizer.step()
+        shorten = cut_in_place if how == "cut in place" else resized
+        with shorten(tensor, left), pytest.raises(RuntimeError, match=message):
+            optimizer.step()
         assert_same(everything(optimizer), before)
     assert_same(everything(optimizer), everything(expected))
 

@@ -1,4 +1,4 @@
-"""Steps of tensors without memory of their own: wrapper subclasses, zero tensors. Bits are those of ordinary tensors."""
+"""Steps of tensors without memory, wrapper subclasses and zero tensors, have the bits of ordinary tensors' steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.nn import Buffer, Parameter
 import shardopt
 from helpers import RULES, everything
 from ranks.layouts import values
+from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
 from shardopt.step import stepper
-from ranks.offload import offload_from_cpu
 from step_problem import SHAPES, kept, make, params_of, step
 from wrappers import Coded, Scaled, Twice, Wrapped, zeros
 
