@@ -158,6 +158,7 @@ class Inputs:
         shards: list[Any],
         entries: list[frozenset[str] | None],
         shard_of: Callable[[Any], object],
+        read_gradient: Callable[[int, Any], object],
     ) -> None: ...
     def read(
         self, param_groups: Sequence[Any], state: Mapping[Any, Any], parts: Mapping[int, Any] | None

@@ -15,6 +15,7 @@ from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.wording import few
+from shardopt.kernels.memory import as_bytes
 
 _REMEDY = (
     "expected one tensor by one name; name modules that differ between ranks differently (pipeline stages and experts "
@@ -102,7 +103,7 @@ def digest(tensor: Tensor) -> int:
     with a probability of 2**-32 over the weights. One weight for the whole word would miss pairs of flipped top bits,
     which are signs of floats: twice 2**63 times an odd number is 0.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor)
     weights = _weights(data.device)
     whole = data.numel() // 8 * 8
     sums = []

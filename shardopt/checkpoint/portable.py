@@ -36,7 +36,7 @@ from shardopt.checkpoint.contents import (
     owner_for,
     with_common_scales,
 )
-from shardopt.checkpoint.errors import ReplacedError
+from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
@@ -48,6 +48,7 @@ from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
+from shardopt.kernels.memory import check_storage, readable
 from shardopt.sharding.deepspeed.engine import has_optimizer, is_engine, opened, refresh
 
 _TRIES = 10  # attempts of a load while other saves replace the checkpoint
@@ -351,7 +352,11 @@ def _to_save(
 
 def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
     owner = None if optimizer is None else owner_for(optimizer)
-    return owner, contents_of(model, owner)
+    contents = contents_of(model, owner)
+    for content in contents:
+        for key, value in content.state.items():
+            check_storage(content.piece.name, f"state {key}", value, CheckpointError)
+    return owner, contents
 
 
 def _described(
@@ -374,6 +379,7 @@ def _described(
         header["param_groups"] = [owner.describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
     for key, value in extra.items():
         if isinstance(value, Tensor):
+            check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
             tensors[f"extra.{key}"] = Chunks.whole(value)
     buffers = {model_key(piece.name) for piece in buffers_of(model)}
     return Saving(folder, header, buffers, keep_last), tensors

@@ -108,37 +108,6 @@ def check_device(name: str, device: torch.device) -> None:
     )
 
 
-def check_storage(name: str, what: str, tensor: Tensor) -> None:
-    """Checks that a tensor's elements lie within its storage, which they do not after ``resize_`` freed or cut it.
-
-    Raises:
-        RuntimeError: they do not.
-    """
-    if tensor.numel() == 0:
-        return
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    found = tensor.untyped_storage().nbytes()
-    if found < needed:
-        raise RuntimeError(
-            f"{name}: got a {what} whose storage has {found} bytes, expected {needed}: it was freed or cut by "
-            "resize_(); give it its memory back before the step"
-        )
-
-
-def check_sign(name: str, what: str, tensor: Tensor) -> None:
-    """Checks that the kernels may write a tensor's memory: that of a negative view has the elements' opposites.
-
-    Raises:
-        RuntimeError: the tensor is a negative view.
-    """
-    if tensor.is_neg():
-        raise RuntimeError(
-            f"{name}: got a {what} that is a negative view, whose memory has the opposite signs, expected one that is "
-            "not; make it of .resolve_neg()"
-        )
-
-
 class CpuCall:
     """Steps on the CPU."""
 

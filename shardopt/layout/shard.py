@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 
+from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Copies, Division, Exchange
 from shardopt.layout.partition import WHOLE, Placed
@@ -193,15 +194,19 @@ class Shard:
         return self.partition
 
     def local(self, tensor: Tensor) -> Tensor:
-        """The plain tensor with this rank's part of a parameter, gradient, codes or scales."""
-        return tensor
+        """The ordinary tensor with this rank's part of a parameter, codes or scales.
+
+        Raises:
+            RuntimeError: a wrapper subclass has no inner tensor with its elements (:func:`written`).
+        """
+        return written(tensor)
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient, laid out like the parameter.
+        """This rank's part of a gradient, laid out like the parameter, with memory of its own.
 
         Where the gradient is sharded otherwise than the parameter, all ranks must call this.
         """
-        return self.local(gradient)
+        return readable(gradient if self.plain else self.local(gradient))
 
     def like_parameter(self, local: Tensor) -> Tensor:
         """The global tensor, sharded like the parameter, whose part here is ``local``.
@@ -345,4 +350,9 @@ def _shard_of(param: Tensor) -> Shard:
         shard = resolve(param)
         if shard is not None:
             return shard
-    return Shard(tuple(param.shape), tuple(param.shape))
+    return _whole(tuple(param.shape))
+
+
+@lru_cache(8192)
+def _whole(shape: tuple[int, ...]) -> Shard:
+    return Shard(shape, shape)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardopt.kernels.memory import readable, written
 from shardopt.layout import BlockGrid, Division, LocalBlocks, Region, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
 from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
@@ -165,8 +166,7 @@ class DTensorShard(Shard):
         return Placed(GridPartition((*cuts, *strided)), offset)
 
     def local(self, tensor: Tensor) -> Tensor:
-        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return written(_local(tensor))
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         if not isinstance(gradient, DTensor):
@@ -180,8 +180,8 @@ class DTensorShard(Shard):
                 f"{self._mesh}, expected the parameter's mesh; distribute it there"
             )
         if gradient.placements == self._placements:
-            return self.local(gradient)
-        return self.local(gradient.redistribute(placements=self._placements)).contiguous()
+            return readable(_local(gradient))
+        return readable(_local(gradient.redistribute(placements=self._placements))).contiguous()
 
     def like_parameter(self, local: Tensor) -> Tensor:
         behind = local.shape[len(self.local_shape) :]
@@ -278,6 +278,16 @@ class DTensorShard(Shard):
         return whole.to(self._mesh.device_type).contiguous()
 
 
+def _local(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        raise RuntimeError(
+            f"got a plain tensor of shape {tuple(tensor.shape)} for a DTensor parameter, expected a DTensor; load it "
+            "with load_state_dict, or wrap it with DTensor.from_local"
+        )
+    local = tensor.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
 _shards: dict[tuple[Any, ...], DTensorShard] = {}
 
 
@@ -296,9 +306,15 @@ def shard_of_dtensor(param: DTensor) -> DTensorShard:
         if len(_shards) >= _CACHED_SHARDS:
             _shards.clear()
         shard = _shards[key] = DTensorShard(tuple(param.shape), mesh, tuple(param.placements))
-    if param._local_tensor.shape != shard.local_shape:
+    local = param._local_tensor
+    if local.dtype != param.dtype:
         raise RuntimeError(
-            f"got a part of shape {tuple(param._local_tensor.shape)} of a parameter of shape {shard.global_shape}, "
+            f"got a parameter of {param.dtype} and shape {shard.global_shape} whose part is of {local.dtype}, expected "
+            "one dtype; cast it with module.to(dtype), as an assignment to .data does not cast a DTensor's part"
+        )
+    if local.shape != shard.local_shape:
+        raise RuntimeError(
+            f"got a part of shape {tuple(local.shape)} of a parameter of shape {shard.global_shape}, "
             f"expected {shard.local_shape} for placements {param.placements}; pass shape= and stride= to "
             "DTensor.from_local where shards are uneven"
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.kernels.dispatch import DTYPES, check_device, check_sign, check_storage
+from shardopt.kernels.dispatch import DTYPES, check_device
+from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, number_of
 from shardopt.state.names import listed_name
 from shardopt.state.tensor_state import TensorState, tensor_state_of
@@ -124,10 +126,33 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[T
                     f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
                     "nn.Embedding(sparse=False))"
                 )
-            part = parameter.shard.local_gradient(param.grad)
-            check_tensors(parameter.name, parameter.shard.local(param), part)
+            with named(parameter.name):
+                local = parameter.shard.local(param)
+            part = local_gradient(inputs, len(gradients), param.grad)
+            check_tensors(parameter.name, local, part)
         gradients.append(part)
     return gradients
+
+
+def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient, with memory of its own. May run collectives.
+
+    Raises:
+        RuntimeError: the gradient is not sharded over the parameter's ranks, or cannot be copied to memory.
+    """
+    with named(inputs[index].name):
+        return inputs[index].shard.local_gradient(gradient)
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Puts a parameter's name before errors that shards raise."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
+            raise
+        raise RuntimeError(f"{name}: {error}") from error
 
 
 def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group]) -> None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import LossScaling, check_sign, check_storage
+from shardopt.kernels.dispatch import LossScaling
+from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
-from shardopt.layout import Shard, shard_of
+from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
@@ -25,7 +26,15 @@ from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
-from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
+from shardopt.step.inputs import (
+    Input,
+    ParamGroups,
+    check_tensors,
+    demand_finite,
+    local_gradient,
+    local_gradients,
+    named,
+)
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
 from shardopt.step.waves import Waves, WaveStep, openings_of, run_waves
 
@@ -81,9 +90,10 @@ class StepTables:
             rows += self._rows_of(index, param, state, param_groups[inputs[index].group])
         self._table = self._waves.take_rows(table_of(rows, ROW))  # those of no wave
         skipped.retire()
-        shards = [None if p.spec is None or _is_fixed(p.shard) else p.shard for p in inputs]
+        shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
-        self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of)
+        read_gradient = partial(local_gradient, inputs)
+        self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
         self._wave_steps: dict[torch.device, list[WaveStep]] = {}
@@ -109,7 +119,8 @@ class StepTables:
                 state[param].update(spec.new(where.state))
             own = state[param]
             for key in spec.state_names & own.keys():
-                entry = own[key] if key == "step" else spec.shard.local(own[key])
+                with named(f"{name}: state {key}"):
+                    entry = own[key] if key == "step" else spec.shard.local(own[key])
                 check_storage(name, f"state {key}", entry)
                 check_sign(name, f"state {key}", entry)
             self._residency.put(param, spec, own)
@@ -318,11 +329,6 @@ class _Member(NamedTuple):
     step: int
     offload: Offload
     cut: CutParameter | None
-
-
-def _is_fixed(shard: Shard) -> bool:
-    """Whether a parameter is a local tensor whose shard cannot change."""
-    return shard.plain and shard.layout_attribute is None
 
 
 def _tables_of(group: Group) -> tuple[Any, ...]:

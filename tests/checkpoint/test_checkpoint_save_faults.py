@@ -89,7 +89,7 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 def test_any_other_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     saved(tmp_path, seed=1)
     with monkeypatch.context() as context:
-        context.setattr(data_file, "_bytes_of", lambda *args: _raise(error))
+        context.setattr(data_file, "memoryview_of", lambda *args: _raise(error))
         with pytest.raises(type(error)):
             saved(tmp_path, seed=2)
     assert_only(tmp_path, seed=1)

@@ -51,8 +51,7 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 def _remove_if_free(folder: Path) -> None:
     lock = FolderLock(folder)
-    if lock.is_free():
-        lock.acquire()  # its owner, if there is one, waits for the lock, and then finds no folder
+    if lock.try_acquire():  # an owner that has just made the folder waits for the lock, and makes the folder again
         _remove(folder)
         lock.release()
 
