@@ -37,7 +37,7 @@ class Ranks:
             return [message]
         length = self._numbers([len(message)])
         lengths = torch.cat(self._all_gathered(length)).tolist()
-        sent = torch.zeros(max(lengths), dtype=torch.uint8)
+        sent = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
         if not sent.numel():
             return [b""] * self.size

@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 
 def _empty(stored: StoredTensor) -> Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype)
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
 
 
 class Restoration:
@@ -70,7 +70,8 @@ class Restoration:
         self._owner = None if optimizer is None else owner_for(optimizer)
         self._contents = contents_of(model, self._owner)
         self._buffers = [
-            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype)) for piece in buffers_of(model)
+            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype, device="cpu"))
+            for piece in buffers_of(model)
         ]
 
     @property
@@ -265,7 +266,7 @@ class Restoration:
                 f"{self._path}: got {named(piece.name)} of {dtype}, expected {piece.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
-        values = torch.empty(piece.local.shape, dtype=dtype)
+        values = torch.empty(piece.local.shape, dtype=dtype, device="cpu")
         if self._owner is None or content.group is None:
             return Target(content, values, None, None, {})
         options = self._options[content.group]

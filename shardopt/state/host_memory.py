@@ -24,7 +24,7 @@ class _HostMemory:
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
         try:
-            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8)
+            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise MemoryError(
                 f"offload: got no {_text_of(nbytes)} of host memory, expected it for the state; use more ranks, or "

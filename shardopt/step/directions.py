@@ -31,7 +31,7 @@ class Directions:
         self._journey: _Journey | None = None
         if division is not None:
             self._journey = _Copies(wave, ends) if division.is_copied else _Parts(wave, ends)
-        self._held = torch.empty(0)
+        self._held = torch.empty(0, device="cpu")
 
     @property
     def communicates(self) -> bool:
@@ -63,7 +63,7 @@ class Directions:
 
     def receive(self) -> Tensor:
         """Waits for the orthogonalized directions, which stand where the others stood; the memory is given away."""
-        held, self._held = self._held, torch.empty(0)  # a view of it would keep the memory
+        held, self._held = self._held, torch.empty(0, device="cpu")  # a view of it would keep the memory
         if self._journey is not None:
             self._journey.receive(held)
         return held
@@ -89,7 +89,7 @@ class _Journey(ABC):
         self._ranks, self._size = wave.division.ranks, len(wave.division.regions)
         self._wave, self._ends = wave, ends
         self._waits: list[Callable[[], object]] = []
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, device="cpu")
 
     def _owned_by(self, rank: int) -> Iterator[tuple[Matrix, int]]:
         """The matrices of an owner, and where their elements begin on this rank."""
@@ -122,7 +122,7 @@ class _Journey(ABC):
         self._wait()
         if self._there is not held:
             held.copy_(self._there)
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, device="cpu")
 
 
 class _Copies(_Journey):
@@ -165,7 +165,7 @@ class _Parts(_Journey):
                 pieces.append(_Piece(at, region))
                 at += padded(region.numel)
                 self._received[rank] += padded(region.numel)
-        self._gathered = torch.empty(0)
+        self._gathered = torch.empty(0, device="cpu")
 
     def send(self, held: Tensor) -> None:
         super().send(held)
@@ -185,7 +185,7 @@ class _Parts(_Journey):
 
     def receive(self, held: Tensor) -> None:
         super().receive(held)
-        self._gathered = torch.empty(0)
+        self._gathered = torch.empty(0, device="cpu")
 
 
 def _view(gathered: Tensor, first: int, region: Region) -> Tensor:

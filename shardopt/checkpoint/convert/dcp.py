@@ -206,7 +206,7 @@ def _reader(files: _Files, chunk: _Chunk, dtype: torch.dtype) -> Callable[[int, 
             whole = unpickled(lambda: torch.load(data, map_location="cpu", weights_only=True), path)
             return whole.contiguous().reshape(-1)[first:end]  # type: ignore[no-any-return]
         if first == end:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         size = dtype.itemsize
         return torch.frombuffer(
             files.bytes(chunk.file, stored.position + first * size, (end - first) * size), dtype=dtype
@@ -280,7 +280,7 @@ def _write_data(
         tensors[_dcp_key(key)] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
         if 0 in shape:
             zeros = (0,) * len(shape)
-            add(_dcp_key(key), zeros, torch.empty(shape, dtype=dtype))
+            add(_dcp_key(key), zeros, torch.empty(shape, dtype=dtype, device="cpu"))
             chunk = metadata.ChunkStorageMetadata(torch.Size(zeros), torch.Size(shape))
             tensors[_dcp_key(key)].chunks.append(chunk)
     for key, first, data in checkpoint.pieces(numel):
