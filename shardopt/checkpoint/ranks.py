@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
 from shardopt.checkpoint.wording import line
+from shardopt.sharding.exchange import own_device
 
 T = TypeVar("T")
 
@@ -92,8 +94,7 @@ class Ranks:
         devices = {device.type for device in group._device_types}
         if "cpu" in devices or not devices:
             return torch.device("cpu")
-        kind = sorted(devices)[0]
-        return torch.device(kind, getattr(torch, kind).current_device())
+        return own_device(sorted(devices)[0], group)
 
     def _numbers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -118,6 +119,14 @@ def _lost_ranks() -> Iterator[None]:
         raise LostRanksError(
             f"the ranks cannot talk to each other any more: {line(error)}; see which of them failed, and why"
         ) from error
+
+
+@contextmanager
+def on_device_of(model: Module) -> Iterator[None]:
+    """Makes the GPU of a model's parameters, if they are on one, the current GPU inside: messages of ranks go there."""
+    device = next((param.device for param in model.parameters() if param.is_cuda), None)
+    with nullcontext() if device is None else torch.cuda.device(device):
+        yield
 
 
 def on_every_rank(work: Callable[[], T]) -> T:

@@ -111,7 +111,7 @@ class _Journey(ABC):
 
     def send(self, held: Tensor) -> None:
         """Begins to send this rank's elements."""
-        self._there = held.to(self._ranks.device_type)  # of an offloaded parameter they are out of NCCL's reach
+        self._there = self._ranks.within_reach(held)
 
     @abstractmethod
     def orthogonalize(self) -> None:
