@@ -130,7 +130,7 @@ def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
 def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
     """Odd random numbers, the same on every rank and device."""
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator, device="cpu")
     first, second = (numbers | 1).to(device)
     return first, second
 

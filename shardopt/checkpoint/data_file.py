@@ -167,7 +167,7 @@ class DataFiles:
 
     def chunk(self, number: int, chunk: StoredChunk) -> Tensor:
         """The bytes of one chunk (uint8), verified; see :meth:`chunks`, which is for many."""
-        buffer = torch.empty(chunk.bytes, dtype=torch.uint8)
+        buffer = torch.empty(chunk.bytes, dtype=torch.uint8, device="cpu")
         return _read_chunk(self[number], self.folder.shown(chunk.file), chunk, buffer)
 
     @contextmanager
@@ -189,7 +189,7 @@ class DataFiles:
         def jobs() -> Iterator[Callable[[], Tensor]]:
             for number, chunk in in_order:
                 interruption_point()
-                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8)
+                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8, device="cpu")
                 yield partial(_read_chunk, self[number], self.folder.shown(chunk.file), chunk, buffer)
 
         def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[int, StoredChunk, Tensor]]:

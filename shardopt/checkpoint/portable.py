@@ -43,7 +43,7 @@ from shardopt.checkpoint.interrupts import deferred_interrupts
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.pieces import aliases_in, buffers_of
-from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
@@ -100,7 +100,7 @@ def save(
             these, or is not that of the DeepSpeed engine.
     """
     ranks = Ranks()
-    with deferred_interrupts():
+    with deferred_interrupts(), on_device_of(model):
         saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
         saving.run(tensors, ranks)
 
@@ -145,7 +145,7 @@ def async_save(
     """
     global _last_saving
     ranks = Ranks()
-    with deferred_interrupts():
+    with deferred_interrupts(), on_device_of(model):
         saving, staged, stager = _stage(folder_at(path), model, optimizer, extra, keep_last, staging_dir, ranks)
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
@@ -244,7 +244,7 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
             any rank.
         TypeError: the optimizer is none that :func:`save` takes, or is not that of the DeepSpeed engine.
     """
-    with deferred_interrupts():
+    with deferred_interrupts(), on_device_of(model):
         loaded = _load_unreplaced(folder_at(path), model, optimizer, convert)
         if is_engine(model):
             refresh(model)

@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 
 def _empty(stored: StoredTensor) -> Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype)
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
 
 
 class Restoration:
@@ -77,7 +77,8 @@ class Restoration:
         }
         self._contents = [self._as_saved(content, {each.piece.name for each in contents}) for content in contents]
         self._buffers = [
-            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype)) for piece in buffers_of(model)
+            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype, device="cpu"))
+            for piece in buffers_of(model)
         ]
 
     def _as_saved(self, content: Content, names: Container[str]) -> Content:
@@ -285,7 +286,7 @@ class Restoration:
                 f"{self._path}: got {named(piece.name)} of {dtype}, expected {piece.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
-        values = torch.empty(piece.local.shape, dtype=dtype)
+        values = torch.empty(piece.local.shape, dtype=dtype, device="cpu")
         if self._owner is None or content.group is None:
             return Target(content, values, None, None, {})
         options = self._options[content.group]

@@ -36,7 +36,7 @@ class Stager:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: list[Tensor] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self.in_use = False
@@ -62,9 +62,9 @@ class Stager:
         size = sum(map(_room, rectangles))
         self._copies, self._forms = [], []
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
+            self._buffer = self._buffer.new_empty(0)  # frees the old buffer before the new one is allocated
             if self.folder is None:
-                self._buffer = torch.empty(size, dtype=torch.uint8)
+                self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             else:
                 self._buffer = _mapped(self.folder, size)
         begin = 0

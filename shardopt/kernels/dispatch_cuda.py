@@ -146,7 +146,7 @@ class CudaCall:
     def _upload_in_graph(self, groups: npt.NDArray[np.void]) -> None:
         """Captures the upload of the tables that change, from memory that keeps them for all replays."""
         tables = self._head_tables(groups)
-        wanted = _fill(torch.empty(self._offsets.head_bytes, dtype=torch.uint8), tables)
+        wanted = _fill(torch.empty(self._offsets.head_bytes, dtype=torch.uint8, device="cpu"), tables)
         staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
         if staging is None:
             _demand(self._spare is not None)
@@ -211,7 +211,7 @@ def _aligned(size: int) -> int:
 
 
 def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _is_capturing() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot, Transfers
-
-_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class CudaSlot(Slot):
@@ -108,30 +105,33 @@ def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:
         stream.synchronize()
 
 
-def pin_memory(memory: Tensor, owner: object) -> None:
+def pin_memory(memory: Tensor, owner: object, device: torch.device) -> None:
     """Page-locks memory of the CPU until ``owner`` is gone; it is not freed before.
 
-    PyTorch's own pinned memory comes in powers of two.
+    PyTorch's own pinned memory comes in powers of two. PyTorch's own runtime would keep the error of a refusal, and
+    raise it at its next kernel.
+
+    Args:
+        memory: whole pages.
+        owner: keeps them locked.
+        device: a CUDA device that copies from and to them; others may, too.
 
     Raises:
         MemoryError: the system does not let so much be locked.
     """
-    error = _runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _FOR_ALL_DEVICES)
-    if int(error) != 0:
+    index = device.index or 0
+    error = _C.pin_cuda(index, memory.data_ptr(), memory.nbytes)
+    if error != 0:
         raise MemoryError(
-            f"offload: got CUDA error {int(error)} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
+            f"offload: got CUDA error {error} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
             "expected it to be possible; offload less with device_state_budget, or use pin_memory=False"
         )
-    weakref.finalize(owner, _unpin, memory).atexit = False
+    weakref.finalize(owner, _unpin, memory, index).atexit = False
 
 
-def _unpin(memory: Tensor) -> None:
+def _unpin(memory: Tensor, index: int) -> None:
     for device in range(torch.cuda.device_count()):
         # Copies may be under way. Asking makes no context on other devices.
         if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
             torch.cuda.synchronize(device)
-    _runtime().cudaHostUnregister(memory.data_ptr())
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    _C.unpin_cuda(index, memory.data_ptr())

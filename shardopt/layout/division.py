@@ -83,9 +83,8 @@ class Ranks(Exchange, Protocol):
     def numbers(self) -> tuple[int, ...]:
         """Their numbers among all ranks of the job."""
 
-    @property
-    def device_type(self) -> str:
-        """Of the tensors that they pass around."""
+    def within_reach(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy on a device whose tensors they can pass around."""
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]

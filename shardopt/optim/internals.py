@@ -89,7 +89,7 @@ class Internals:
         optimizer = self.optimizer
         if totals is None:  # all parameters are other ranks'
             count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
-            totals = torch.zeros((count, _C.sum_words), dtype=torch.int64)
+            totals = torch.zeros((count, _C.sum_words), dtype=torch.int64, device="cpu")
         if self.peers is not None:
             self.peers.all_reduce_sum(totals)
         return optimizer.with_totals([_C.sum_value(words.numpy()) for words in totals])

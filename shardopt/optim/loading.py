@@ -177,7 +177,9 @@ def _demand_alike(loaded: Sequence[_Loaded]) -> None:
         if holders is not None and each.spec.exchanges_columns:
             by_exchange.setdefault(holders, []).append(each)
     for exchange, cut in by_exchange.items():
-        seen = torch.tensor([[_is_gathered(each), not _is_gathered(each)] for each in cut], dtype=torch.int32)
+        seen = torch.tensor(
+            [[_is_gathered(each), not _is_gathered(each)] for each in cut], dtype=torch.int32, device="cpu"
+        )
         exchange.all_reduce_max(seen)
         names = [each.name for each, both in zip(cut, seen.all(1).tolist(), strict=True) if both]
         if names:

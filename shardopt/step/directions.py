@@ -47,7 +47,7 @@ class Directions:
         if division is not None and roll is not None:
             kind = _Copies if division.is_copied else _Parts
             self._journey = kind(wave, self.first, [*chunks, at], roll)
-        self._held = torch.empty(0)
+        self._held = torch.empty(0, device="cpu")
 
     @property
     def journey(self) -> Journey | None:
@@ -84,7 +84,7 @@ class Directions:
 
     def receive(self) -> Tensor:
         """Waits for the orthogonalized directions, which stand where the others stood; the memory is given away."""
-        held, self._held = self._held, torch.empty(0)  # a view of it would keep the memory
+        held, self._held = self._held, torch.empty(0, device="cpu")  # a view of it would keep the memory
         if self._journey is not None:
             self._journey.receive(held)
         return held
@@ -116,8 +116,9 @@ class Journey(NamedTuple):
 
     def say_changed(self) -> bool:
         """See :class:`Opening`."""
-        message = torch.zeros(BYTES * self.chunks[-1], dtype=torch.uint8, device=self.ranks.device_type)
+        message = torch.zeros(BYTES * self.chunks[-1], dtype=torch.uint8, device="cpu")
         say_no(message, [BYTES * begin for begin in self.chunks[:-1]])
+        message = self.ranks.within_reach(message)
         parts = [slice(BYTES * begin, BYTES * end) for begin, end in pairwise(self.chunks)]
         if self.is_copied:
             answers = message
@@ -175,7 +176,7 @@ class _Journey(ABC):
         self._ranks, self._size = wave.division.ranks, len(wave.division.regions)
         self._wave, self._first, self._chunks, self._roll = wave, first, chunks, roll
         self._waits: list[Callable[[], object]] = []
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, device="cpu")
 
     @property
     def form(self) -> Journey:
@@ -200,7 +201,7 @@ class _Journey(ABC):
     def send(self, held: Tensor) -> None:
         """Begins to send this rank's elements."""
         self._roll.enter(held, self._chunks[:-1])
-        self._there = held.to(self._ranks.device_type)  # of an offloaded parameter they are out of NCCL's reach
+        self._there = self._ranks.within_reach(held)
 
     @abstractmethod
     def orthogonalize(self) -> None:
@@ -211,7 +212,7 @@ class _Journey(ABC):
         self._wait()
         if self._there is not held:
             held.copy_(self._there)
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, device="cpu")
 
 
 class _Copies(_Journey):
@@ -261,7 +262,7 @@ class _Parts(_Journey):
                 pieces.append(_Piece(at, region))
                 at += padded(region.numel)
                 self._received[rank] += padded(region.numel)
-        self._gathered = torch.empty(0)
+        self._gathered = torch.empty(0, device="cpu")
 
     @property
     def form(self) -> Journey:
@@ -286,7 +287,7 @@ class _Parts(_Journey):
 
     def receive(self, held: Tensor) -> None:
         super().receive(held)
-        self._gathered = torch.empty(0)
+        self._gathered = torch.empty(0, device="cpu")
 
 
 def _view(gathered: Tensor, first: int, region: Region) -> Tensor:

@@ -201,6 +201,15 @@ def test_weight_formats_and_cut_blocks(emulated: ModuleType, codec: str, weights
             assert skipped == wanted > 0, name
 
 
+def test_a_table_with_a_cut_block_of_two_blocks_is_refused(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_emulated.use(emulated, monkeypatch)
+    problem = Problem("adam", "log8", "bf16", PIECES["fragment"], 32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"entry 0: got a cut block of 45 columns from 168, .* one block of 32"):
+        problem.run(CudaCall, steps=1)
+
+
 def test_more_gradients_than_a_launch_takes(emulated: ModuleType) -> None:
     shapes = tuple((n,) for n in range(1, emulated.cuda_launched_gradients + 3))
     steps = [gradients(t, FP32, shapes) for t in (1, 2, 4)]

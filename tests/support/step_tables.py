@@ -54,6 +54,11 @@ class Piece(NamedTuple):
     row_numel: int = 0
     offset: int = 0
 
+    def is_in_blocks(self, size: int) -> bool:
+        """Whether blocks of a size can have it: it begins where one begins, or it lies in a single one."""
+        begin = self.first_col % size
+        return begin == 0 or begin + self.cols <= size
+
 
 class Problem:
     """One rectangle with its state on a device, and the tables that step it."""

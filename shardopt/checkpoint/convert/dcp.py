@@ -245,7 +245,7 @@ def _write_data(
         tensors[_dcp_key(key)] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
         if 0 in shape:
             zeros = (0,) * len(shape)
-            add(_dcp_key(key), zeros, torch.empty(shape, dtype=dtype))
+            add(_dcp_key(key), zeros, torch.empty(shape, dtype=dtype, device="cpu"))
             chunk = metadata.ChunkStorageMetadata(torch.Size(zeros), torch.Size(shape))
             tensors[_dcp_key(key)].chunks.append(chunk)
     for key, first, data in checkpoint.pieces(numel):

@@ -146,7 +146,7 @@ def _entries(entries: Mapping[str, Any], what: str) -> dict[str, LazyTensor]:
         if value is None or key in _DERIVED:
             continue
         if isinstance(value, int | float) and not isinstance(value, bool):
-            value = lazy(torch.tensor(float(value)))
+            value = lazy(torch.tensor(float(value), device="cpu"))
         if not isinstance(value, LazyTensor):
             raise CheckpointError(
                 f"{what}: got {named(key)} as {kind_of(value)}, expected a tensor or a number; save it again"
@@ -234,7 +234,7 @@ def _class_of(path: str, groups: Sequence[Mapping[str, Any]], entries: Mapping[s
 
 def _in_float32(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Entries as a float32 state has them. State without a step count has taken a step, as torch's SGD."""
-    found = {"step": lazy(torch.tensor(1.0)), **entries}
+    found = {"step": lazy(torch.tensor(1.0, device="cpu")), **entries}
     step = found["step"]
     if step.numel == 1:
         found["step"] = LazyTensor(torch.float32, (), lambda first, end: step.read(first, end).float())

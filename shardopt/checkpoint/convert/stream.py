@@ -252,7 +252,7 @@ def rebuilt(
     """
 
     def read(first: int, end: int) -> Tensor:
-        found = torch.empty(end - first, dtype=dtype)
+        found = torch.empty(end - first, dtype=dtype, device="cpu")
         at = 0
         for offsets, extents in rectangles_of_range(shape, first, end):
             into = found[at : at + math.prod(extents)].view(extents)

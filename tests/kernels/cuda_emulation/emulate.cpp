@@ -54,6 +54,9 @@ void run_message(emulated::MessageBlocks kernel, const MessageCall& call) {
 void encode_cuda(const MessageCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
 void decode_cuda(const MessageCall& call, void*) { run_message(emulated::decode_of(call.dtype), call); }
 
+int pin_cuda(uint64_t, uint64_t) { return 0; }
+void unpin_cuda(uint64_t) {}
+
 CudaDeviceGuard::CudaDeviceGuard(int) {}
 CudaDeviceGuard::~CudaDeviceGuard() {}
 
