@@ -24,6 +24,7 @@ too small; work of a capture in several streams; hazards between the host and me
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections import deque
@@ -41,6 +42,7 @@ from torch.utils._pytree import tree_map_only
 
 from late_memory import Block, Ranges, bytes_at, let_cuda_pass
 from shardopt import _C
+from shardopt.comm import all_reduce
 from shardopt.kernels.dispatch import cpu_target
 
 KINDS = ("late", "early", "random")
@@ -243,8 +245,14 @@ class LateDevice:
                     again = True
 
     def _run(self, work: Work) -> None:
-        with torch.no_grad():
-            work.run()
+        collects = gc.isenabled()
+        gc.disable()  # a finalizer may wait for the device
+        try:
+            with torch.no_grad():
+                work.run()
+        finally:
+            if collects:
+                gc.enable()
         work.done, work.run, work.after = True, _nothing, []
         self._run_loose()
 
@@ -513,6 +521,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
     device = LateDevice(kind, seed)
     _current.append(device)
     Stream()
+    all_reduce._side_stream.cache_clear()
     others, aten = Library("_", "IMPL"), Library("aten", "IMPL")  # noqa: TOR901  destroyed below
     with pytest.MonkeyPatch.context() as patch:
         _patch_torch(patch, device)
@@ -527,12 +536,14 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
         aten.impl("_local_scalar_dense", device.scalar, "CUDA")
         try:
             yield device
-            device.graph = None
+            gc.collect()  # finalizers are part of the play
             device.synchronize()
             assert not device.faults, device.faults
         finally:
+            gc.collect()
             aten._destroy()
             others._destroy()
+            all_reduce._side_stream.cache_clear()
             _current.pop()
 
 
@@ -574,6 +585,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
     patch.setattr(Tensor, "is_pinned", lambda tensor: device.is_locked(tensor.data_ptr()))
     patch.setattr("shardopt.comm.all_reduce.Future", DeviceFuture)
+    patch.setattr("shardopt.kernels.dispatch_cuda._table_copies", {})
 
 
 def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
