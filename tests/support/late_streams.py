@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -149,6 +149,14 @@ class DeviceFuture:
         return self._value
 
 
+class _GivenAway(NamedTuple):
+    """A block that was freed: its next owner writes after some work."""
+
+    block: Block
+    after: list[Work]
+    until: list[Work]
+
+
 class LateDevice:
     """The device.
 
@@ -169,8 +177,8 @@ class LateDevice:
         self.graph: Graph | None = None
         self._lock = threading.RLock()
         self._thread = threading.local()
-        self._loose: list[Work] = []  # memory that its next owner overwrites
-        self._runs_loose = False
+        self._given_away: list[_GivenAway] = []
+        self._poisons = False
         self._memory, self._pinned, self._locked = Ranges(), Ranges(), Ranges()
         self._keeps: list[object] = []
 
@@ -254,17 +262,18 @@ class LateDevice:
             if collects:
                 gc.enable()
         work.done, work.run, work.after = True, _nothing, []
-        self._run_loose()
+        self._poison()
 
-    def _run_loose(self) -> None:
-        if self._runs_loose:
+    def _poison(self) -> None:
+        if self._poisons:
             return
-        self._runs_loose = True
-        for work in list(self._loose):
-            if all(other.done for other in work.after):
-                self._loose.remove(work)
-                work.run()
-        self._runs_loose = False
+        self._poisons = True
+        for given in list(self._given_away):
+            if all(work.done for work in given.after):
+                given.block.poison()
+                if all(work.done for work in given.until):
+                    self._given_away.remove(given)
+        self._poisons = False
 
     # Memory
 
@@ -283,9 +292,13 @@ class LateDevice:
                 if block.pool is self.graph:
                     block.pool.add(block.poison)
                 return
-            after = [stream.last for stream in (block.stream, *block.users) if stream.last is not None]
-            self._loose.append(Work(None, block.poison, after))
-            self._run_loose()
+            self._give_away(block, [stream.last for stream in (block.stream, *block.users)])
+
+    def _give_away(self, block: Block, after: Sequence[Work | None]) -> None:
+        """Lets the next owner of a block write to it, again and again as long as work that uses it may be queued."""
+        until = [stream.last for stream in self.streams if stream.last is not None]
+        self._given_away.append(_GivenAway(block, [work for work in after if work is not None], until))
+        self._poison()
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Stands in for torch.Tensor.record_stream."""
@@ -302,8 +315,7 @@ class LateDevice:
 
     def _unpinned(self, block: Block) -> None:
         with self._lock:
-            self._loose.append(Work(None, block.poison, [work for work in block.users if work is not None]))
-            self._run_loose()
+            self._give_away(block, block.users)
 
     def is_locked(self, address: int) -> bool:
         """Whether memory of the CPU is page-locked."""
