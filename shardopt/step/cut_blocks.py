@@ -62,6 +62,11 @@ class CutParameter(NamedTuple):
             torch.from_numpy(np.flatnonzero(others)).to(device),
         )
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        return [*self.extremes, *(x for x in self.old_scales if x is not None), self.others]
+
     def keep_scales(self) -> None:
         """Copies the scales for further pieces of a block."""
         if len(self.extremes[0]) > 1:
@@ -106,6 +111,11 @@ class FlatCuts:
         return bool(self._buffers)
 
     @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that have the extremes."""
+        return list(self._buffers.values())
+
+    @property
     def bytes(self) -> int:
         """Bytes that one round of the exchange carries."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
@@ -148,6 +158,11 @@ class CutBlocks:
 
     def __bool__(self) -> bool:
         return bool(self._parameters) or bool(self._flat)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        return [*self._flat.memory, *(tensor for cut in self._parameters for tensor in cut.memory)]
 
     def keep_scales(self) -> None:
         """Copies the scales of blocks of which this rank holds several pieces: before the kernels read any."""

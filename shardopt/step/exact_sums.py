@@ -78,15 +78,19 @@ class ExactSums:
         """Whether other ranks take part."""
         return any(ranks is not None for ranks in self._buffers)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that have the sums."""
+        return [buffer for buffers in self._buffers.values() for buffer in buffers.values()]
+
     def addresses(self, index: int) -> list[int]:
         """Where the sums of a tensor's slices are; empty for one without."""
         return self._addresses.get(index, [])
 
     def clear(self) -> None:
         """Forgets the last step's sums."""
-        for buffers in self._buffers.values():
-            for buffer in buffers.values():
-                buffer.zero_()
+        for buffer in self.memory:
+            buffer.zero_()
 
     def exchange(self) -> None:
         """Adds up the sums of all ranks that hold parts of the same parameters."""

@@ -148,6 +148,11 @@ class WaveStep:
         return [call for passes in self._passes for call in passes.calls]
 
     @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that stay from step to step and are no state."""
+        return self._cuts.memory
+
+    @property
     def communicates(self) -> bool:
         """Whether other ranks take part."""
         return self._directions.communicates or bool(self._cuts)
