@@ -1,7 +1,7 @@
 """A stand-in for a CUDA device whose work comes as late, as early or in as odd an order as streams and events allow.
 
-Tensors on ``cuda:0`` have memory of the CPU (:mod:`late_memory`). Operations, kernels and asynchronous copies only queue
-their work in a stream; a scheduler runs the queues. A wait that is missing leads to other bits, or to an entry of
+Tensors on ``cuda:0`` have memory of the CPU (:mod:`late_memory`). Operations, kernels and asynchronous copies only
+queue their work in a stream; a scheduler runs the queues. A wait that is missing leads to other bits, or to an entry of
 :attr:`LateDevice.faults`:
 
 - A stream's work is in order. Streams know of each other by events only.
@@ -16,10 +16,11 @@ their work in a stream; a scheduler runs the queues. A wait that is missing lead
 The scheduler's three kinds: "late" does what the host waits for, and nothing else; "early" does all work at once if its
 waits allow; "random" has a stream run ahead, lag behind or alternate, by the seed.
 
-Not modelled: several devices; the order of a kernel's threads, and the kernels' own arithmetic (the step is the CPU's:
-tests/kernels/test_cuda_emulated.py has CUDA's); kernels that run at the same time (each work item is indivisible); the legacy stream's
-implicit waits; NCCL; CUDA's errors; how the caching allocator splits and reuses blocks, but for when; memory that is
-too small; work of a capture in several streams; hazards between the host and memory that is not page-locked.
+Not modelled: several devices; what two kernels do to each other that run at one time (each piece of work is
+indivisible), or the threads of one; the kernels' arithmetic (a step is the CPU's; tests/kernels/test_cuda_emulated.py
+has CUDA's); the legacy stream's implicit waits; NCCL, and its streams; PyTorch's backward pass; errors of CUDA, and
+memory that is too small; how PyTorch's allocator splits blocks (it models when memory is used again); captures of more
+than one stream; the host's own races for memory that is not page-locked.
 """
 
 from __future__ import annotations
@@ -167,13 +168,14 @@ class LateDevice:
     Attributes:
         faults: what no order of events would allow, in words.
         waits: how often the host waited for the device.
+        copies_to_host: how many it has issued.
     """
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self._kind, self._random = kind, random.Random(seed)
         self.streams: list[Stream] = []
         self.faults: list[str] = []
-        self.waits = 0
+        self.waits = self.copies_to_host = 0
         self.graph: Graph | None = None
         self._lock = threading.RLock()
         self._thread = threading.local()
@@ -339,8 +341,9 @@ class LateDevice:
         return 0
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor's memory as a tensor of the CPU."""
-        block = self._memory.at(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        """A tensor's memory as a tensor of the CPU, which does not keep the memory from being freed."""
+        address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        block = self._memory.at(address) or self._pinned.at(address)
         if block is None:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         begin = tensor.data_ptr() - block.address
@@ -371,20 +374,21 @@ class LateDevice:
             self.put(stream, lambda: ours.copy_(theirs))
             return to
         host = source if to.is_cuda else to
-        locked = self._pinned.at(host.untyped_storage().data_ptr()) if host.numel() else None
-        is_locked = host.numel() and self.is_locked(host.untyped_storage().data_ptr())
+        begin = host.untyped_storage().data_ptr() if host.numel() else 0
+        is_asynchronous = non_blocking and self.is_locked(begin)
+        host = self.alias(host) if self._pinned.at(begin) else host.detach()
         if to.is_cuda:
-            ours, theirs = self.alias(to), source.detach() if non_blocking and is_locked else source.detach().clone()
+            ours, theirs = self.alias(to), host if is_asynchronous else host.clone()
         else:
-            ours, theirs = to.detach(), self.alias(source)
-        if locked is not None:  # without a reference, as PyTorch does without
-            theirs, ours = (_unowned(x, locked) if x.device.type == "cpu" and x is not None and self._pinned.at(x.untyped_storage().data_ptr() if x.numel() else 0) else x for x in (theirs, ours))
+            ours, theirs = host, self.alias(source)
+            self.copies_to_host += 1
         self.put(stream, lambda: ours.copy_(theirs))
-        if not (non_blocking and is_locked):
-            if not (to.is_cuda and non_blocking):
-                self.demand([stream.last] if stream.last else [])
-        elif locked is not None and stream.graph is None:
-            locked.users.append(stream.last)
+        if is_asynchronous:
+            block = self._pinned.at(begin)
+            if block is not None and stream.last is not None:
+                block.users.append(stream.last)
+        elif not (to.is_cuda and non_blocking):
+            stream.synchronize()
         return to
 
     def scalar(self, tensor: Tensor) -> Any:
@@ -394,7 +398,7 @@ class LateDevice:
 
     def any_other(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """An operation that computes something."""
-        arguments = list(zip(op._schema.arguments, args)) + [
+        arguments = list(zip(op._schema.arguments, args, strict=False)) + [
             (argument, kwargs[argument.name]) for argument in op._schema.arguments if argument.name in kwargs
         ]
         changed = [value for argument, value in arguments if argument.alias_info and argument.alias_info.is_write]
@@ -505,13 +509,6 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _unowned(tensor: Tensor, block: Block) -> Tensor:
-    """A tensor in a block's memory that does not keep it from being freed."""
-    begin = tensor.data_ptr() - block.address
-    alias = block.memory[begin:].view(tensor.dtype) if begin % tensor.itemsize == 0 else block.memory[:0]
-    return alias.as_strided(tensor.shape, tensor.stride(), alias.storage_offset())
-
-
 _current: list[LateDevice] = []
 
 
@@ -534,7 +531,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
     _current.append(device)
     Stream()
     all_reduce._side_stream.cache_clear()
-    others, aten = Library("_", "IMPL"), Library("aten", "IMPL")  # noqa: TOR901  destroyed below
+    others, aten = Library("_", "IMPL"), Library("aten", "IMPL")
     with pytest.MonkeyPatch.context() as patch:
         _patch_torch(patch, device)
         _patch_kernels(patch, device)
