@@ -52,10 +52,9 @@ NAMES = list(scenarios(Path()))
 def test_same_bits(name: str, kind: str, tmp_path: Path) -> None:
     scenario = scenarios(tmp_path)[name]
     wanted = scenario(CPU)
-    for seed in range(3 if kind == "random" else 1):
-        with late_device(kind, seed):
-            found = scenario(CUDA)
-        assert_same(found, wanted)
+    with late_device(kind):
+        found = scenario(CUDA)
+    assert_same(found, wanted)
 
 
 class Plant(NamedTuple):
@@ -97,10 +96,10 @@ PLANTS = {
         f"{COPIES}.begin", "self._there.wait_stream(torch.cuda.current_stream(self._device))", "pass", ("offload step",)
     ),
     "state back before it is fetched": Plant(
-        f"{COPIES}.fetch", "self._there.wait_stream(self._back)", "pass", ("offload state",)
+        f"{COPIES}.fetch", "self._there.wait_stream(self._back)", "pass", ("few chunks",)
     ),
     "slot emptied": Plant(f"{COPIES}.fetch", "(slot.emptied, after)", "(after,)", ("offload state",)),
-    "chunk back": Plant(f"{COPIES}.fetch", "(slot.emptied, after)", "(slot.emptied,)", ("offload state",)),
+    "chunk back": Plant(f"{COPIES}.fetch", "(slot.emptied, after)", "(slot.emptied,)", ("few chunks",)),
     "slot filled, by the host": Plant(f"{COPIES}.arrived", "slot.filled.synchronize()", "pass", ("offload step",)),
     "slot filled": Plant(
         f"{COPIES}.arrived", "torch.cuda.current_stream(self._device).wait_event(slot.filled)", "pass",
@@ -114,21 +113,21 @@ PLANTS = {
         f"{COPIES}.end", "torch.cuda.current_stream(self._device).wait_stream(self._back)", "pass", ("offload step",)
     ),
     "state complete": Plant(f"{COPIES}.synchronize", "self._back.synchronize()", "pass", ("offload state",)),
-    "slots given back": Plant("kernels.transfers_cuda:_drain", "stream.synchronize()", "pass", ("dropped",)),
-    "memory unlocked": Plant("kernels.transfers_cuda:_unpin", "torch.cuda.synchronize(device)", "pass", ("dropped",)),
-    "tables": Plant("kernels.dispatch_cuda:CudaCall.run", "tensor.record_stream(stream)", "pass", ("steps",)),
+    "slots given back": Plant("kernels.transfers_cuda:_drain", "stream.synchronize()", "pass", ("dropped step",)),
+    "memory unlocked": Plant("kernels.transfers_cuda:_unpin", "torch.cuda.synchronize(device)", "pass", ("dropped state",)),
+    "tables": Plant("kernels.dispatch_cuda:CudaCall.run", "tensor.record_stream(stream)", "pass", ("device scalars",)),
     "uploads of a graph": Plant(
         "kernels.dispatch_cuda:CudaCall._upload_in_graph", "self._captured.append(staging)", "pass", ("captured",)
     ),
     "learning rate": Plant(
-        "kernels.devices:use_in_current_stream", "tensor.record_stream(stream)", "pass", ("device scalars",)
+        "step.tables:use_in_current_stream", "tensor.record_stream(stream)", "pass", ("device scalars",)
     ),
     "tables of a graph": Plant("step.tables:StepTables._run_on", "self._captured.append(", "tuple(", ("captured",)),
     "skipped elements": Plant(
-        "kernels.skipped:SkippedElements.count", "torch.cuda.synchronize(device)", "pass", ("steps",)
+        "kernels.skipped:SkippedElements.count", "torch.cuda.synchronize(device)", "pass", ("device scalars",)
     ),
     "state put into its place": Plant(
-        "state.residency:StateResidency.put", "self.synchronize()", "pass", ("offloaded checkpoints",)
+        "state.residency:StateResidency.put", "self.synchronize()", "pass", ("replaced",)
     ),
     "checkpoint of offloaded state": Plant(
         "state.residency:StateResidency.synchronize", "transfers.synchronize()", "pass", ("offloaded checkpoints",)
@@ -155,7 +154,7 @@ def test_a_missing_wait_is_noticed(name: str, tmp_path: Path, monkeypatch: pytes
     plant = PLANTS[name]
     wanted = {name: scenarios(tmp_path / "cpu")[name](CPU) for name in plant.scenarios}
     plant.grow(monkeypatch)
-    schedules = [("late", 0), ("early", 0), *(("random", seed) for seed in range(10))]
+    schedules = [*((kind, 0) for kind in KINDS), *(("random", seed) for seed in range(1, 10))]
     for scenario, (kind, seed) in product(plant.scenarios, schedules):
         if not is_right(scenarios(tmp_path / f"{kind} {seed}")[scenario], wanted[scenario], kind, seed):
             return

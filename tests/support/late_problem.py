@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from ranks.layouts import values
 from ranks.snapshot import snapshot
 from shardopt.comm import ReduceScatter8bit, all_reduce_8bit
 from shardopt.optim import ShardedOptimizer
+from shardopt.state import residency
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -58,7 +60,7 @@ class Problem:
 
     def step(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
         for i, (param, source) in enumerate(zip(self.params.values(), self.sources[t], strict=True)):
-            gradient = source * 0.125
+            gradient = source * 0.125 + param.detach() * 0.25
             gradient.view(-1)[:bad] = torch.nan
             param.grad = None if i in without else gradient
         self.optimizer.step()
@@ -72,10 +74,20 @@ def on_cpu(tensors: Named) -> Named:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def steps(**options: Any) -> Scenario:
-    """Steps in changing streams, on changing sets of gradients, and again after everything was looked up anew."""
+def steps(chunk: int = 4608, **options: Any) -> Scenario:
+    """Steps in changing streams, on changing sets of gradients, and again after everything was looked up anew.
+
+    Args:
+        chunk: bytes that are copied at a time.
+        options: the optimizer's.
+    """
 
     def run(device: torch.device) -> Named:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(residency, "CHUNK_BYTES", chunk)
+            return of_chunks(device)
+
+    def of_chunks(device: torch.device) -> Named:
         problem = Problem(device, **options)
         problem.step(0)
         with side_stream(device):
@@ -85,26 +97,38 @@ def steps(**options: Any) -> Scenario:
             problem.step(3, bad=3)
         problem.optimizer._internals.forget_tables()
         problem.step(4, without=(0, 2))
-        skipped = {"skipped": torch.tensor(problem.optimizer.nonfinite_count)}
-        return {**problem.result(), **skipped}
+        return {**problem.result(), "skipped": torch.tensor(problem.optimizer.nonfinite_count)}
 
     return run
 
 
 def device_scalars(device: torch.device) -> Named:
-    """Learning rate and loss scale are computed on the device; tables are dropped after a warm-up elsewhere."""
+    """Learning rate and loss scale are computed on the device; tables are dropped in another stream than theirs."""
     lr = torch.full((), 0.01, dtype=torch.float32, device=device)
     problem = Problem(device, rule="lamb", lr=lr)
+    problem.step(0)
+    here = torch.cuda.current_stream() if device.type == "cuda" else None
     with side_stream(device):
-        problem.step(0)
-    for t in (1, 2, 3):
-        with torch.no_grad():
+        for t in (1, 2, 3):
             lr.mul_(0.5)
-        problem.optimizer.grad_scale = torch.full((), 4.0, device=device) * 2
-        problem.optimizer.found_inf = torch.full((), float(t == 2), device=device)
+            problem.optimizer.grad_scale = torch.full((), 4.0, device=device) * 2
+            problem.optimizer.found_inf = torch.full((), float(t == 2), device=device)
+            problem.step(t, bad=t)
+            if t == 1:
+                problem.optimizer._internals.forget_tables()
+        with nullcontext() if here is None else torch.cuda.stream(here):
+            skipped = problem.optimizer.nonfinite_count
+    return {**problem.result(), "skipped": torch.tensor(skipped)}
+
+
+def replaced(device: torch.device) -> Named:
+    """State put in the place of the optimizer's, while that is on its way."""
+    problem = Problem(device, offload="state")
+    for t in range(3):
         problem.step(t)
-        problem.optimizer._internals.forget_tables()
-        filler = torch.zeros(64, device=device) + t  # noqa: F841
+        for state in problem.optimizer.state.values():
+            if "exp_avg_codes" in state:
+                state["exp_avg_codes"] = torch.full_like(state["exp_avg_codes"], 130 + t)
     return problem.result()
 
 
@@ -244,15 +268,18 @@ def checkpoints(tmp_path: Path, **options: Any) -> Scenario:
     return run
 
 
-def dropped(device: torch.device) -> Named:
+def dropped(offload: str) -> Scenario:
     """An optimizer goes while its copies are under way; the parameters are used on."""
-    problem = Problem(device, offload="state")
-    problem.step(0)
-    params = problem.params
-    del problem
-    again = Problem(device, offload="state")
-    again.step(0)
-    return {**on_cpu({f"old {name}": param.detach() for name, param in params.items()}), **again.result()}
+
+    def run(device: torch.device) -> Named:
+        problem = Problem(device, offload=offload)
+        problem.step(0)
+        params = problem.params
+        del problem
+        gc.collect()
+        return on_cpu({name: param.detach() for name, param in params.items()})
+
+    return run
 
 
 def scenarios(tmp_path: Path) -> dict[str, Scenario]:
@@ -260,6 +287,7 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "steps": steps(),
         "offload state": steps(offload="state"),
         "offload step": steps(offload="step"),
+        "few chunks": steps(offload="state", chunk=30000),
         "offload a part": steps(offload="state", device_state_budget=4000),
         "pageable": steps(offload="state", pin_memory=False),
         "lamb": steps(rule="lamb"),
@@ -267,7 +295,9 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "prodigy": steps(rule="prodigy", offload="state"),
         "muon": steps(rule="muon"),
         "device scalars": device_scalars,
-        "dropped": dropped,
+        "dropped state": dropped("state"),
+        "dropped step": dropped("step"),
+        "replaced": replaced,
         "captured": captured,
         "released": released(),
         "released offload": released(offload="state"),

@@ -13,8 +13,9 @@ queue their work in a stream; a scheduler runs the queues. A wait that is missin
 - Copies from pageable memory read it at once, copies to it and other blocking calls wait for their stream.
 - A capture records the work of its stream; every replay queues it again. Waits of the host are refused meanwhile.
 
-The scheduler's three kinds: "late" does what the host waits for, and nothing else; "early" does all work at once if its
-waits allow; "random" has a stream run ahead, lag behind or alternate, by the seed.
+The scheduler's kinds: "late" does what the host waits for, and nothing else; "early" does all work at once if its waits
+allow; "ahead" and "behind" treat the default stream as the former and others as the latter, and the other way round;
+"random" decides for each stream, by the seed, or lets it alternate.
 
 Not modelled: several devices; what two kernels do to each other that run at one time (each piece of work is
 indivisible), or the threads of one; the kernels' arithmetic (a step is the CPU's; tests/kernels/test_cuda_emulated.py
@@ -46,7 +47,7 @@ from shardopt import _C
 from shardopt.comm import all_reduce
 from shardopt.kernels.dispatch import cpu_target
 
-KINDS = ("late", "early", "random")
+KINDS = ("late", "early", "ahead", "behind", "random")
 CUDA = torch.device("cuda", 0)
 
 
@@ -162,7 +163,7 @@ class LateDevice:
     """The device.
 
     Args:
-        kind: "late", "early" or "random".
+        kind: one of ``KINDS``.
         seed: for the last of them.
 
     Attributes:
@@ -187,7 +188,7 @@ class LateDevice:
     def new_eagerness(self) -> float:
         if self._kind == "random":
             return self._random.choice((0.0, 0.5, 1.0))
-        return float(self._kind == "early")
+        return float(self._kind in ("early", "ahead" if self.streams else "behind"))
 
     # Streams
 
@@ -543,6 +544,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
         aten.impl("empty_strided", device.empty_strided, "CUDA")
         aten.impl("copy_", device.copy, "CUDA")
         aten.impl("_local_scalar_dense", device.scalar, "CUDA")
+        gc.freeze()  # what was there before is not looked through again
         try:
             yield device
             gc.collect()  # finalizers are part of the play
@@ -550,6 +552,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
             assert not device.faults, device.faults
         finally:
             gc.collect()
+            gc.unfreeze()
             aten._destroy()
             others._destroy()
             all_reduce._side_stream.cache_clear()
