@@ -17,7 +17,9 @@ class SkippedElements:
     def __init__(self) -> None:
         self._on_host = 0
         self._lock = Lock()  # steps may be taken in several threads
-        self._on_devices: dict[torch.device, tuple[Tensor, Tensor]] = {}  # the counter, and its last copy in host memory
+        self._on_devices: dict[
+            torch.device, tuple[Tensor, Tensor]
+        ] = {}  # the counter, and its last copy in host memory
 
     def add(self, count: int) -> None:
         """Adds elements that the host has counted."""
@@ -50,7 +52,7 @@ class SkippedElements:
         """
         total = self._on_host
         for device, (counter, known) in self._on_devices.items():
-            if wait and not torch.cuda.is_current_stream_capturing():
+            if wait and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # kernels in any stream may have counted
                 known = counter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,11 @@ class CudaTransfers(Transfers):
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._there.wait_stream(torch.cuda.current_stream(device))  # which may still use what the memory was before
         memory = [slot.memory for slot in self._slots]
-        weakref.finalize(self, _drain, memory, self._there, self._back).atexit = False
+        _finalize(self, partial(_drain, memory, self._there, self._back))
 
     def begin(self) -> None:
         _refuse_capture()
+        _finish_finalizers()
         if self._to_host:
             self._there.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -61,7 +63,7 @@ class CudaTransfers(Transfers):
             if isinstance(event, torch.cuda.Event):
                 self._there.wait_event(event)
         self._copy(_places(slot, copies), copies.home, copies.nbytes, self._there)
-        slot.filled = self._there.record_event()
+        slot.filled = self._there.record_event(torch.cuda.Event(blocking=True))  # a host that waits leaves its core
 
     def arrived(self, slot: Slot) -> None:
         assert isinstance(slot, CudaSlot)
@@ -102,6 +104,28 @@ def _refuse_capture() -> None:
         )
 
 
+_waiting_finalizers: list[Callable[[], None]] = []
+
+
+def _finalize(owner: object, finish: Callable[[], None]) -> None:
+    """Has ``finish``, which waits for the device, called when ``owner`` is gone; or later, if a CUDA graph is captured.
+
+    A wait would spoil the capture. What ``finish`` refers to is kept until then.
+    """
+
+    def call() -> None:
+        _waiting_finalizers.append(finish)
+        if not torch.cuda.is_current_stream_capturing():
+            _finish_finalizers()
+
+    weakref.finalize(owner, call).atexit = False
+
+
+def _finish_finalizers() -> None:
+    while _waiting_finalizers:
+        _waiting_finalizers.pop()()
+
+
 def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:
     """Waits for copies that are under way before their memory is somebody else's."""
     for stream in streams:
@@ -122,7 +146,7 @@ def pin_memory(memory: Tensor, owner: object) -> None:
             f"offload: got CUDA error {int(error)} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
             "expected it to be possible; offload less with device_state_budget, or use pin_memory=False"
         )
-    weakref.finalize(owner, _unpin, memory).atexit = False
+    _finalize(owner, partial(_unpin, memory))
 
 
 def _unpin(memory: Tensor) -> None:

@@ -78,8 +78,12 @@ class ReleasedParameters:
                     demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
                     stepper = Stepper(
-                        internals.residency, internals.skipped, internals.model_indices, internals.copies,
-                        index_in_model, name,
+                        internals.residency,
+                        internals.skipped,
+                        internals.model_indices,
+                        internals.copies,
+                        index_in_model,
+                        name,
                     )
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
                 index_in_model += 1

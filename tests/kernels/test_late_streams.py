@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import textwrap
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from helpers import Named
-from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios
-from late_streams import KINDS, late_device
+from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios, steps
+from late_streams import KINDS, LateDevice, late_device
 from ranks.snapshot import assert_same
 from shardopt.state import residency
 
@@ -57,6 +58,16 @@ def test_same_bits(name: str, kind: str, tmp_path: Path) -> None:
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon(kind: str) -> None:
+    """Its matrix products have other bits on the CPU."""
+    found = []
+    for order in ("early", kind):
+        with late_device(order):
+            found.append(steps(rule="muon")(CUDA))
+    assert_same(found[1], found[0])
+
+
 class Plant(NamedTuple):
     """A fault of the code: the text of a function in which something is missing.
 
@@ -90,7 +101,7 @@ class Plant(NamedTuple):
 COPIES = "kernels.transfers_cuda:CudaTransfers"
 PLANTS = {
     "new slots": Plant(
-        f"{COPIES}.__init__", "self._there.wait_stream(torch.cuda.current_stream(device))", "pass", ("offload state",)
+        f"{COPIES}.__init__", "self._there.wait_stream(torch.cuda.current_stream(device))", "pass", ("offload a part",)
     ),
     "gradients computed": Plant(
         f"{COPIES}.begin", "self._there.wait_stream(torch.cuda.current_stream(self._device))", "pass", ("offload step",)
@@ -99,7 +110,6 @@ PLANTS = {
         f"{COPIES}.fetch", "self._there.wait_stream(self._back)", "pass", ("few chunks",)
     ),
     "slot emptied": Plant(f"{COPIES}.fetch", "(slot.emptied, after)", "(after,)", ("offload state",)),
-    "chunk back": Plant(f"{COPIES}.fetch", "(slot.emptied, after)", "(slot.emptied,)", ("few chunks",)),
     "slot filled, by the host": Plant(f"{COPIES}.arrived", "slot.filled.synchronize()", "pass", ("offload step",)),
     "slot filled": Plant(
         f"{COPIES}.arrived", "torch.cuda.current_stream(self._device).wait_event(slot.filled)", "pass",
@@ -173,15 +183,20 @@ def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
 
 def test_no_step_waits() -> None:
     """Not even with another set of gradients; and the host learns of skipped elements once per step."""
+
+    def check(device: LateDevice, **options: Any) -> None:
+        problem = Problem(CUDA, **options)
+        problem.step(0)
+        for t in range(1, 5):
+            waits, copies = device.waits, device.copies_to_host
+            problem.step(t, without=(t % 3,))
+            assert device.waits == waits
+            assert device.copies_to_host == copies + 1
+
     with late_device("late") as device:
-        for options in ({}, {"offload": "state"}, {"lr": torch.full((), 0.01, device=CUDA)}):
-            problem = Problem(CUDA, **options)
-            problem.step(0)
-            for t in range(1, 5):
-                waits, copies = device.waits, device.copies_to_host
-                problem.step(t, without=(t % 3,))
-                assert device.waits == waits
-                assert device.copies_to_host == copies + 1
+        check(device)
+        check(device, offload="state")
+        check(device, lr=torch.full((), 0.01, device=CUDA))
 
 
 def test_released_gradients_copy_once_per_step() -> None:
@@ -189,3 +204,30 @@ def test_released_gradients_copy_once_per_step() -> None:
         before: list[int] = []
         released(between=lambda: before.append(device.copies_to_host))(CUDA)
         assert before[2] - before[1] == 1
+
+
+@pytest.mark.parametrize("offload", ["state", "step"])
+def test_an_optimizer_that_goes_during_a_capture(offload: str) -> None:
+    """Its finalizers wait for the device, which would spoil the capture: they wait for the next step."""
+
+    def check(device: LateDevice) -> None:
+        problem, other = Problem(CUDA, offload=offload), Problem(CUDA, offload=offload)
+        for each in (problem, other):
+            each.step(0)
+        del each
+        locked = device.locked_count
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            del problem
+            gc.collect()
+        assert device.locked_count == locked
+        other.step(1)
+        assert device.locked_count == locked - (offload == "state")
+
+    with late_device("late") as device:
+        check(device)
+
+
+def test_the_host_does_not_spin_for_gradients() -> None:
+    with late_device("late") as device:
+        steps(offload="step")(CUDA)
+        assert device.spins == 0

@@ -131,6 +131,9 @@ class Ranges:
         self._begins: list[int] = []
         self._found: dict[int, tuple[int, Any]] = {}
 
+    def __len__(self) -> int:
+        return len(self._begins)
+
     def add(self, begin: int, end: int, value: Any) -> None:
         insort(self._begins, begin)
         self._found[begin] = end, value

@@ -18,7 +18,7 @@ import shardopt
 from helpers import CASES, Named
 from ranks.layouts import values
 from ranks.snapshot import snapshot
-from shardopt.comm import ReduceScatter8bit, all_reduce_8bit
+from shardopt.comm import ReduceScatter8bit, all_reduce
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import residency
 
@@ -93,6 +93,7 @@ def steps(chunk: int = 4608, **options: Any) -> Scenario:
         with side_stream(device):
             problem.step(1, without=(1,))
         problem.step(2)
+        problem.step(5)
         with side_stream(device):
             problem.step(3, bad=3)
         problem.optimizer._internals.forget_tables()
@@ -233,7 +234,7 @@ def messages(device: torch.device) -> Named:
     found: Named = {}
     for t in range(3):
         bucket = values((1000,), t).to(device) * 0.125
-        mean = all_reduce_8bit(Peers(), SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
+        mean = all_reduce.all_reduce_8bit(Peers(), SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
         found[f"mean {t}"] = mean.cpu() if t == 2 else mean * 2.0
         del mean, bucket
         whole = values((2, 300), t).to(device) * 0.5
@@ -293,7 +294,6 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "lamb": steps(rule="lamb"),
         "lamb offloaded": steps(rule="lamb", offload="state"),
         "prodigy": steps(rule="prodigy", offload="state"),
-        "muon": steps(rule="muon"),
         "device scalars": device_scalars,
         "dropped state": dropped("state"),
         "dropped step": dropped("step"),

@@ -93,6 +93,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.work: Work | None = None
+        self._blocking = blocking
 
     def record(self, stream: Stream | None = None) -> None:
         self.work = (stream or _running().current_stream()).last
@@ -104,6 +105,7 @@ class Event:
         return self.work is None or self.work.done
 
     def synchronize(self) -> None:
+        _running().spins += not self._blocking
         _running().demand([self.work] if self.work else [])
 
 
@@ -170,13 +172,14 @@ class LateDevice:
         faults: what no order of events would allow, in words.
         waits: how often the host waited for the device.
         copies_to_host: how many it has issued.
+        spins: how often a core was busy waiting for an event.
     """
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self._kind, self._random = kind, random.Random(seed)
         self.streams: list[Stream] = []
         self.faults: list[str] = []
-        self.waits = self.copies_to_host = 0
+        self.waits = self.copies_to_host = self.spins = 0
         self.graph: Graph | None = None
         self._lock = threading.RLock()
         self._thread = threading.local()
@@ -227,6 +230,7 @@ class LateDevice:
 
     def refuse_in_capture(self) -> None:
         if self.graph is not None:
+            self.faults.append("the host waited in the middle of a capture")
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def synchronize(self, device: object = None) -> None:
@@ -330,6 +334,11 @@ class LateDevice:
         users: list[Work] = []
         self._locked.add(address, address + nbytes, users)
         return 0
+
+    @property
+    def locked_count(self) -> int:
+        """How many pieces of memory cudaHostRegister has locked."""
+        return len(self._locked)
 
     def host_unregister(self, address: int) -> int:
         """Stands in for cudaHostUnregister."""
