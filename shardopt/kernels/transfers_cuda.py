@@ -63,7 +63,8 @@ class CudaTransfers(Transfers):
             if isinstance(event, torch.cuda.Event):
                 self._there.wait_event(event)
         self._copy(_places(slot, copies), copies.home, copies.nbytes, self._there)
-        slot.filled = self._there.record_event(torch.cuda.Event(blocking=True))  # a host that waits leaves its core
+        waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the core has other work
+        slot.filled = self._there.record_event(waits_asleep)
 
     def arrived(self, slot: Slot) -> None:
         assert isinstance(slot, CudaSlot)

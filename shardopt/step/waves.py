@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import Call, LossScaling

@@ -124,7 +124,10 @@ PLANTS = {
     ),
     "state complete": Plant(f"{COPIES}.synchronize", "self._back.synchronize()", "pass", ("offload state",)),
     "slots given back": Plant("kernels.transfers_cuda:_drain", "stream.synchronize()", "pass", ("dropped step",)),
-    "memory unlocked": Plant("kernels.transfers_cuda:_unpin", "torch.cuda.synchronize(device)", "pass", ("dropped state",)),
+    "memory unlocked": Plant(
+        "kernels.transfers_cuda:_unpin", "torch.cuda.synchronize(device)", "pass",
+        ("dropped state",),
+    ),
     "tables": Plant("kernels.dispatch_cuda:CudaCall.run", "tensor.record_stream(stream)", "pass", ("device scalars",)),
     "uploads of a graph": Plant(
         "kernels.dispatch_cuda:CudaCall._upload_in_graph", "self._captured.append(staging)", "pass", ("captured",)
