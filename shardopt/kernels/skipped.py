@@ -17,9 +17,8 @@ class SkippedElements:
     def __init__(self) -> None:
         self._on_host = 0
         self._lock = Lock()  # steps may be taken in several threads
-        self._on_devices: dict[
-            torch.device, tuple[Tensor, Tensor]
-        ] = {}  # the counter, and its last copy in host memory
+        # By device: the counter, and its last copy in host memory.
+        self._on_devices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def add(self, count: int) -> None:
         """Adds elements that the host has counted."""

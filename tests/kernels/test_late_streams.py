@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from helpers import Named
 from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios, steps
@@ -46,6 +47,10 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NAMES = list(scenarios(Path()))
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None or not hasattr(Library, "fallback"),
+    reason="needs a PyTorch without CUDA, whose place the stand-in takes, and with fallbacks of backends",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,6 +61,16 @@ def test_same_bits(name: str, kind: str, tmp_path: Path) -> None:
     with late_device(kind):
         found = scenario(CUDA)
     assert_same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 21))
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_in_any_order(name: str, seed: int, tmp_path: Path) -> None:
+    scenario = scenarios(tmp_path)[name]
+    with late_device("random", seed):
+        found = scenario(CUDA)
+    assert_same(found, scenario(CPU))
 
 
 @pytest.mark.parametrize("kind", KINDS)
