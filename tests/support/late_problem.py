@@ -52,8 +52,13 @@ def on_cuda_only(device: torch.device, options: dict[str, Any]) -> dict[str, Any
 class Problem:
     """Parameters on a device and their optimizer. Gradients are computed there, in the current stream."""
 
-    def __init__(self, device: torch.device, rule: str = "adamw", codec: str = "log8", **options: Any) -> None:
-        self.params = {str(s): Parameter(values(s, seed, BF16).to(device)) for seed, s in enumerate(SHAPES)}
+    def __init__(
+        self, device: torch.device, rule: str = "adamw", codec: str = "log8", strided: bool = False, **options: Any
+    ) -> None:
+        initial = [values(s, seed, BF16) for seed, s in enumerate(SHAPES)]
+        if strided:
+            initial = [x.T.contiguous().T if x.dim() == 2 else x for x in initial]
+        self.params = {str(s): Parameter(x.to(device)) for s, x in zip(SHAPES, initial, strict=True)}
         options = on_cuda_only(device, {"min_quantized_numel": 0, **options})
         self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), codec=codec, **options)
         self.sources = [[values(s, 10 * t + i, BF16).to(device) for i, s in enumerate(SHAPES)] for t in range(6)]
@@ -291,6 +296,11 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "few chunks": steps(offload="state", chunk=30000),
         "offload a part": steps(offload="state", device_state_budget=4000),
         "pageable": steps(offload="state", pin_memory=False),
+        "strided": steps(strided=True),
+        "strided state": steps(strided=True, offload="state"),
+        "strided step": steps(strided=True, offload="step"),
+        "master weights": steps(master_weight_bits=24, offload="state"),
+        "four bits": steps(codec="log4", master_weight_bits=24),
         "lamb": steps(rule="lamb"),
         "lamb offloaded": steps(rule="lamb", offload="state"),
         "prodigy": steps(rule="prodigy", offload="state"),
