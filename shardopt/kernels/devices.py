@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,13 +17,17 @@ def make_call(device: torch.device, tables: Tables, skipped: SkippedElements) ->
     return CpuCall(tables, skipped) if device.type == "cpu" else CudaCall(device, tables, skipped)
 
 
-def use_in_current_stream(device: torch.device, tensors: Iterable[Tensor]) -> None:
+def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> None:
     """Tells PyTorch that a step uses memory on its device, which may have been allocated in another stream.
 
     PyTorch would otherwise let that stream have the memory again as soon as the tensors are gone. What is captured into
     a CUDA graph has to be kept instead.
+
+    Args:
+        device: a CUDA device.
+        tensors: on any device; those on this one count.
     """
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if tensors and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device)
         for tensor in tensors:
             if tensor.device == device:
