@@ -19,7 +19,8 @@ from torch.library import Library
 
 from helpers import Named
 from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios, steps
-from late_streams import KINDS, LateDevice, late_device
+from late_schedule import KINDS
+from late_streams import LateDevice, late_device
 from ranks.snapshot import assert_same
 from shardopt.state import residency
 
