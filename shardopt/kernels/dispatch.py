@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.kernels.skipped import SkippedElements
 
 DTYPES: dict[torch.dtype, int] = {
     torch.float32: int(_C.DType.float32),
@@ -74,13 +75,6 @@ class Call(Protocol):
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase of the step."""
 
-    def nonfinite(self, *, wait: bool) -> int:
-        """How many gradient elements were skipped so far.
-
-        Args:
-            wait: wait for the device; otherwise it may know of some only later.
-        """
-
 
 def runs_in(phase: _C.Phase, has_sums: bool, has_cut: bool) -> bool:
     """Whether a phase concerns entries: one for sums those that have some, those after the step itself cut blocks."""
@@ -109,13 +103,18 @@ def check_device(name: str, device: torch.device) -> None:
 
 
 class CpuCall:
-    """Steps on the CPU."""
+    """Steps on the CPU.
 
-    def __init__(self, tables: Tables) -> None:
+    Args:
+        tables: what they need.
+        skipped: counts the elements that they skip; by default nobody else's.
+    """
+
+    def __init__(self, tables: Tables, skipped: SkippedElements | None = None) -> None:
         self._step = _C.CpuStep(tables.entries, tables.steps, addresses(tables.codec_tables))
         self._tables = tables  # kept alive: the step has addresses of them
         self._off = False
-        self._nonfinite = 0
+        self.skipped = skipped or SkippedElements()
 
     def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
@@ -131,11 +130,7 @@ class CpuCall:
         """Runs one phase; see :class:`Call`."""
         if self._off:
             return
-        self._nonfinite += self._step.run(phase)
-
-    def nonfinite(self, *, wait: bool) -> int:
-        """How many gradient elements were skipped; see :class:`Call`."""
-        return self._nonfinite
+        self.skipped.add(self._step.run(phase))
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:

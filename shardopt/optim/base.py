@@ -57,7 +57,7 @@ class ShardedOptimizer(OptimizerInterface):
     @property
     def nonfinite_count(self) -> int:
         """Gradient elements that were NaN or Inf, or overflowed, and were skipped by this rank so far."""
-        return self._internals.count_skipped(wait=True)
+        return self._internals.skipped.count(wait=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
@@ -167,6 +167,7 @@ class ShardedOptimizer(OptimizerInterface):
             for group in self.param_groups:
                 self.begin_step(group)
             internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+        internals.skipped.publish()
         if released is not None:
             released.next_step()
         return loss

@@ -88,15 +88,17 @@ class ReleasedParameters:
                     demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
                     stepper = Stepper(
-                        internals.residency, internals.model_indices, internals.copies, index_in_model, name
+                        internals.residency,
+                        internals.skipped,
+                        internals.model_indices,
+                        internals.copies,
+                        index_in_model,
+                        name,
                     )
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
                 index_in_model += 1
 
-    def nonfinite(self, *, wait: bool) -> int:
-        """Gradient elements that were skipped; see :meth:`shardopt.kernels.skipped.SkippedElements.count`."""
-        return sum(parameter.stepper.skipped.count(wait=wait) for parameter in self._parameters.values())
-
+    @_disable_dynamo  # backward passes within compiled functions call it, too
     @torch.no_grad()
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.

@@ -63,6 +63,11 @@ class CutParameter(NamedTuple):
             torch.from_numpy(np.flatnonzero(others)).to(device),
         )
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        return [*self.extremes, *(x for x in self.old_scales if x is not None), self.others]
+
     def keep_scales(self) -> None:
         """Copies the scales for further pieces of a block."""
         if len(self.extremes[0]) > 1:
@@ -117,6 +122,11 @@ class FlatCuts:
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that have the extremes."""
+        return list(self._buffers.values())
 
     def openings(self) -> list[Opening]:
         """The form of its messages."""
@@ -185,6 +195,11 @@ class CutBlocks:
             numel = 2 + sum(extremes[0].numel() for cut in cuts for extremes in cut.extremes)
             found.append(Reduction(exchange, numel, torch.int32))
         return found
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        return [*self._flat.memory, *(tensor for cut in self._parameters for tensor in cut.memory)]
 
     def keep_scales(self) -> None:
         """Copies the scales of blocks of which this rank holds several pieces: before the kernels read any."""

@@ -94,6 +94,11 @@ class ExactSums:
         """Whether other ranks take part."""
         return any(ranks is not None for ranks in self._buffers)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that have the sums."""
+        return [message for messages in self._messages.values() for message in messages.values()]
+
     def addresses(self, index: int) -> list[int]:
         """Where the sums of a tensor's slices are; empty for one without."""
         return self._addresses.get(index, [])
@@ -110,9 +115,8 @@ class ExactSums:
 
     def clear(self) -> None:
         """Forgets the last step's sums."""
-        for messages in self._messages.values():
-            for message in messages.values():
-                message.zero_()
+        for message in self.memory:
+            message.zero_()
         for roll in self._rolls:
             roll.enter()
 

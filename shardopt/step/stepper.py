@@ -30,6 +30,7 @@ class Stepper:
 
     Args:
         residency: where the state of each parameter lives.
+        skipped: counts skipped elements.
         numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
@@ -40,15 +41,16 @@ class Stepper:
     def __init__(
         self,
         residency: StateResidency,
+        skipped: SkippedElements,
         numbers: Mapping[Tensor, int],
         copies: Mapping[Tensor, Copies],
         first: int = 0,
         name: str | None = None,
         take_totals: TakeTotals = lambda totals: (),
     ) -> None:
-        self.skipped = SkippedElements()
         self.communicates = False  # whether the step that was prepared takes collectives
-        self._residency, self._numbers, self._copies = residency, numbers, copies
+        self._residency, self._skipped, self._numbers, self._copies = residency, skipped, numbers, copies
+        self._captured: list[object] = []  # what CUDA graphs go on using
         self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
         self._agreement = Agreement()
@@ -107,8 +109,9 @@ class Stepper:
         plan = plan_of(param_groups, groups, inputs)
         self._agreement.agree(plan)
         return StepTables(
-            param_groups, state, groups, inputs, plan, scaling, self.skipped, self._residency, self._take_totals
-        )
+            param_groups, state, groups, inputs, plan, scaling, self._skipped, self._residency, self._take_totals,
+            self._captured,
+        )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:
         tables.run()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.skipped import SkippedElements
@@ -54,6 +55,7 @@ class StepTables:
         skipped: counts skipped elements.
         residency: where the state of each parameter lives.
         take_totals: takes the sums over all parameters, for rules with some.
+        captured: what CUDA graphs go on using, and is kept.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
@@ -71,9 +73,10 @@ class StepTables:
         skipped: SkippedElements,
         residency: StateResidency,
         take_totals: TakeTotals,
+        captured: list[object],
     ) -> None:
         self._groups = GroupTables(groups)
-        self.plan = plan
+        self.plan, self._captured = plan, captured
         self._scaling, self._take_totals = scaling, take_totals
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
@@ -89,7 +92,6 @@ class StepTables:
         for index, param in enumerate(params):
             rows += self._rows_of(index, param, state, param_groups[inputs[index].group])
         self._table = self._waves.take_rows(table_of(rows, ROW))  # those of no wave
-        skipped.retire()
         shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
         read_gradient = partial(local_gradient, inputs)
@@ -269,15 +271,17 @@ class StepTables:
         """Runs the step itself on a device, also where only other ranks have something to step."""
         cut_blocks, waves = self._cut_blocks[device], self._wave_steps[device]
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
-        for call in (*calls, *(call for wave in waves for call in wave.calls)):
-            self._skipped.keep_if_captured(call, (self._groups.in_use, cut_blocks, self._sums, waves))
+        if device.type == "cuda":
+            sums = self._sums[device].memory if device in self._sums else ()
+            of_waves = (tensor for wave in waves for tensor in wave.memory)
+            use_in_current_stream(device, (*self._groups.memory, *sums, *cut_blocks.memory, *of_waves))
+            if torch.cuda.is_current_stream_capturing():
+                self._captured.append((calls, self._groups.memory, cut_blocks, self._sums, waves))
         run_phases(calls, cut_blocks)
         run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient into batches."""
-        self._skipped.retire([b.call for batches in self._batches.values() for b in batches if b.call is not None])
-        self._skipped.retire([call for waves in self._wave_steps.values() for wave in waves for call in wave.calls])
         has_gradient = kinds != _C.Inputs.no_gradient
         self.plan.step(frozenset(np.flatnonzero(has_gradient).tolist()))
         for sums in self._sums.values():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import Call, LossScaling
@@ -155,6 +156,11 @@ class WaveStep:
     def journey(self) -> Journey | None:
         """How its directions travel to other ranks; None without any."""
         return self._directions.journey
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that stay from step to step and are no state."""
+        return self.cuts.memory
 
     @property
     def communicates(self) -> bool:

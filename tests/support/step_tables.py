@@ -158,7 +158,7 @@ class Problem:
             call.update(t == 1, self.groups, LossScaling(None, None))
             for phase in self._phases:
                 call.run(phase)
-        return call.nonfinite(wait=True)
+        return call.skipped.count(wait=True)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Everything that a step writes."""
