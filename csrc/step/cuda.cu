@@ -32,7 +32,8 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream)
     cuda::prepare<<<1, cuda::kPrepareThreads, 0, in>>>(call, launched);
   } else {
     if (call.step_count > 0) cuda::count_steps<<<grid(call.step_count), cuda::kPrepareThreads, 0, in>>>(call);
-    cuda::prepare_entries<<<grid(call.entry_count), cuda::kPrepareThreads, 0, in>>>(call, gradients);
+    if (call.entry_count > 0)
+      cuda::prepare_entries<<<grid(call.entry_count), cuda::kPrepareThreads, 0, in>>>(call, gradients);
   }
   cuda::check(cudaGetLastError(), "the kernel that prepares the step");
 }

@@ -156,11 +156,17 @@ __global__ void __launch_bounds__(kThreads, kAlignedResident) step_usual_tasks(C
   if (i >= batch.end) return;
   const CudaTask task = call.tasks[i];
   const unsigned warp = threadIdx.x / kWarp;
+  constexpr unsigned kRing = sizeof(typename Aligned::Ring), kStage = sizeof(typename Staged::Stage);
+  // A warp's share, the same for both where warps of a thread block may take either.
+  const unsigned share = batch.staged == batch.begin ? kStage
+                         : batch.staged == batch.end ? kRing
+                                                     : (kRing > kStage ? kRing : kStage);
+  char* const mine = reinterpret_cast<char*>(memory) + warp * share;
   if (i < batch.staged) {
-    auto& ring = reinterpret_cast<typename Aligned::Ring*>(memory)[warp];
+    auto& ring = *reinterpret_cast<typename Aligned::Ring*>(mine);
     count_skipped(call, step_aligned<Rule, Codec, Aligned>(call, task, table, ring));
   } else {
-    auto& stage = reinterpret_cast<typename Staged::Stage*>(memory)[warp];
+    auto& stage = *reinterpret_cast<typename Staged::Stage*>(mine);
     count_skipped(call, step_staged<Rule, Codec, Staged>(call, task, table, stage));
   }
 }

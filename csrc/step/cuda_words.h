@@ -58,7 +58,9 @@ SHARDOPT_DEVICE int32_t byte_of(uint32_t word, int k) {
 // Bytes k of a word as a signed number, times 2^8; and its half k.
 SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
 #if defined(__CUDA_ARCH__)
-  return static_cast<int32_t>(__byte_perm(word, 0, 0x8804 + k * 0x1110));
+  uint32_t x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(word), "r"(0), "r"(0x8804 + k * 0x1110));
+  return static_cast<int32_t>(x);
 #else
   return static_cast<int8_t>(word >> (8 * k)) * 256;
 #endif
