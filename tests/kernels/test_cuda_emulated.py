@@ -28,11 +28,6 @@ from weight_formats import BF16, FP32
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (33, 257), (1, 1032))
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return cuda_emulated.build(tmp_path_factory.mktemp("cuda_emulated"))
-
-
 def run(rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> tuple[Snapshot, int]:
     params, optimizer = make(rule, codec, initial, **options)
     with using("portable", threads=1):

@@ -53,6 +53,7 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda_tasks", "step_cuda", "cuda_prepared_bytes", "cuda_launched_gradients"):
         monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
     monkeypatch.setattr(dispatch_cuda, "_pinned", _pageable)
+    monkeypatch.setattr(dispatch_cuda, "_on", lambda table, device: table.clone())
     monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
