@@ -9,8 +9,7 @@ namespace ptx {
 namespace {
 
 std::mt19937 generator;
-// By text; how often is of no interest.
-std::map<std::string, std::string> reports;
+std::map<std::string, std::string> reports;  // where, by what and the function
 
 enum class End { kEnded, kBarrier, kInterrupted };
 
@@ -219,13 +218,13 @@ Counters& counters() {
 u32 random_below(u32 n) { return generator() % n; }
 u8 random_byte() { return static_cast<u8>(generator()); }
 
-void report(const std::string& what, const std::string& where, const std::string& detail) {
-  reports.emplace(what + ": " + where, detail);
+void report(const std::string& what, const std::string& function, const std::string& where) {
+  reports.emplace(what + ", " + function, where);
 }
 
 std::vector<std::string> take_reports() {
   std::vector<std::string> found;
-  for (const auto& [what, detail] : reports) found.push_back(detail.empty() ? what : what + ": " + detail);
+  for (const auto& [what, where] : reports) found.push_back(what + ", " + where);
   reports.clear();
   return found;
 }

@@ -27,9 +27,9 @@ Options& options();
 u32 random_below(u32 n);
 u8 random_byte();
 
-// Notes what no kernel may do. By the instruction it becomes one report, however often it happens.
-void report(const std::string& what, const std::string& where, const std::string& detail = "");
-// Reports since the last call, each "what: where: detail".
+// Notes what no kernel may do, the first time that it happens in a function.
+void report(const std::string& what, const std::string& function, const std::string& where = "");
+// Reports since the last call, each "what, function, where".
 std::vector<std::string> take_reports();
 
 struct Counters {
@@ -126,7 +126,7 @@ struct Warp {
     if (u32* const found = undefined_of(o)) *found = (*found & ~mask) | (undefined & mask);
   }
   void report(const char* what, const Instruction& i, const std::string& detail = "") const {
-    ptx::report(what, frame->f.name + ":" + std::to_string(i.line) + ": " + i.text, detail);
+    ptx::report(what, frame->f.name, "line " + std::to_string(i.line) + ": " + i.text + "; " + detail);
   }
 
  private:

@@ -50,10 +50,11 @@ def ptx_of(kernel_object: Path, arch: str) -> str | None:
 def build(arch: str) -> ModuleType:
     """The CUDA part of ``shardopt._C`` for a virtual architecture; ``ptx`` has the modules' texts."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    with FileLock(BUILD / "lock"):
+    with FileLock(BUILD / f"lock-{arch}"):
         objects = _kernel_objects(arch)
-        texts = [ptx_of(path, arch) for path in objects]
+    with FileLock(BUILD / "lock"):
         library = _link(arch, objects)
+    texts = [ptx_of(path, arch) for path in objects]
     spec = importlib.util.spec_from_file_location("cuda_emulated", library)
     assert spec is not None
     assert spec.loader is not None
