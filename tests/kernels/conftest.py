@@ -11,23 +11,26 @@ import cuda_emulated
 import cuda_interpreted
 
 _NVCC = cuda_interpreted.has_nvcc()
-_needs_nvcc = pytest.mark.skipif(not _NVCC, reason="the kernels' PTX is not run: there is no nvcc")
+SOURCE = ("source", {})
 
 
-def _kinds() -> list[object]:
-    """What nvcc makes of the kernels, where there is one; else their source, which --all runs anyway."""
-    kinds = [pytest.param("source", marks=[pytest.mark.slow] if _NVCC else [])]
-    for arch in cuda_interpreted.ARCHS:
-        marks = [_needs_nvcc] if arch == "90" else [_needs_nvcc, pytest.mark.slow]
-        kinds.append(pytest.param(f"ptx{arch}", marks=marks))
-    return kinds
+def _kinds() -> Iterator[object]:
+    """What nvcc makes of the kernels for sm_90, or their source where there is no nvcc; --all runs every kind."""
+    yield pytest.param(SOURCE, id="source", marks=[pytest.mark.slow] if _NVCC else [])
+    for name, kind in cuda_interpreted.KINDS.items():
+        yield pytest.param(kind, id=name, marks=[] if name == "ptx90" else [pytest.mark.slow])
 
 
 @pytest.fixture(scope="module", params=_kinds())
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    if request.param == "source":
+    if request.param == SOURCE:
         return cuda_emulated.build(tmp_path_factory.mktemp("cuda_emulated"))
-    return cuda_interpreted.build(request.param.removeprefix("ptx"))
+    if not _NVCC:
+        pytest.skip("the kernels' PTX was not run: there is no nvcc")
+    arch, options = request.param
+    module = cuda_interpreted.build(arch)
+    module.options = options
+    return module
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -28,6 +29,10 @@ KERNELS = ("csrc/step/cuda", "csrc/step/cuda_rules", "csrc/step/cuda_sum_rules",
 HOST = ("csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
 #: sm_80 and sm_90 have the same PTX, and so have those from sm_100 on.
 ARCHS = ("75", "90", "120")
+#: As nvcc compiles the kernels for an architecture, and with the interpreter's options.
+KINDS: dict[str, tuple[str, dict[str, object]]] = {f"ptx{arch}": (arch, {}) for arch in ARCHS}
+#: Warps interrupt each other, diverged lanes go on in any order, approximations are as wrong as they may be.
+KINDS["ptx90 adverse"] = ("90", {"turn": 50, "any_path": True, "any_order": True, "approximate": "random"})
 BUILD = ROOT / "build/ptx"
 # -fno-gnu-unique: each architecture's module has variables of its own.
 FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
@@ -47,6 +52,7 @@ def ptx_of(kernel_object: Path, arch: str) -> str | None:
     return None
 
 
+@lru_cache(maxsize=None)
 def build(arch: str) -> ModuleType:
     """The CUDA part of ``shardopt._C`` for a virtual architecture; ``ptx`` has the modules' texts."""
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -62,6 +68,7 @@ def build(arch: str) -> ModuleType:
     spec.loader.exec_module(module)
     module.ptx = texts
     module.arch = arch
+    module.options = {}
     module.load(texts)
     return module
 
@@ -136,10 +143,10 @@ def is_interpreter(kernels: ModuleType) -> bool:
 
 @contextmanager
 def checked(kernels: ModuleType, **options: object) -> Iterator[None]:
-    """Lets kernels use tensors made meanwhile, and no others, with options of tests/ptx/machine.h."""
+    """Lets kernels use tensors made meanwhile, and no others; with further options, of tests/ptx/machine.h."""
     for cached in (kernel_problem.start, kernel_problem.gradients):
         cached.cache_clear()
-    kernels.set_options(shares_words=int(kernels.arch) < 80, **options)
+    kernels.set_options(shares_words=int(kernels.arch) < 80, **kernels.options, **options)
     kernels.take_reports()
     kernels.check_allocations(True)
     try:
