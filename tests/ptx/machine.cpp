@@ -126,7 +126,7 @@ void run_lanes(Warp& w, Frame& frame, bool is_kernel, u32 active, u32 pc, u32 ne
         break;
       case Kind::kBarrier:
         if (!is_kernel) throw std::runtime_error("ptx: a barrier within a function: " + frame.f.name);
-        if (mask != frame.live) w.report("lanes of a warp come to a barrier by themselves", i);
+        if (mask != active) w.report("a barrier under a guard that lanes differ in", i);
         frame.waiting |= active;
         frame.at_barrier = true;
         return put(frame, active, pc + 1);
@@ -157,6 +157,8 @@ End run(Warp& w, Frame& frame, bool is_kernel) {
         w.report("lanes wait for others of their warp that never come", frame.f.code[frame.pc[__builtin_ctz(frame.live)]]);
         throw std::runtime_error("ptx: a warp hangs in " + frame.f.name);
       }
+      const u32 pc = frame.pc[__builtin_ctz(frame.live)];
+      if (lanes_at(frame, frame.live, pc) != frame.live) w.report("lanes of a warp wait in different places", frame.f.code[pc]);
       frame.at_barrier = false;
       frame.waiting = 0;
       return End::kBarrier;

@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ ARCHS = ("75", "90", "120")
 #: As nvcc compiles the kernels for an architecture, and with the interpreter's options.
 KINDS: dict[str, tuple[str, dict[str, object]]] = {f"ptx{arch}": (arch, {}) for arch in ARCHS}
 #: Warps interrupt each other, diverged lanes go on in any order, approximations are as wrong as they may be.
-KINDS["ptx90 adverse"] = ("90", {"turn": 50, "any_path": True, "any_order": True, "approximate": "random"})
+KINDS["ptx90-adverse"] = ("90", {"turn": 50, "any_path": True, "any_order": True, "approximate": "random"})
 BUILD = ROOT / "build/ptx"
 # -fno-gnu-unique: each architecture's module has variables of its own.
 FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
@@ -76,7 +77,7 @@ def build(arch: str) -> ModuleType:
 def _digest(paths: Iterable[Path], *settings: str) -> str:
     digest = hashlib.sha256("\0".join(settings).encode())
     for path in sorted(paths):
-        digest.update(str(path).encode() + path.read_bytes())
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -85,22 +86,23 @@ def _csrc() -> list[Path]:
 
 
 def _kernel_objects(arch: str) -> list[Path]:
-    """Objects of the kernels: those that a build of the package has kept, if they have the PTX, else new ones."""
-    kept = Path(os.environ.get("SHARDOPT_KERNEL_OBJECTS", ""))
-    objects = [kept / f"{name}.cu.o" for name in KERNELS]
-    if all(path.exists() and ptx_of(path, arch) for path in objects):
-        return objects
+    """Objects of the kernels: those that launch/test.sh has kept, if they are new and have the PTX, else our own."""
+    kept = [Path(sys.prefix) / "objects" / f"{name}.cu.o" for name in KERNELS]
+    changed = max(path.stat().st_mtime for path in _csrc())
+    if all(path.exists() and path.stat().st_mtime > changed and ptx_of(path, arch) for path in kept):
+        return kept
     version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout
-    folder = BUILD / f"kernels-{arch}-{_digest([*_csrc(), ROOT / 'setup.py'], arch, version)}"
+    folder = BUILD / f"kernels-{_digest([*_csrc(), ROOT / 'setup.py'], arch, version)}"
     objects = [folder / f"{name}.cu.o" for name in KERNELS]
+    if all(path.exists() for path in objects):
+        return objects
     settings = {"SHARDOPT_CUDA": "1", "SHARDOPT_CUDA_ARCHS": f"{arch}-virtual", "NVCC_APPEND_FLAGS": "--no-compress"}
-    if not all(path.exists() for path in objects):
-        with mock.patch.dict(os.environ, settings), mock.patch("setuptools.setup"):
-            toolkit = runpy.run_path(str(ROOT / "setup.py"))["toolkit"]
-            for name, path in zip(KERNELS, objects, strict=True):
-                made = path.with_suffix(".new.o")
-                toolkit.compile(str(ROOT / f"{name}.cu"), made, str(ROOT / "csrc"))
-                made.rename(path)
+    with mock.patch.dict(os.environ, settings), mock.patch("setuptools.setup"):
+        toolkit = runpy.run_path(str(ROOT / "setup.py"))["toolkit"]
+        for name, path in zip(KERNELS, objects, strict=True):
+            made = path.with_suffix(".new.o")
+            toolkit.compile(str(ROOT / f"{name}.cu"), made, str(ROOT / "csrc"))
+            made.rename(path)
     return objects
 
 
