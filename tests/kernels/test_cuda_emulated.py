@@ -80,7 +80,7 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     assert turns / 4 < emulated.quick_turns() - before < turns
 
 
-#: Whole, aligned blocks beside others, so that a thread block steps one, two or three tasks of these and the rest of those.
+#: Whole, aligned blocks beside others: a thread block steps one, two or three tasks of the former, and some of the latter.
 MIXED = (((9, 128), (19, 130)), ((9, 128), (2, 128), (75, 33)), ((9, 128), (2, 128), (5, 384), (3, 1000)))
 
 
@@ -237,7 +237,9 @@ def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
     steps = [gradients(t, dtype, SHAPES) for t in (1, 2, 3, 4)]
     asked_for = "companded8" if codec == "log4" else codec
     for block_size in (16, 128, 1024):
-        cuda_emulated.compare(emulated, "repaid_adamw", asked_for, start(dtype, SHAPES), steps, block_size=block_size, **options)
+        cuda_emulated.compare(
+            emulated, "repaid_adamw", asked_for, start(dtype, SHAPES), steps, block_size=block_size, **options
+        )
 
 
 def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

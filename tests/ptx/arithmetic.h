@@ -15,25 +15,34 @@ using Bits = std::conditional_t<sizeof(T) == 8, u64, u32>;
 
 template <class T>
 T number_of(Bits<T> bits) {
-  if constexpr (std::is_same_v<T, float>) return float_of(bits);
-  else if constexpr (std::is_same_v<T, double>) return double_of(bits);
-  else return static_cast<T>(bits);
+  if constexpr (std::is_same_v<T, float>)
+    return float_of(bits);
+  else if constexpr (std::is_same_v<T, double>)
+    return double_of(bits);
+  else
+    return static_cast<T>(bits);
 }
 template <class T>
 Bits<T> bits_from(T x) {
-  if constexpr (std::is_floating_point_v<T>) return bits_of(x);
-  else return static_cast<std::make_unsigned_t<T>>(x);
+  if constexpr (std::is_floating_point_v<T>)
+    return bits_of(x);
+  else
+    return static_cast<std::make_unsigned_t<T>>(x);
 }
 
 template <class T>
 const Bits<T>* read(const Warp& w, const Operand& o) {
-  if constexpr (sizeof(T) == 8) return w.read64(o);
-  else return w.read32(o);
+  if constexpr (sizeof(T) == 8)
+    return w.read64(o);
+  else
+    return w.read32(o);
 }
 template <class T>
 Bits<T>* write(Warp& w, const Operand& o) {
-  if constexpr (sizeof(T) == 8) return w.write64(o);
-  else return w.write32(o);
+  if constexpr (sizeof(T) == 8)
+    return w.write64(o);
+  else
+    return w.write32(o);
 }
 
 // D: the type of the result; A, B, C: of the operands. F is called with them.
@@ -106,7 +115,7 @@ Handler division(bool remainder) {
       return static_cast<T>(b == 0 ? a : std::is_signed_v<T> && b == static_cast<T>(-1) ? T{0} : a % b);
     });
   return binary<T, T, T>([](T a, T b) {
-    return static_cast<T>(b == 0 ? static_cast<T>(-1)
+    return static_cast<T>(b == 0                                           ? static_cast<T>(-1)
                           : std::is_signed_v<T> && b == static_cast<T>(-1) ? static_cast<T>(0 - static_cast<u64>(a))
                                                                            : a / b);
   });
@@ -118,9 +127,8 @@ Handler integer(const std::string& op) {
   if (op == "sub") return binary<T, T, T>([](T a, T b) { return static_cast<u64>(a) - static_cast<u64>(b); });
   if (op == "mul.lo") return binary<T, T, T>([](T a, T b) { return static_cast<u64>(a) * static_cast<u64>(b); });
   if (op == "mad.lo")
-    return ternary<T, T, T, T>([](T a, T b, T c) {
-      return static_cast<u64>(a) * static_cast<u64>(b) + static_cast<u64>(c);
-    });
+    return ternary<T, T, T, T>(
+        [](T a, T b, T c) { return static_cast<u64>(a) * static_cast<u64>(b) + static_cast<u64>(c); });
   if (op == "mul.hi")
     return binary<T, T, T>([](T a, T b) {
       using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
@@ -149,7 +157,8 @@ Handler bitwise(const std::string& op) {
 template <class T>
 Handler shift(bool left) {
   constexpr u32 kBits = 8 * sizeof(T);
-  if (left) return binary<T, T, u32>([](T a, u32 n) { return n >= kBits ? T{0} : static_cast<T>(static_cast<u64>(a) << n); });
+  if (left)
+    return binary<T, T, u32>([](T a, u32 n) { return n >= kBits ? T{0} : static_cast<T>(static_cast<u64>(a) << n); });
   return binary<T, T, u32>([](T a, u32 n) {
     if (n >= kBits) return static_cast<T>(a < 0 ? -1 : 0);
     return static_cast<T>(a >> n);

@@ -100,10 +100,17 @@ void shuffle(Warp& w, const Instruction& i, u32 mask) {
     u32 other;
     bool is_inside;
     switch (i.immediate) {
-      case kUp: other = own - by, is_inside = static_cast<i32>(other) >= static_cast<i32>(last); break;
-      case kDown: other = own + by, is_inside = other <= last; break;
-      case kButterfly: other = own ^ by, is_inside = other <= last; break;
-      default: other = first | (by & ~segment), is_inside = other <= last;
+      case kUp:
+        other = own - by, is_inside = static_cast<i32>(other) >= static_cast<i32>(last);
+        break;
+      case kDown:
+        other = own + by, is_inside = other <= last;
+        break;
+      case kButterfly:
+        other = own ^ by, is_inside = other <= last;
+        break;
+      default:
+        other = first | (by & ~segment), is_inside = other <= last;
     }
     if (!is_inside) other = own;
     if (!(mask >> other & 1)) w.report("an exchange reads from a lane that does not take part", i);
@@ -216,7 +223,8 @@ void part(Warp& w, const Instruction& i, u32 mask) {
   for_lanes(mask, [&](int l) {
     const T value = read<T>(w, i.from[0])[l];
     for (int k = 0; k < 2; ++k)
-      if (i.to[k].bank == Bank::kBits32) w.write32(i.to[k])[l] = static_cast<u32>(value >> (k * kHalf) & (~T{0} >> kHalf));
+      if (i.to[k].bank == Bank::kBits32)
+        w.write32(i.to[k])[l] = static_cast<u32>(value >> (k * kHalf) & (~T{0} >> kHalf));
   });
 }
 
@@ -236,9 +244,13 @@ void move(Decoding& d) {
   }
   d.to(to, d.wide);
   const std::map<std::string, Handler> special{
-      {"%tid.x", [](Warp& w, const Instruction& i, u32 mask) { for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.thread(l); }); }},
-      {"%ntid.x", [](Warp& w, const Instruction& i, u32 mask) { for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.block.threads; }); }},
-      {"%ctaid.x", [](Warp& w, const Instruction& i, u32 mask) { for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.block.index; }); }}};
+      {"%tid.x", [](Warp& w, const Instruction& i,
+                    u32 mask) { for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.thread(l); }); }},
+      {"%ntid.x", [](Warp& w, const Instruction& i,
+                     u32 mask) { for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.block.threads; }); }},
+      {"%ctaid.x", [](Warp& w, const Instruction& i, u32 mask) {
+         for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.block.index; });
+       }}};
   if (special.count(from)) return d.set(special.at(from));
   d.from(from, d.wide);
   if (d.type == "pred") {
@@ -279,17 +291,23 @@ void choice(Decoding& d) {
 void logic(Decoding& d) {
   d.operands(d.base == "not" ? 1 : 2, d.wide);
   if (d.type != "pred") return d.set(of_sizes(d.bits, [&](auto zero) { return bitwise<decltype(zero)>(d.base); }));
-  d.set(d.base == "and"  ? [](Warp& w, const Instruction& i, u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) & w.predicate(i.from[1]), m); }
-        : d.base == "or" ? [](Warp& w, const Instruction& i, u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) | w.predicate(i.from[1]), m); }
-        : d.base == "xor" ? [](Warp& w, const Instruction& i, u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) ^ w.predicate(i.from[1]), m); }
-                          : [](Warp& w, const Instruction& i, u32 m) { w.set_predicate(i.to[0], ~w.predicate(i.from[0]), m); });
+  d.set(d.base == "and"  ? [](Warp& w, const Instruction& i,
+                              u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) & w.predicate(i.from[1]), m); }
+        : d.base == "or" ? [](Warp& w, const Instruction& i,
+                              u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) | w.predicate(i.from[1]), m); }
+        : d.base == "xor"
+            ? [](Warp& w, const Instruction& i,
+                 u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) ^ w.predicate(i.from[1]), m); }
+            : [](Warp& w, const Instruction& i, u32 m) { w.set_predicate(i.to[0], ~w.predicate(i.from[0]), m); });
 }
 
 void shifts(Decoding& d) {
   if (d.base == "shf") {
     d.operands(3, false);
     d.demand(d.op.size() == 4 && d.op[2] == "wrap");
-    if (d.op[1] == "l") return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 n) { return ((u64{b} << 32 | a) << (n & 31)) >> 32; }));
+    if (d.op[1] == "l")
+      return d.set(
+          ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 n) { return ((u64{b} << 32 | a) << (n & 31)) >> 32; }));
     return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 n) { return (u64{b} << 32 | a) >> (n & 31); }));
   }
   d.demand(d.args.size() == 3);
@@ -448,13 +466,16 @@ const std::map<std::string, void (*)(Decoding&)>& decoders() {
     add(shifts, {"shl", "shr", "shf"});
     add(parts, {"bfi", "bfe", "prmt", "lop3", "dp4a"});
     add(conversion, {"cvt"});
-    add(arithmetic, {"add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "rcp", "sqrt", "rsqrt"});
+    add(arithmetic,
+        {"add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "rcp", "sqrt", "rsqrt"});
     // Generic addresses are those of global memory, in which all of these kernels' pointers are.
-    add([](Decoding& d) {
-      d.demand(d.has("global"));
-      d.operands(1, true);
-      d.set(bitwise<u64>("mov"));
-    }, {"cvta"});
+    add(
+        [](Decoding& d) {
+          d.demand(d.has("global"));
+          d.operands(1, true);
+          d.set(bitwise<u64>("mov"));
+        },
+        {"cvta"});
     return all;
   }();
   return made;

@@ -23,7 +23,8 @@ u32 lowest_pc(const Frame& frame, u32 lanes) {
 
 u32 lanes_at(const Frame& frame, u32 lanes, u32 pc) {
   u32 found = 0;
-  for (int lane = 0; lane < kWarp; ++lane) found |= static_cast<u32>((lanes >> lane & 1) && frame.pc[lane] == pc) << lane;
+  for (int lane = 0; lane < kWarp; ++lane)
+    found |= static_cast<u32>((lanes >> lane & 1) && frame.pc[lane] == pc) << lane;
   return found;
 }
 
@@ -46,13 +47,16 @@ void call(Warp& w, Frame& frame, const Instruction& i, u32 mask) {
   for (size_t k = 0; k < made.arguments.size(); ++k) {
     const Variable from = made.arguments[k], to = callee.parameters.at(k);
     if (from.bytes != to.bytes) throw std::runtime_error("ptx: arguments of other sizes for " + callee.name);
-    for_lanes(mask, [&](int lane) { std::memcpy(inner_of(lane) + to.offset, outer_of(lane) + from.offset, static_cast<size_t>(to.bytes)); });
+    for_lanes(mask, [&](int lane) {
+      std::memcpy(inner_of(lane) + to.offset, outer_of(lane) + from.offset, static_cast<size_t>(to.bytes));
+    });
   }
   run(w, inner, false);
   w.frame = &frame;
   if (made.result.bytes == 0) return;
   for_lanes(mask, [&](int lane) {
-    std::memcpy(outer_of(lane) + made.result.offset, inner_of(lane) + callee.result.offset, static_cast<size_t>(made.result.bytes));
+    std::memcpy(outer_of(lane) + made.result.offset, inner_of(lane) + callee.result.offset,
+                static_cast<size_t>(made.result.bytes));
   });
 }
 
@@ -154,11 +158,13 @@ End run(Warp& w, Frame& frame, bool is_kernel) {
     if (!runnable) {
       if (!frame.live) return End::kEnded;
       if (!frame.at_barrier) {
-        w.report("lanes wait for others of their warp that never come", frame.f.code[frame.pc[__builtin_ctz(frame.live)]]);
+        w.report("lanes wait for others of their warp that never come",
+                 frame.f.code[frame.pc[__builtin_ctz(frame.live)]]);
         throw std::runtime_error("ptx: a warp hangs in " + frame.f.name);
       }
       const u32 pc = frame.pc[__builtin_ctz(frame.live)];
-      if (lanes_at(frame, frame.live, pc) != frame.live) w.report("lanes of a warp wait in different places", frame.f.code[pc]);
+      if (lanes_at(frame, frame.live, pc) != frame.live)
+        w.report("lanes of a warp wait in different places", frame.f.code[pc]);
       frame.at_barrier = false;
       frame.waiting = 0;
       return End::kBarrier;
@@ -257,9 +263,17 @@ void launch(Function& f, u32 grid, u32 block, u32 dynamic_shared, const std::vec
   std::vector<u32> order(grid);
   std::iota(order.begin(), order.end(), 0u);
   if (options().any_order) std::shuffle(order.begin(), order.end(), generator);
-  const u32 shared = f.uses_dynamic_shared ? static_cast<u32>(f.dynamic_offset()) + dynamic_shared : static_cast<u32>(f.static_shared);
+  const u32 shared =
+      f.uses_dynamic_shared ? static_cast<u32>(f.dynamic_offset()) + dynamic_shared : static_cast<u32>(f.static_shared);
   for (const u32 index : order) {
-    Block made{f, index, block, 1, parameters, std::vector<u8>(shared), std::vector<Byte>(shared), std::vector<Access>(shared)};
+    Block made{f,
+               index,
+               block,
+               1,
+               parameters,
+               std::vector<u8>(shared),
+               std::vector<Byte>(shared),
+               std::vector<Access>(shared)};
     std::generate(made.shared.begin(), made.shared.end(), random_byte);
     run_block(made);
   }

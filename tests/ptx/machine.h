@@ -1,4 +1,5 @@
-// What the interpreter has while it runs: a launch's thread blocks one after the other, their warps, and their registers.
+// What the interpreter has while it runs: a launch's thread blocks one after the other, their warps, and their
+// registers.
 #pragma once
 
 #include <cstring>
@@ -14,9 +15,9 @@ namespace ptx {
 struct Options {
   // Approximations are the nearest float, or the "low", "high" or "farthest" that is allowed, or a "random" one.
   std::string approximate = "nearest";
-  int turn = 0;               // another warp of the thread block goes on after about so many instructions; 0: at barriers
-  bool any_path = false;      // of diverged lanes any go on, rather than those at the lowest instruction
-  bool any_order = false;     // of thread blocks and warps, rather than rising
+  int turn = 0;            // another warp of the thread block goes on after about so many instructions; 0: at barriers
+  bool any_path = false;   // of diverged lanes any go on, rather than those at the lowest instruction
+  bool any_order = false;  // of thread blocks and warps, rather than rising
   bool early_copies = false;  // asynchronous copies read when they are begun, rather than when they are waited for
   // Words of 16 bytes may be loaded though other threads write some of their bytes, which come as random ones: kernels
   // of sm_75, which has no asynchronous copies, load whole words for the bytes that they need.
@@ -133,10 +134,14 @@ struct Warp {
   u32* undefined_of(const Operand& o) {
     const auto at = static_cast<size_t>(o.index);
     switch (o.bank) {
-      case Bank::kBits32: return &frame->undefined32[at];
-      case Bank::kBits64: return &frame->undefined64[at];
-      case Bank::kPredicate: return &frame->undefined_predicates[at];
-      default: return nullptr;
+      case Bank::kBits32:
+        return &frame->undefined32[at];
+      case Bank::kBits64:
+        return &frame->undefined64[at];
+      case Bank::kPredicate:
+        return &frame->undefined_predicates[at];
+      default:
+        return nullptr;
     }
   }
 };

@@ -116,16 +116,19 @@ bool check_global(const Warp& w, const Instruction& i, u64 address, u32 bytes) {
   if (!check_alignment(w, i, address, bytes)) return false;
   const Range found = range_of(address);
   if (found.has(address, bytes)) return true;
-  w.report("out of bounds", i, std::to_string(bytes) + " bytes at " + hex(address) +
-           (found.end ? ", " + std::to_string(found.end - address) + " before the end of a tensor" : ", in no tensor"));
+  w.report(
+      "out of bounds", i,
+      std::to_string(bytes) + " bytes at " + hex(address) +
+          (found.end ? ", " + std::to_string(found.end - address) + " before the end of a tensor" : ", in no tensor"));
   return false;
 }
 
 bool check_shared(const Warp& w, const Instruction& i, u32 address, u32 bytes) {
   if (!check_alignment(w, i, address, bytes)) return false;
   if (address >= kSharedBase && address - kSharedBase + bytes <= w.block.shared.size()) return true;
-  w.report("out of bounds", i, "shared memory has " + std::to_string(w.block.shared.size()) + " bytes, not the " +
-           std::to_string(bytes) + " from " + std::to_string(i64{address} - kSharedBase));
+  w.report("out of bounds", i,
+           "shared memory has " + std::to_string(w.block.shared.size()) + " bytes, not the " + std::to_string(bytes) +
+               " from " + std::to_string(i64{address} - kSharedBase));
   return false;
 }
 
@@ -294,7 +297,8 @@ void store_memory(Warp& w, const Instruction& i, u32 mask) {
 
 // Of 64 bits.
 void atomic_add(Warp& w, const Instruction& i, u32 mask) {
-  if ((w.undefined(i.from[0]) | w.undefined(i.from[1])) & mask) w.report("an atomic addition of something undefined", i);
+  if ((w.undefined(i.from[0]) | w.undefined(i.from[1])) & mask)
+    w.report("an atomic addition of something undefined", i);
   for_lanes(mask, [&](int lane) {
     const u64 at = address_of(w, i.from[0], i.offset, lane);
     if (!check_global(w, i, at, 8)) return;
@@ -308,7 +312,8 @@ void atomic_add(Warp& w, const Instruction& i, u32 mask) {
 
 // What it writes is undefined until it has been waited for.
 void begin_copy(Warp& w, const Instruction& i, u32 mask) {
-  if ((w.undefined(i.from[0]) | w.undefined(i.from[1])) & mask) w.report("an asynchronous copy with an undefined address", i);
+  if ((w.undefined(i.from[0]) | w.undefined(i.from[1])) & mask)
+    w.report("an asynchronous copy with an undefined address", i);
   for_lanes(mask, [&](int lane) {
     const auto to = static_cast<u32>(address_of(w, i.from[0], i.offset, lane));
     const u64 from = address_of(w, i.from[1], i.source_offset, lane);

@@ -68,9 +68,12 @@ PYBIND11_MODULE(cuda_emulated, m) {
       .def_readwrite("seed", &Options::seed);
   m.def("load", &ptx::load, "Runs these modules' PTX from now on.");
   m.def("check_allocations", &check_allocations, "Whether tensors made from now on may be given to kernels.");
-  m.def("set_options", [](const py::kwargs& given) { set_options(given); }, "Options, and the usual ones where none are given.");
+  m.def(
+      "set_options", [](const py::kwargs& given) { set_options(given); },
+      "Options, and the usual ones where none are given.");
   m.def("take_reports", &ptx::take_reports, "What kernels did since the last call that no kernel may do.");
   m.def("launches", [] { return ptx::counters().launches; });
-  m.def("quick_turns", [] { return ptx::counters().agreements; },
-        "How many turns were taken by the kernels of usual blocks, aligned or staged.");
+  m.def(
+      "quick_turns", [] { return ptx::counters().agreements; },
+      "How many turns were taken by the kernels of usual blocks, aligned or staged.");
 }

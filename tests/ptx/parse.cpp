@@ -62,7 +62,8 @@ std::string without_comments(const std::string& text) {
 }
 
 int lines(const std::string& text, size_t begin, size_t end) {
-  return static_cast<int>(std::count(text.begin() + static_cast<i64>(begin), text.begin() + static_cast<i64>(end), '\n'));
+  return static_cast<int>(
+      std::count(text.begin() + static_cast<i64>(begin), text.begin() + static_cast<i64>(end), '\n'));
 }
 
 // The end of a function that begins at `at`: after its closing brace, or after its semicolon if it has no body.
@@ -184,7 +185,8 @@ Operand Parser::operand(const std::string& s, bool wide) {
   if (begins(s, "0f") || begins(s, "0F")) return constant(std::strtoull(s.c_str() + 2, nullptr, 16), false);
   if (begins(s, "0d") || begins(s, "0D")) return constant(std::strtoull(s.c_str() + 2, nullptr, 16), true);
   if (std::isdigit(static_cast<unsigned char>(s[0])) || s[0] == '-') {
-    const u64 value = s[0] == '-' ? static_cast<u64>(std::strtoll(s.c_str(), nullptr, 0)) : std::strtoull(s.c_str(), nullptr, 0);
+    const u64 value =
+        s[0] == '-' ? static_cast<u64>(std::strtoll(s.c_str(), nullptr, 0)) : std::strtoull(s.c_str(), nullptr, 0);
     return constant(wide ? value : value & 0xffffffffu, wide);
   }
   if (const auto symbol = symbols.find(s); symbol != symbols.end()) return constant(symbol->second, wide);

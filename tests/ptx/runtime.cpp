@@ -9,7 +9,14 @@ namespace {
 using ptx::report;
 
 // Values of cudaError_t.
-enum Error { kSuccess = 0, kInvalidValue = 1, kInvalidConfiguration = 9, kInvalidFunction = 98, kInvalidDevice = 101, kLaunchFailure = 719 };
+enum Error {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kInvalidConfiguration = 9,
+  kInvalidFunction = 98,
+  kInvalidDevice = 101,
+  kLaunchFailure = 719
+};
 // What a launch gets without asking for more.
 constexpr size_t kSharedBytes = 48 * 1024, kParameterBytes = 4096;
 constexpr unsigned kMaxThreads = 1024;
@@ -49,12 +56,15 @@ int launch(const std::string& name, const Dim3& grid, const Dim3& block, void** 
     ptx::Function* const f = ptx::find_kernel(name);
     if (!f) return fail(kInvalidFunction, "no kernel " + name);
     if (!is_possible(*f, grid, block))
-      return fail(kInvalidConfiguration, name + " with a grid of " + std::to_string(grid.x) + " thread blocks of " + std::to_string(block.x));
+      return fail(kInvalidConfiguration,
+                  name + " with a grid of " + std::to_string(grid.x) + " thread blocks of " + std::to_string(block.x));
     const size_t all = shared + static_cast<size_t>(f->uses_dynamic_shared ? f->dynamic_offset() : f->static_shared);
-    if (all > kSharedBytes) return fail(kInvalidValue, name + " with " + std::to_string(all) + " bytes of shared memory");
+    if (all > kSharedBytes)
+      return fail(kInvalidValue, name + " with " + std::to_string(all) + " bytes of shared memory");
     std::vector<ptx::u8> parameters;
     for (size_t k = 0; k < f->parameters.size(); ++k) {
-      const auto offset = static_cast<size_t>(f->parameters[k].offset), bytes = static_cast<size_t>(f->parameters[k].bytes);
+      const auto offset = static_cast<size_t>(f->parameters[k].offset),
+                 bytes = static_cast<size_t>(f->parameters[k].bytes);
       parameters.resize(offset + bytes);
       std::memcpy(parameters.data() + offset, arguments[k], bytes);
     }
@@ -72,14 +82,18 @@ extern "C" {
 
 int cudaGetDeviceCount(int* count) { return *count = 1, kSuccess; }
 int cudaGetDevice(int* device) { return *device = 0, kSuccess; }
-int cudaSetDevice(int device) { return device == 0 ? kSuccess : fail(kInvalidDevice, "no device " + std::to_string(device)); }
+int cudaSetDevice(int device) {
+  return device == 0 ? kSuccess : fail(kInvalidDevice, "no device " + std::to_string(device));
+}
 int cudaGetLastError() {
   const int error = last_error;
   last_error = kSuccess;
   return error;
 }
 const char* cudaGetErrorString(int) { return why.c_str(); }
-int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void*) { return std::memcpy(to, from, bytes), kSuccess; }
+int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void*) {
+  return std::memcpy(to, from, bytes), kSuccess;
+}
 
 // Called by nvcc's code: registration, <<<...>>>, and the launch of toolkits before and since CUDA 13.
 void** __cudaRegisterFatBinary(void*) {

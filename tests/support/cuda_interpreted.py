@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -53,7 +53,7 @@ def ptx_of(kernel_object: Path, arch: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(arch: str) -> ModuleType:
     """The CUDA part of ``shardopt._C`` for a virtual architecture; ``ptx`` has the modules' texts."""
     BUILD.mkdir(parents=True, exist_ok=True)
