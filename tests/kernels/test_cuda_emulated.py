@@ -80,7 +80,7 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     assert turns / 4 < emulated.quick_turns() - before < turns
 
 
-#: Whole, aligned blocks beside others: a thread block steps one, two or three tasks of the former, and some of the latter.
+#: Whole, aligned blocks beside others: a thread block steps one, two or three tasks of the former, and the latter.
 MIXED = (((9, 128), (19, 130)), ((9, 128), (2, 128), (75, 33)), ((9, 128), (2, 128), (5, 384), (3, 1000)))
 
 
