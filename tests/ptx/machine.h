@@ -19,9 +19,9 @@ struct Options {
   bool any_path = false;   // of diverged lanes any go on, rather than those at the lowest instruction
   bool any_order = false;  // of thread blocks and warps, rather than rising
   bool early_copies = false;  // asynchronous copies read when they are begun, rather than when they are waited for
-  // Words of 16 bytes may be loaded though other threads write some of their bytes, which come as random ones: kernels
-  // of sm_75, which has no asynchronous copies, load whole words for the bytes that they need.
-  bool shares_words = false;
+  // Loads from global memory stand in for asynchronous copies, which sm_75 has not. As with these, words of 16 bytes
+  // may have bytes that other threads write, which come as random ones, and a later write is no race with the load.
+  bool loads_for_copies = false;
   int seed = 1;
 };
 Options& options();

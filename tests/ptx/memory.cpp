@@ -212,9 +212,10 @@ void load_memory(Warp& w, const Instruction& i, u32 mask) {
         std::memcpy(data, reinterpret_cast<const void*>(at), bytes);
         for (u32 b = 0; b < bytes; ++b) {
           Access& access = global_access(at + b);
-          if (!(is_word && options().shares_words)) {
+          if (!options().loads_for_copies) {
             note_read(w, i, access, who(w, lane));
           } else if (writer_is_unordered(access, who(w, lane))) {
+            if (!is_word) w.report("race: a read of what another thread writes", i);
             data[b] = random_byte();
           }
         }

@@ -64,7 +64,7 @@ PYBIND11_MODULE(cuda_emulated, m) {
       .def_readwrite("any_path", &Options::any_path)
       .def_readwrite("any_order", &Options::any_order)
       .def_readwrite("early_copies", &Options::early_copies)
-      .def_readwrite("shares_words", &Options::shares_words)
+      .def_readwrite("loads_for_copies", &Options::loads_for_copies)
       .def_readwrite("seed", &Options::seed);
   m.def("load", &ptx::load, "Runs these modules' PTX from now on.");
   m.def("check_allocations", &check_allocations, "Whether tensors made from now on may be given to kernels.");

@@ -148,7 +148,7 @@ def checked(kernels: ModuleType, **options: object) -> Iterator[None]:
     """Lets kernels use tensors made meanwhile, and no others; with further options, of tests/ptx/machine.h."""
     for cached in (kernel_problem.start, kernel_problem.gradients):
         cached.cache_clear()
-    kernels.set_options(shares_words=int(kernels.arch) < 80, **kernels.options, **options)
+    kernels.set_options(loads_for_copies=int(kernels.arch) < 80, **kernels.options, **options)
     kernels.take_reports()
     kernels.check_allocations(True)
     try:
