@@ -223,8 +223,7 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
   for (const size_t i : read_by_shard) {
     Input& input = inputs_[i];
     const py::object gradient = gradients[i];
-    const py::object part =
-        parts.is_none() ? read_gradient_(i, gradient) : py::object(parts[py::int_(i)]);
+    const py::object part = parts.is_none() ? read_gradient_(i, gradient) : py::object(parts[py::int_(i)]);
     if (!accept(input, part.ptr())) return py::none();
     if (input.local && input.layout && Py_TYPE(gradient.ptr()) == input.type && input.local.of(gradient.ptr()).is(part))
       input.known_gradient_layout = input.layout.of(gradient.ptr());

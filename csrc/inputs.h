@@ -44,14 +44,14 @@ class Inputs {
   // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order:
   //   shards   its shard; of a parameter with rows in the table
   //   entries  names of the state entries that the table points to; None for a parameter without rows in the table
-  // `shard_of(param)` gives the shard of a parameter whose layout may have changed, `read_gradient(index, gradient)` this
-  // rank's part of a gradient that is sharded otherwise than its parameter, or has no memory.
+  // `shard_of(param)` gives the shard of a parameter whose layout may have changed, `read_gradient(index, gradient)`
+  // this rank's part of a gradient that is sharded otherwise than its parameter, or has no memory.
   Inputs(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
          py::object shard_of, py::object read_gradient);
 
   // Reads the gradients. Returns this rank's part of each (None for a parameter without gradient) and the parameters to
-  // be stepped, or None if the table must be made anew. Calls `read_gradient`, which may run collectives, unless `parts`
-  // has this rank's parts, by the parameters' indices.
+  // be stepped, or None if the table must be made anew. Calls `read_gradient`, which may run collectives, unless
+  // `parts` has this rank's parts, by the parameters' indices.
   py::object read(const py::object& param_groups, const py::object& state, const py::object& parts);
 
   // Per parameter the gradient's DType, with kStrided where a copy of it or of the parameter is to be stepped;

@@ -260,7 +260,8 @@ bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
 
 bool TensorFormat::is_without_memory(PyObject* tensor) {
   const Libtorch& torch = libtorch();
-  if (!PyObject_TypeCheck(tensor, torch.tensor_type) || (torch.words_of(tensor)[kKeys] & torch.dense) == 0) return false;
+  if (!PyObject_TypeCheck(tensor, torch.tensor_type) || (torch.words_of(tensor)[kKeys] & torch.dense) == 0)
+    return false;
   const char* storage = torch.storage_of(tensor);
   return storage != nullptr && torch.word_at(storage, torch.data) == 0 && torch.word_at(storage, torch.bytes) > 0;
 }

@@ -10,8 +10,8 @@ struct NAdam {
   using Kept = Moments<MomentKind::kSigned, MomentKind::kUnsigned>;
   // decay_base: 0.96 to the power of momentum_decay. past_product: that of the decay rates of the first past_steps
   // steps, which were taken with other values of beta1; a parameter without as many steps has none of them.
-  static constexpr const char* kHyper[] = {"lr",        "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay",
-                                           "decay_base", "past_steps", "past_product"};
+  static constexpr const char* kHyper[] = {
+      "lr", "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay", "decay_base", "past_steps", "past_product"};
 
   float one_minus_beta1, one_minus_beta2, eps, coupled_decay, decoupled_decay, inverse_root_correction2;
   float gradient_rate, moment_rate;

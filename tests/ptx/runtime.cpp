@@ -94,6 +94,8 @@ const char* cudaGetErrorString(int) { return why.c_str(); }
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void*) {
   return std::memcpy(to, from, bytes), kSuccess;
 }
+int cudaHostRegister(void*, size_t, unsigned) { return kSuccess; }
+int cudaHostUnregister(void*) { return kSuccess; }
 
 // Called by nvcc's code: registration, <<<...>>>, and the launch of toolkits before and since CUDA 13.
 void** __cudaRegisterFatBinary(void*) {
