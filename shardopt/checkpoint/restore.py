@@ -71,7 +71,7 @@ class Restoration:
         contents = contents_of(model, self._owner)
         #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
         self._equal = {
-            alias: (name, torch.empty(0))
+            alias: (name, torch.empty(0, device="cpu"))
             for alias, name in aliases_in(model, (content.piece for content in contents)).items()
             if {model_key(alias), model_key(name)} <= index.tensors.keys()
         }

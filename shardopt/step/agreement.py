@@ -80,7 +80,7 @@ class Plan:
         """This rank's entries of a roll, (1 + parameters, 2): yes and no, to "as agreed" and to "has a gradient"."""
         is_held = {line.tensor: line.is_held for line in self._lines.get(ranks, ())}
         answers = [(1, 0), *((i in self._stepped, i not in self._stepped) if is_held[i] else (0, 0) for i in indices)]
-        return torch.tensor(answers, dtype=torch.int32)
+        return torch.tensor(answers, dtype=torch.int32, device="cpu")
 
     def short_roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
         """The roll as one byte per entry, for messages that are not added up."""
@@ -228,7 +228,7 @@ class Reduction(NamedTuple):
 
     def say_changed(self) -> bool:
         """See :class:`Opening`."""
-        message = torch.zeros(self.numel, dtype=self.dtype)
+        message = torch.zeros(self.numel, dtype=self.dtype, device="cpu")
         message[1] = 1
         if self.dtype == torch.int64:
             self.ranks.all_reduce_sum(message)

@@ -77,7 +77,7 @@ class _Archive:
         if not 0 <= numel * dtype.itemsize <= length:
             raise pickle.UnpicklingError("a storage of another length")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         with warnings.catch_warnings():  # of memory that must not be written to, as the mapping
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._mapped, dtype=dtype, count=numel, offset=begin)
