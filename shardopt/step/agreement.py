@@ -245,6 +245,11 @@ class Agreement:
         self._opened: dict[Exchange, bytes] | None = None
         self._openings: list[Opening] = []
 
+    @property
+    def was_made(self) -> bool:
+        """Whether the ranks have agreed before."""
+        return self._digests is not None
+
     def agree(self, plan: Plan) -> None:
         """Compares the descriptions in the first step, or if this rank's changed.
 

@@ -17,7 +17,7 @@ from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
 from shardopt.step.agreement import Agreement
 from shardopt.step.exact_sums import TakeTotals
-from shardopt.step.inputs import ParamGroups, describe
+from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, raising
 from shardopt.step.plan import plan_of
 from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
@@ -54,6 +54,7 @@ class Stepper:
         self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
         self._agreement = Agreement()
+        self._raising: frozenset[int] = frozenset()  # the param groups that the ranks agreed to look at for NaN and Inf
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
     def prepare(
@@ -86,6 +87,7 @@ class Stepper:
         checked = self._check(param_groups, state) if changed else self._checked
         if tables is not None and changed:
             tables = tables if tables.set_groups([group_of(group) for group in param_groups]) else None
+        # Collectives come in one order, with cached tables and new ones: gradients, what is finite, plans.
         if tables is not None and tables.read(param_groups, state):
             if scaling.found_inf is None:
                 tables.demand_finite()
@@ -107,10 +109,19 @@ class Stepper:
     ) -> StepTables:
         inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name)
         plan = plan_of(param_groups, groups, inputs)
+        if not self._agreement.was_made:  # nothing is known of other ranks: gradients may be in another order there
+            self._agreement.agree(plan)
+            self._raising = raising(groups)
+        gradients = local_gradients([param for group in param_groups for param in group["params"]], inputs)
+        if scaling.found_inf is None:
+            demand_finite(inputs, gradients, groups, self._raising)
         self._agreement.agree(plan)
+        before, self._raising = self._raising, raising(groups)
+        if scaling.found_inf is None:
+            demand_finite(inputs, gradients, groups, self._raising - before)
         return StepTables(
-            param_groups, state, groups, inputs, plan, scaling, self._skipped, self._residency, self._take_totals,
-            self._captured,
+            param_groups, state, groups, inputs, gradients, plan, scaling, self._skipped, self._residency,
+            self._take_totals, self._captured,
         )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:

@@ -33,8 +33,8 @@ from shardopt.step.inputs import (
     check_tensors,
     demand_finite,
     local_gradient,
-    local_gradients,
     named,
+    raising,
 )
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
 from shardopt.step.waves import Waves, WaveStep, openings_of, run_waves
@@ -50,6 +50,7 @@ class StepTables:
         state: the optimizer's; parameters that are stepped for the first time get theirs here.
         groups: one per param group.
         inputs: one per parameter.
+        gradients: this rank's parts, checked; None for a parameter without one.
         plan: the description that ranks compare.
         scaling: the loss scale.
         skipped: counts skipped elements.
@@ -59,7 +60,6 @@ class StepTables:
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
-        FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class StepTables:
         state: Any,
         groups: list[Group],
         inputs: Sequence[Input],
+        gradients: list[Tensor | None],
         plan: Plan,
         scaling: LossScaling,
         skipped: SkippedElements,
@@ -80,10 +81,8 @@ class StepTables:
         self._scaling, self._take_totals = scaling, take_totals
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
-        self._gradients: list[Tensor | None] = local_gradients(params, inputs)  # kept alive until the step is taken
+        self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
-        if scaling.found_inf is None:
-            demand_finite(inputs, self._gradients, groups)
         self._waves = Waves(inputs, groups, plan)
         self._flat_cuts = _flat_cuts(inputs, self._waves, plan)
         self._sums = self._exact_sums(params)
@@ -180,8 +179,7 @@ class StepTables:
     def demand_finite(self) -> None:
         """Raises FloatingPointError where a gradient is NaN or Inf and ``nonfinite="raise"``."""
         groups = self._groups.groups
-        if any(group.nonfinite == "raise" for group in groups):
-            demand_finite(self._inputs, self._gradients, groups)
+        demand_finite(self._inputs, self._gradients, groups, raising(groups))
 
     def update(self, param_groups: ParamGroups, scaling: LossScaling) -> None:
         """Fills in what is new in this step: gradients, options, loss scale."""

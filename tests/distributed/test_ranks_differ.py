@@ -17,6 +17,7 @@ from shardopt.optim import ShardedOptimizer
 
 _RULES: dict[str, Callable[..., ShardedOptimizer]] = {
     "adamw": shardopt.AdamW8bit,
+    "raising": lambda params, **options: shardopt.AdamW8bit(params, nonfinite="raise", **options),
     "cautious": lambda params, **options: shardopt.AdamW8bit(params, cautious=True, **options),
     "lamb": shardopt.LAMB8bit,
     "prodigy": shardopt.Prodigy8bit,
@@ -81,6 +82,7 @@ _OPTIONS = [
         ("fsdp1", "adamw"),
         ("fsdp1 flat", "adamw"),
         ("tp", "adamw"),
+        ("tp", "raising"),
         ("fsdp columns", "adamw"),
         ("fsdp1", "lamb"),
         ("fsdp", "lamb"),
@@ -98,3 +100,21 @@ def test_all_refuse(ranks: Pool, way: str, rule: str, option: str, value: Any, f
         assert {"gradient": "a gradient of", "order": " of "}.get(option, f"{option} of") in message
         assert "on rank 0 and" in message
         assert "on rank 1, expected the same" in message
+
+
+def _step_without_tables(way: str, rule: str) -> None:
+    """One rank makes its tables anew in a step in which messages become shorter."""
+    run = _Differs(way, rule, "", None, 9)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            run.optimizer._internals.forget_tables()
+        set_gradients(run.model, step)
+        if step == 2:
+            next(run.model.parameters()).grad = None
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "raising"])
+@pytest.mark.parametrize("way", ["tp", "fsdp columns"])
+def test_new_tables_on_one_rank(ranks: Pool, way: str, rule: str) -> None:
+    ranks.run(2, _step_without_tables, way, rule, timeout=30)
