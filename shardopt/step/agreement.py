@@ -145,17 +145,18 @@ class Roll:
 
     def __init__(self, plan: Plan, ranks: Exchange, entries: Tensor, indices: Sequence[int]) -> None:
         self._plan, self._ranks, self._entries, self._indices = plan, ranks, entries, indices
-        self._own = entries.new_zeros(entries.shape)
+        #: This rank's entries, on the device of the message.
+        self.own = entries.new_zeros(entries.shape)
         self._is_new = False
 
     def step(self) -> None:
         """Takes the gradients that there are, of which the plan was told."""
-        self._own.copy_(self._plan.roll(self._ranks, self._indices))
+        self.own.copy_(self._plan.roll(self._ranks, self._indices))
         self._is_new = True
 
     def enter(self) -> None:
         """Writes this rank's entries."""
-        self._entries.copy_(self._own)
+        self._entries.copy_(self.own)
 
     def check(self) -> None:
         """Reads all ranks' entries: on a GPU, whose stream the host would have to wait for, if this rank's are new.
@@ -176,15 +177,14 @@ def heard(plan: Plan, ranks: Exchange, rolls: Tensor) -> None:
     Args:
         plan: the description that the ranks agreed on.
         ranks: those ranks.
-        rolls: bytes, (ranks, 1 + parameters), of :meth:`Plan.short_roll`, on any device.
+        rolls: bytes, (ranks, 1 + parameters), of :meth:`Plan.short_roll`, on the host.
 
     Raises:
         RuntimeError: they differ.
     """
-    if not rolls.is_cuda:  # the host would have to wait for its stream
-        answers = rolls.numpy()
-        if np.any((answers == _YES).any(0) & (answers == _NO).any(0)):
-            plan.refuse(ranks)
+    answers = rolls.numpy()
+    if np.any((answers == _YES).any(0) & (answers == _NO).any(0)):
+        plan.refuse(ranks)
 
 
 def say_no(message: Tensor, begins: Sequence[int]) -> None:

@@ -125,8 +125,8 @@ class FlatCuts:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that have the extremes."""
-        return list(self._buffers.values())
+        """The tensors that are no state."""
+        return [*self._buffers.values(), *(roll.own for roll in self._rolls)]
 
     def openings(self) -> list[Opening]:
         """The form of its messages."""
@@ -199,7 +199,8 @@ class CutBlocks:
     @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
-        return [*self._flat.memory, *(tensor for cut in self._parameters for tensor in cut.memory)]
+        of_cuts = (tensor for cut in self._parameters for tensor in cut.memory)
+        return [*self._flat.memory, *self._entries, *(roll.own for roll in self._rolls), *of_cuts]
 
     def keep_scales(self) -> None:
         """Copies the scales of blocks of which this rank holds several pieces: before the kernels read any."""

@@ -27,7 +27,7 @@ class Directions:
     def __init__(self, wave: Wave, device: torch.device, plan: Plan) -> None:
         self._wave, self._device = wave, device
         division = wave.division
-        roll = _Roll(plan, wave) if division is not None else None
+        self._roll = roll = _Roll(plan, wave) if division is not None else None
         #: Where each matrix's elements begin.
         self.first: list[int] = []
         at, owners = 0, -1
@@ -58,6 +58,11 @@ class Directions:
     def communicates(self) -> bool:
         """Whether other ranks take part."""
         return self._journey is not None
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that stay from step to step."""
+        return [] if self._roll is None else [self._roll.own]
 
     def begin(self) -> Tensor:
         """Memory for this rank's elements: bfloat16, 1-D, zero."""
@@ -141,23 +146,29 @@ class _Roll:
 
     Attributes:
         numel: elements that it takes.
+        own: this rank's entries, on the device of the last message.
     """
 
     def __init__(self, plan: Plan, wave: Wave) -> None:
         assert wave.division is not None
         self._plan, self._ranks = plan, wave.division.ranks
-        self._own = plan.short_roll(self._ranks, list(dict.fromkeys(matrix.tensor for matrix in wave.matrices)))
-        self.numel = padded(-(-len(self._own) // BYTES))
+        self.own = plan.short_roll(self._ranks, list(dict.fromkeys(matrix.tensor for matrix in wave.matrices)))
+        self.numel = padded(-(-len(self.own) // BYTES))
 
     def enter(self, message: Tensor, begins: Sequence[int]) -> None:
         """Writes the roll at these places of a message: bfloat16, 1-D."""
-        self._own = self._own.to(message.device)
+        self.own = self.own.to(message.device)
         for begin in begins:
-            message[begin : begin + self.numel].view(torch.uint8)[: len(self._own)] = self._own
+            message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] = self.own
 
     def check(self, message: Tensor, begins: Sequence[int]) -> None:
-        """Reads the rolls of all ranks at these places; raises RuntimeError if they differ."""
-        rolls = [message[begin : begin + self.numel].view(torch.uint8)[: len(self._own)] for begin in begins]
+        """Reads the rolls of all ranks at these places; raises RuntimeError if they differ.
+
+        On a GPU, whose stream the host would have to wait for, they are not read.
+        """
+        if message.is_cuda:
+            return
+        rolls = [message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] for begin in begins]
         heard(self._plan, self._ranks, torch.stack(rolls))
 
 

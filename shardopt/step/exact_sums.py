@@ -96,8 +96,11 @@ class ExactSums:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that have the sums."""
-        return [message for messages in self._messages.values() for message in messages.values()]
+        """The tensors that are no state."""
+        return [*self._each_message(), *(roll.own for roll in self._rolls)]
+
+    def _each_message(self) -> Iterator[Tensor]:
+        return (message for messages in self._messages.values() for message in messages.values())
 
     def addresses(self, index: int) -> list[int]:
         """Where the sums of a tensor's slices are; empty for one without."""
@@ -115,7 +118,7 @@ class ExactSums:
 
     def clear(self) -> None:
         """Forgets the last step's sums."""
-        for message in self.memory:
+        for message in self._each_message():
             message.zero_()
         for roll in self._rolls:
             roll.enter()

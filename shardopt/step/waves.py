@@ -160,7 +160,7 @@ class WaveStep:
     @property
     def memory(self) -> list[Tensor]:
         """Tensors that stay from step to step and are no state."""
-        return self.cuts.memory
+        return [*self._directions.memory, *self.cuts.memory]
 
     @property
     def communicates(self) -> bool:
