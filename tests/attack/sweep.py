@@ -21,7 +21,7 @@ from attack.forked import Outcome, summary
 
 SWEEPS = (
     *("hostile", "race", "pairs", "forks", "extras", "retention", "interrupts", "damage", "kills"),
-    *("convert", "releases", "differing"),
+    *("convert", "releases", "cached_steps", "differing"),
 )
 
 

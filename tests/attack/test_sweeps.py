@@ -30,6 +30,7 @@ COUNTS = {
     "kills": (6, 400),
     "releases": (8, 500),
     "convert": (40, 1500),
+    "cached_steps": (8, 550),
     "differing": (8, 200),  # last: its pool has threads
 }
 

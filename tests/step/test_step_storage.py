@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,37 +12,10 @@ from helpers import everything
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from step_changes import cut_in_place, resized
 from step_problem import make, params_of, step
 
 OPTIONS = {"master_weight_bits": 24}  # so that there are all kinds of state entries
-
-
-@contextmanager
-def resized(tensor: Tensor, nbytes: int) -> Iterator[None]:
-    """Inside, its storage has that size; then its memory is as it was."""
-    storage, saved = tensor.untyped_storage(), tensor.detach().clone()
-    whole = storage.nbytes()
-    storage.resize_(nbytes)
-    try:
-        yield
-    finally:
-        storage.resize_(whole)
-        with torch.no_grad():
-            tensor.copy_(saved)
-
-
-@contextmanager
-def cut_in_place(tensor: Tensor, nbytes: int) -> Iterator[None]:
-    """Inside, its storage has that size, at the address where it was: an allocator may give the address again."""
-    storage = tensor.untyped_storage()
-    words = (ctypes.c_uint64 * 8).from_address(storage._cdata)
-    (at,) = (i for i, word in enumerate(words) if word == storage.nbytes())
-    whole, words[at] = words[at], nbytes
-    assert storage.nbytes() == nbytes
-    try:
-        yield
-    finally:
-        words[at] = whole
 
 
 def gradient_of(optimizer: ShardedOptimizer) -> Tensor:
