@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.convert.pickled import Dict, Unused, unpickled
+from shardopt.checkpoint.convert.pickled import Dict, Unused, size, unpickled
 from shardopt.checkpoint.convert.torch_archive import STORAGES
 
 _LOCAL_HEADER = 30  # bytes, without the name and what follows it
@@ -77,7 +77,7 @@ class _Archive:
         if not 0 <= numel * dtype.itemsize <= length:
             raise pickle.UnpicklingError("a storage of another length")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         with warnings.catch_warnings():  # of memory that must not be written to, as the mapping
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._mapped, dtype=dtype, count=numel, offset=begin)
@@ -123,7 +123,7 @@ def _of_type(rebuild: Any, kind: Any, arguments: Any, state: Any) -> Any:
 _CLASSES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Dict,
     ("collections", "Counter"): Dict,
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): size,
     ("torch", "Tensor"): _TENSOR,
     ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
     ("torch._utils", "_rebuild_parameter"): _parameter,
