@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,25 @@ def test_universal_checkpoints_of_other_types(tmp_path: Path, changed: dict[str,
     with pytest.raises(CheckpointError, match=r"got .*, expected"):
         convert(folder, tmp_path / "target")
     assert os.listdir(tmp_path) == ["universal"]
+
+
+def test_universal_checkpoints_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    folder, names = tmp_path / "universal", [f"a{i}" for i in range(100)]
+    (folder / "zero").mkdir(parents=True)
+    torch.save({"param_groups": [{"params": [0]}]}, folder / "zero" / "optimizer_state.pt")
+    content = {"param_shapes": [dict.fromkeys(names, torch.Size([3]))], "module": {}}
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    for name in names:
+        (folder / "zero" / name).mkdir()
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save({"param": torch.ones(3)}, folder / "zero" / name / f"{key}.pt")
+        torch.save(torch.tensor(1.0), folder / "zero" / name / "step.pt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
+    try:
+        convert(folder, tmp_path / "target", optimizer="AdamW")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_floats_of_eight_bits(tmp_path: Path) -> None:
