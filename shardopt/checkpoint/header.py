@@ -18,7 +18,7 @@ from typing import Any
 
 from shardopt.checkpoint.wording import named, shown
 
-MOST_NESTED = 100  # lists and dicts; Python's parser fails at some 1,000, others before
+MOST_NESTED = 100  # lists and dicts within an extra value; Python's parser fails at some 1,000, others before
 _KEY = re.compile(r"\$+numberDouble")
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -54,7 +54,7 @@ def _encoded(value: Any, name: str, depth: int) -> Any:
         return {"$numberDouble": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if not isinstance(value, dict | list | tuple):
         return value
-    if depth > MOST_NESTED:
+    if depth > MOST_NESTED + 1:  # the header, extra
         raise TypeError(
             f"{named(name)}: got lists and dicts nested more than {MOST_NESTED} deep, or in a circle, expected "
             "fewer; save a flat list, or a tensor"

@@ -204,16 +204,12 @@ def dump_index(index: Index) -> bytes:
     """The content of ``checkpoint.json``, one line per tensor.
 
     Raises:
-        CheckpointError: JSON cannot hold the header.
+        TypeError: see :func:`shardopt.checkpoint.header.dumped`.
     """
-    try:
-        header = dumped(index.header)
-    except TypeError as error:
-        raise CheckpointError(str(error)) from error
     tensors = ",\n".join(f"{json.dumps(name)}: {json.dumps(_plain(tensor))}" for name, tensor in index.tensors.items())
     text = (
         f'{{"format": {json.dumps(FORMAT)}, "format_version": {FORMAT_VERSION},\n'
-        f'"header": {header},\n'
+        f'"header": {dumped(index.header)},\n'
         f'"token": {json.dumps(index.token)},\n'
         f'"files": {json.dumps(index.files)},\n'
         f'"tensors": {{\n{tensors}}}'

@@ -99,9 +99,9 @@ def save(
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             these, or is not that of the DeepSpeed engine.
     """
-    ranks = Ranks()
+    ranks, folder = Ranks(), folder_at(path)
     with deferred_interrupts(), on_device_of(model):
-        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
+        saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
         saving.run(tensors, ranks)
 
 
@@ -144,9 +144,9 @@ def async_save(
             shardopt's, or is not that of the DeepSpeed engine.
     """
     global _last_saving
-    ranks = Ranks()
+    ranks, folder = Ranks(), folder_at(path)
     with deferred_interrupts(), on_device_of(model):
-        saving, staged, stager = _stage(folder_at(path), model, optimizer, extra, keep_last, staging_dir, ranks)
+        saving, staged, stager = _stage(folder, model, optimizer, extra, keep_last, staging_dir, ranks)
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
@@ -244,8 +244,9 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
             any rank.
         TypeError: the optimizer is none that :func:`save` takes, or is not that of the DeepSpeed engine.
     """
+    folder = folder_at(path)
     with deferred_interrupts(), on_device_of(model):
-        loaded = _load_unreplaced(folder_at(path), model, optimizer, convert)
+        loaded = _load_unreplaced(folder, model, optimizer, convert)
         if is_engine(model):
             refresh(model)
     return loaded

@@ -111,7 +111,8 @@ def release_gradients(
     gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them use are
     stepped by ``optimizer.step()``. The first forward pass shows which these are; a parameter that is used in several
     of them only later, or without a module's call, raises after a part of its gradient was stepped. Use
-    ``use_reentrant=False``, which gives whole gradients.
+    ``use_reentrant=False``, which gives whole gradients. FSDP2 itself loses parts of the gradient of a module that has
+    ``fully_shard`` of its own and runs in several reentrant checkpoints of one pass.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 

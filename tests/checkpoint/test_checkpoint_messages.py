@@ -46,15 +46,15 @@ def test_keys_that_json_would_change_are_refused(tmp_path: Path) -> None:
 def test_endless_extras_are_refused(tmp_path: Path, kind: str) -> None:
     """And those of a hundred levels, which every parser reads, are not."""
     model = nn.Linear(8, 8)
-    shardopt.checkpoint.save(tmp_path, model, deep=_nested(kind, 99))
-    assert shardopt.checkpoint.load(tmp_path, model).extra == {"deep": _nested(kind, 99)}
+    shardopt.checkpoint.save(tmp_path, model, deep=_nested(kind, 100))
+    assert shardopt.checkpoint.load(tmp_path, model).extra == {"deep": _nested(kind, 100)}
     circle: list[object] = []
     circle.append(circle)
     with pytest.raises(
         TypeError, match=r"extra\.deep.*: got lists and dicts nested more than 100 deep, or in a circle"
     ):
         shardopt.checkpoint.save(tmp_path, model, deep=circle if kind == "a circle" else _nested(kind, 2000))
-    assert shardopt.checkpoint.load(tmp_path, model).extra == {"deep": _nested(kind, 99)}
+    assert shardopt.checkpoint.load(tmp_path, model).extra == {"deep": _nested(kind, 100)}
 
 
 def _nested(kind: str, depth: int) -> object:

@@ -292,15 +292,20 @@ def test_what_a_killed_conversion_leaves_is_removed_by_the_next(saved: Path, tmp
     mine = tmp_path / "target.01234567.unfinished"
     mine.mkdir()
     (mine / "notes").write_text("a user's")
+    link, linked = tmp_path / "target.aaaaaaaa.unfinished", tmp_path / "linked" / "content"
+    linked.parent.mkdir()
+    linked.write_text("a user's")
+    link.symlink_to(linked.parent)
+    unreadable = tmp_path / "target.bbbbbbbb.unfinished"  # as another user's folder
+    (unreadable / "checkpoint.lock").mkdir(parents=True)
     held = tmp_path / "target.89abcdef.unfinished"
     held.mkdir()
     lock = FolderLock(held)
     lock.acquire()
     convert(saved, target, to, piece_numel=PIECE)
-    assert {path.name for path in tmp_path.iterdir()} == {"saved", "target", mine.name, held.name} | {
-        path.name for path in others
-    }
-    assert (mine / "notes").read_text() == "a user's"
+    kept = {tmp_path / "saved", target, mine, held, link, linked.parent, unreadable, *others}
+    assert set(tmp_path.iterdir()) == kept
+    assert (mine / "notes").read_text() == linked.read_text() == "a user's"
     assert not left.exists()
     lock.release()
     convert(target, tmp_path / "back", optimizer="AdamW")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from torch.distributed.checkpoint import metadata
 
 from convert_runs import PIECE, trained
 from shardopt import checkpoint
-from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.convert import convert, pickled
+from shardopt.checkpoint import CheckpointError, header
+from shardopt.checkpoint.convert import FORMATS, convert, dcp_metadata, pickled, torch_zip
 from shardopt.checkpoint.convert import dcp as dcp_folders
 
 DOUBLED = b"h\x00h\x00\x86q\x00" * 40
@@ -35,7 +36,7 @@ def text(value: str) -> bytes:
         (b"})q\x00" + DOUBLED + b"Ns.", "the same values too often"),
         (b"]q\x00" + DOUBLED + b".", "the same values too often"),
         (b"K\x01r\x00\x00\x00\x20.", "a place in the memo"),
-        (b")" + b"\x85" * 200 + b".", "more than 100 values in one another"),
+        (b")" + b"\x85" * 200 + b".", "more than 128 values in one another"),
         (b"]q\x00h\x00a.", "APPEND of another value"),
         (b"}q\x00K\x01h\x00s.", "SETITEM of another value"),
         (b"}\x8a\x09" + bytes(9) + b"Ns.", "a large number as a key"),
@@ -59,6 +60,29 @@ def test_pickles_that_are_refused(tmp_path: Path, data: bytes, match: str) -> No
         convert(tmp_path / "dcp", tmp_path / "target")
     assert metadata.MetadataIndex.__eq__ is equals
     assert os.listdir(tmp_path) == ["dcp"]
+
+
+def colliding(count: int, made: bytes) -> bytes:
+    """The keys of a dict: tuples with equal hashes, as -1 and -2 have the same."""
+    numbers = b"J\xff\xff\xff\xffq\x01J\xfe\xff\xff\xffq\x02\x86q\x03"
+    keys = (b"(" + b"".join(b"h\x01" if i >> bit & 1 else b"h\x02" for bit in range(16)) + b"t" for i in range(count))
+    return b"}" + numbers + b"Ns(" + b"".join(made.replace(b"KEY", key) + b"N" for key in keys) + b"u."
+
+
+@pytest.mark.parametrize("made", [b"KEY", b"ctorch\nSize\nKEY\x85R", b"ctorch\nSize\nKEY\x85\x81"])
+def test_keys_with_equal_hashes_are_refused(made: bytes) -> None:
+    for classes in (torch_zip._CLASSES, dcp_metadata._CLASSES):
+        with pytest.raises((pickle.UnpicklingError, TypeError), match=r"tuples as keys|NEWOBJ"):
+            pickled.unpickled(b"\x80\x02" + colliding(1000, made), classes)
+
+
+def test_indices_of_equal_offsets_have_other_hashes() -> None:
+    state = b"}(" + text("fqn") + text("a") + text("offset") + b"ctorch\nSize\nKEY\x85Ru"
+    found = pickled.unpickled(b"\x80\x02" + colliding(1000, INDEX + b")\x81" + state + b"b"), dcp_metadata._CLASSES)
+    indices = [key for key in found if isinstance(key, metadata.MetadataIndex)]
+    assert len(indices) == 1000
+    assert len({hash(index.offset) for index in indices}) == 1
+    assert len({hash(index) for index in indices}) == 1000
 
 
 def test_what_is_shared_a_few_times_is_read() -> None:
@@ -86,9 +110,9 @@ def saved(path: Path, value: torch.Tensor) -> metadata.Metadata:
 
 
 def test_a_chunk_that_is_expanded(tmp_path: Path) -> None:
-    """A tensor of 4 TiB in a file of 1.6 KB."""
+    """A tensor of 40 KB of which the file has one element."""
     found = saved(tmp_path / "dcp", torch.zeros(3))
-    shape = torch.Size([1 << 20, 1 << 20])
+    shape = torch.Size([100, 100])
     torch.save(torch.zeros(1).expand(shape), tmp_path / "dcp" / "x.distcp")
     described = found.state_dict_metadata["model.a"]
     described.size, offsets = shape, torch.Size([0, 0])
@@ -101,6 +125,47 @@ def test_a_chunk_that_is_expanded(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.distcp: got torch\.float32 .*, expected a dense tensor"):
         convert(tmp_path / "dcp", tmp_path / "target")
     assert os.listdir(tmp_path) == ["dcp"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_memory_that_many_tensors_share(tmp_path: Path, kind: str) -> None:
+    """Of which 2 MB would become 512 MB."""
+    value, names = torch.zeros(1 << 19), [f"a{i}" for i in range(256)]
+    if kind == "torch":
+        torch.save({"model": dict.fromkeys(names, value)}, tmp_path / kind)
+    else:
+        found = saved(tmp_path / kind, value)
+        ((key, stored),) = found.storage_data.items()
+        for name in names:
+            found.planner_data[name] = ("model", name)
+            found.state_dict_metadata[name] = found.state_dict_metadata["model.a"]
+            found.storage_data[metadata.MetadataIndex(name, key.offset)] = stored
+        (tmp_path / kind / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointError, match=r"got tensors that come to \d+ bytes in \d+ bytes, expected at most 64"):
+        convert(tmp_path / kind, tmp_path / "target")
+    assert os.listdir(tmp_path) == [kind]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_extra_values_of_earlier_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """Which were nested as deep as Python's parser allows."""
+    model, optimizer = trained()
+    value: Any = 1
+    for depth in range(300):
+        if depth == header.MOST_NESTED:
+            checkpoint.save(tmp_path / "most", model, optimizer, deep=value)
+        value = [value]
+    with monkeypatch.context() as patched:
+        patched.setattr(header, "MOST_NESTED", 300)
+        checkpoint.save(tmp_path / "deeper", model, optimizer, deep=value)
+    convert(tmp_path / "most", tmp_path / "target", to)
+    assert to == "safetensors" or convert(tmp_path / "target", tmp_path / "back", optimizer="AdamW")
+    if to == "safetensors":
+        assert convert(tmp_path / "deeper", tmp_path / "other", to).left_out == ["extra: deep"]
+        return
+    with pytest.raises(CheckpointError, match=r"deeper: extra\.deep: got lists and dicts nested more than 100 deep"):
+        convert(tmp_path / "deeper", tmp_path / "other", to)
+    assert sorted(os.listdir(tmp_path)) == ["back", "deeper", "most", "target"]
 
 
 def test_a_tensor_without_a_path(tmp_path: Path) -> None:
@@ -183,6 +248,25 @@ def test_universal_checkpoints_of_other_types(tmp_path: Path, changed: dict[str,
     with pytest.raises(CheckpointError, match=r"got .*, expected"):
         convert(folder, tmp_path / "target")
     assert os.listdir(tmp_path) == ["universal"]
+
+
+def test_universal_checkpoints_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    folder, names = tmp_path / "universal", [f"a{i}" for i in range(100)]
+    (folder / "zero").mkdir(parents=True)
+    torch.save({"param_groups": [{"params": [0]}]}, folder / "zero" / "optimizer_state.pt")
+    content = {"param_shapes": [dict.fromkeys(names, torch.Size([3]))], "module": {}}
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    for name in names:
+        (folder / "zero" / name).mkdir()
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save({"param": torch.ones(3)}, folder / "zero" / name / f"{key}.pt")
+        torch.save(torch.tensor(1.0), folder / "zero" / name / "step.pt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
+    try:
+        convert(folder, tmp_path / "target", optimizer="AdamW")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_floats_of_eight_bits(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from shardopt.checkpoint.convert.universal import COMMON, read_universal
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.foreign.safetensors_reader import HEADER_BEGIN
+from shardopt.checkpoint.header import dumped
 from shardopt.checkpoint.index import INDEX_NAME, is_own_name
 from shardopt.checkpoint.local_folder import LocalFolder
 from shardopt.checkpoint.location import folder_at
@@ -30,6 +31,9 @@ FORMATS = ("portable", "safetensors", "torch", "dcp")
 
 #: Formats whose moments are float32.
 _FLOAT32 = ("torch",)
+
+#: Bytes of a result for each byte of a source, at most: float32 of 4 bits, and parameters with several names.
+_MOST_PER_BYTE = 64
 
 _DCP_METADATA = ".metadata"
 _ZIP = b"PK\3\4"
@@ -90,10 +94,13 @@ def convert(
         with refusing(os.fspath(source), "tensors and plain values where such a checkpoint has them; save it again"):
             kind = format_of(source)
             checkpoint = _read(kind, source, optimizer, closing)
+        if to != "safetensors":  # which has no extra values
+            _check_extra(checkpoint)
         if to in _FLOAT32 and checkpoint.optimizer is not None and not is_of_quantize_state(checkpoint.optimizer):
             options = {"codec": "fp32"}
         checkpoint, states = recoded(checkpoint, options)
         total = sum(each.nbytes for each in checkpoint.described.values())
+        _check_total(total, kind, source)
         done = 0
 
         def advance(nbytes: int) -> None:
@@ -175,6 +182,29 @@ def _write(to: str, checkpoint: Checkpoint, target: PathLike, numel: int, progre
             write_dcp(checkpoint, path, numel, progress)
         else:
             {"safetensors": write_safetensors, "torch": write_torch}[to](checkpoint, path, numel, progress)
+
+
+def _check_total(total: int, kind: str, source: PathLike) -> None:
+    """Raises if tensors share memory, so that the result would be far larger than the source.
+
+    Chunks of portable checkpoints cannot: see :mod:`shardopt.checkpoint.table`.
+    """
+    if kind in ("torch", "dcp", "universal"):
+        path = Path(source)
+        size = sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())
+        if total > _MOST_PER_BYTE * size:
+            raise CheckpointError(
+                f"{path}: got tensors that come to {total} bytes in {size} bytes, expected at most {_MOST_PER_BYTE} "
+                "times as many; save tensors that share no memory"
+            )
+
+
+def _check_extra(checkpoint: Checkpoint) -> None:
+    """Raises if extra values are nested deeper than a save allows, as in checkpoints of earlier versions."""
+    try:
+        dumped({"extra": checkpoint.extra})
+    except TypeError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
 
 def _refuse_existing(target: PathLike) -> None:

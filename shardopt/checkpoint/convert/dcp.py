@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from shardopt.checkpoint.convert.dcp_metadata import METADATA, WRITTEN, metadata_in
+from shardopt.checkpoint.convert.dcp_metadata import METADATA, WRITTEN, Index, metadata_in
 from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, take_state_dicts
 from shardopt.checkpoint.convert.stream import (
@@ -118,7 +118,7 @@ def _value(found: metadata.Metadata, key: str, folder: Path, value_in: Callable[
     path = str(folder / METADATA)
     described = found.state_dict_metadata[key]
     if type(described) is metadata.BytesStorageMetadata:
-        chunk = _chunk(found, metadata.MetadataIndex(key), (), (), path)
+        chunk = _chunk(found, Index(key), (), (), path)
         if chunk.length > _MOST_BYTES:
             raise CheckpointError(f"{path}: got {chunk.length} bytes for {named(key)}, expected at most {_MOST_BYTES}")
         return _value_in(folder, chunk)
@@ -129,7 +129,7 @@ def _value(found: metadata.Metadata, key: str, folder: Path, value_in: Callable[
         raise TypeError(f"dtype {shown(dtype)}")
     chunks = []
     for each in described.chunks:
-        index = metadata.MetadataIndex(key, torch.Size(each.offsets))
+        index = Index(key, torch.Size(each.offsets))
         chunks.append(_chunk(found, index, _sizes(each.offsets), _sizes(each.sizes), path))
     if not fill(shape, [(chunk.offsets, chunk.shape) for chunk in chunks]):
         raise CheckpointError(f"{path}: got chunks that do not fill {named(key)} {shown(shape)}, expected all of it")
@@ -139,7 +139,7 @@ def _value(found: metadata.Metadata, key: str, folder: Path, value_in: Callable[
 
 def _chunk(
     found: metadata.Metadata,
-    index: metadata.MetadataIndex,
+    index: Index,
     offsets: tuple[int, ...],
     shape: tuple[int, ...],
     path: str,

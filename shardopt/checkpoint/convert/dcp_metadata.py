@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from shardopt.checkpoint.convert.pickled import Dict, refusing, unpickled
+from shardopt.checkpoint.convert.pickled import Dict, refusing, size, unpickled
 from shardopt.checkpoint.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -20,6 +20,13 @@ WRITTEN = (
     "torch.distributed.checkpoint"
 )
 _MOST_BYTES = 1 << 31
+
+
+class Index(metadata.MetadataIndex):
+    """A key of ``storage_data``, whose hash is a text's: a file can choose offsets whose hashes are equal."""
+
+    def __hash__(self) -> int:
+        return hash(f"{self.offset} {self.fqn}")
 
 
 def _memory_format(value: Any) -> Any:
@@ -41,16 +48,16 @@ _CLASSES: dict[tuple[str, str], Any] = {
             "BytesStorageMetadata",
             "ChunkStorageMetadata",
             "Metadata",
-            "MetadataIndex",
             "StorageMeta",
             "TensorProperties",
             "TensorStorageMetadata",
         )
     },
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Index,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _memory_format,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): size,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,

@@ -1,7 +1,8 @@
 """Pickles of other programs, read without trust: only named classes are called, on data that :func:`check` has walked.
 
 The walk bounds time and memory. A pickle of 251 bytes can nest tuples that share their items, whose hash takes longer
-than the universe has existed; a single opcode can ask for a table of 2^29 entries.
+than the universe has existed; a single opcode can ask for a table of 2^29 entries. Keys of a dict take quadratic time
+if their hashes are equal, as a file can choose those of numbers, and of tuples of numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import torch
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.wording import line
 
-#: Values in one another, at most.
-MAX_DEPTH = 100
+#: Values in one another, at most: a little more than extra values of a checkpoint, which torch.save may have written.
+MAX_DEPTH = 128
 
 #: Values and characters, counted as often as they are referred to, for each byte of a pickle; and for any pickle.
 _MOST_PER_BYTE = 64
 _MOST_ANYWAY = 1 << 22
 
-_MADE = frozenset(["TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BINPERSID"])
+#: Keys of dicts that are tuples, in a pickle.
+_MOST_TUPLES = 256
+
+_TUPLES = frozenset(["TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE"])  # torch.Size is made by REDUCE
+_MADE = _TUPLES | {"STACK_GLOBAL", "NEWOBJ", "BINPERSID"}
 #: Opcodes that change the value below their arguments, by the opcodes that may have made that value.
 _CHANGING = {
     "APPEND": ("EMPTY_LIST",),
@@ -68,6 +73,11 @@ _CONSTANTS = {
 }
 
 
+def size(values: Any) -> torch.Size:
+    """In place of torch.Size, which NEWOBJ could make, too."""
+    return torch.Size(values)
+
+
 class Unused:
     """Stands in for an object of which nothing is needed."""
 
@@ -99,7 +109,8 @@ def unpickled(
 
     Args:
         data: the pickle.
-        classes: what stands for classes and functions, by module and name; dtypes need none.
+        classes: what stands for classes and functions, by module and name; dtypes need none. The hash of a class's
+            instances must not be one that a pickle can choose.
         persistent: gives the value for a persistent id.
 
     Raises:
@@ -133,6 +144,7 @@ def check(data: bytes) -> None:
     stack: list[_Node] = []  # since the last mark
     below: list[list[_Node]] = []
     memo: dict[Any, _Node] = {}
+    tuples = 0
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in _CONSTANTS:
@@ -162,6 +174,8 @@ def check(data: bytes) -> None:
             if name not in _CHANGING:
                 stack.append(_Node(_opcode_of_made(name, nodes)))
             _add(name, nodes, stack[-1], most)
+            tuples += name in ("SETITEM", "SETITEMS") and sum(key.opcode in _TUPLES for key in nodes[::2])
+            _demand(tuples <= _MOST_TUPLES, f"more than {_MOST_TUPLES} tuples as keys")
         elif name == "STOP":
             _demand(len(stack) == 1 and not below, "more than one value")
         else:

@@ -54,7 +54,7 @@ def read_portable(folder: Folder, closing: ExitStack) -> Checkpoint:
     index = load_index(folder)
     tensors = lazy_tensors(folder, index, closing)
     extra = index.header.get("extra", {})
-    checkpoint = Checkpoint(str(folder), extra=dict(extra))
+    checkpoint = Checkpoint(str(folder), extra=dict(extra), aliases=index.header.get("aliases", {}))
     checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
     if "param_groups" in index.header:
         checkpoint.optimizer = index.header.get("optimizer")
@@ -97,6 +97,8 @@ def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress:
     """
     require_little_endian()
     header: dict[str, Any] = {"extra": checkpoint.extra}
+    if checkpoint.aliases:
+        header["aliases"] = checkpoint.aliases
     if checkpoint.optimizer is not None:
         header |= {"optimizer": checkpoint.optimizer, "param_groups": checkpoint.groups}
     described = checkpoint.described

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.convert.pickled import Dict, Unused, unpickled
+from shardopt.checkpoint.convert.pickled import Dict, Unused, size, unpickled
 from shardopt.checkpoint.convert.torch_archive import STORAGES
 
 _LOCAL_HEADER = 30  # bytes, without the name and what follows it
@@ -123,7 +123,7 @@ def _of_type(rebuild: Any, kind: Any, arguments: Any, state: Any) -> Any:
 _CLASSES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Dict,
     ("collections", "Counter"): Dict,
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): size,
     ("torch", "Tensor"): _TENSOR,
     ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
     ("torch._utils", "_rebuild_parameter"): _parameter,

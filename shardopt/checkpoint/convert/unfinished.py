@@ -30,8 +30,9 @@ def unfinished(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.iterdir():
-            if re.fullmatch(re.escape(target.name) + r"\.[0-9a-f]{8}\.unfinished", left.name) and left.is_dir():
-                _remove_if_free(left)
+            if re.fullmatch(re.escape(target.name) + r"\.[0-9a-f]{8}\.unfinished", left.name) and _is_folder(left):
+                with suppress(OSError):  # another user's
+                    _remove_if_free(left)
         folder = target.with_name(f"{target.name}.{secrets.token_hex(4)}.unfinished")
         folder.mkdir()
         lock = FolderLock(folder)
@@ -49,17 +50,23 @@ def unfinished(target: Path) -> Iterator[Path]:
         ) from error
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def _remove_if_free(folder: Path) -> None:
     lock = FolderLock(folder)
     if lock.try_acquire():  # an owner that has just made the folder waits for the lock, and makes the folder again
-        _remove(folder)
-        lock.release()
+        try:
+            _remove(folder)
+        finally:
+            lock.release()
 
 
 def _remove(folder: Path) -> None:
     """Removes a working folder, but no files of others in it."""
     content = folder / _CONTENT
-    if content.is_dir() and not content.is_symlink():
+    if _is_folder(content):
         shutil.rmtree(content, ignore_errors=True)
     for path in (content, folder / LOCK_NAME):
         with suppress(OSError):

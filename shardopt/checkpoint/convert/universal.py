@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.convert.pickled import Dict, Unused
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, take_state_dicts
-from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, lazy
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, elements, lazy
 from shardopt.checkpoint.convert.torch_file import loaded
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
@@ -28,6 +29,7 @@ from shardopt.state.options import STATE_FORMAT
 COMMON = "zero/optimizer_state.pt"
 _MODEL_FILES = "*model_states.pt"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_RECENT = 4  # files that stay mapped, each of which takes a descriptor: a parameter's state has as many
 _REMEDY = "make it again with deepspeed.checkpoint.ds_to_universal"
 
 
@@ -75,12 +77,18 @@ def read_universal(path: PathLike, optimizer: str | None) -> Checkpoint:
     checkpoint = Checkpoint(os.fspath(path))
     model: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, Any]] = {}
+    recent = lru_cache(_RECENT)(_param)
+
+    def read_again(path: Path, shape: tuple[int, ...]) -> LazyTensor:
+        found = _param(path, shape)
+        return LazyTensor(found.dtype, tuple(found.shape), lambda *where: elements(recent(path, shape), *where))
+
     for index, of_group in enumerate(shapes):
         for name, shape in of_group.items():
             own = _folder_of(folder, name)
-            model[name] = lazy(_param(own / "fp32.pt", shape))
+            model[name] = read_again(own / "fp32.pt", shape)
             if (own / "exp_avg.pt").is_file():
-                states[name] = {key: lazy(_param(own / f"{key}.pt", shape)) for key in _MOMENTS}
+                states[name] = {key: read_again(own / f"{key}.pt", shape) for key in _MOMENTS}
                 states[name]["step"] = _step(own, common, index, folder / COMMON)
     for file, of_rank in zip(model_files, models, strict=True):
         _take_others(model, of_rank, file)
@@ -160,7 +168,7 @@ def _step(own: Path, common: Mapping[str, Any], index: int, path: Path) -> Any:
 
 
 def _number(step: Any) -> Any:
-    return lazy(step.reshape(())) if is_whole_tensor(step) and step.numel() == 1 else step
+    return lazy(step.reshape(()).clone()) if is_whole_tensor(step) and step.numel() == 1 else step
 
 
 def _take_others(model: dict[str, LazyTensor], of_rank: Mapping[str, Any], path: Path) -> None:
