@@ -296,7 +296,7 @@ class Device:
         """Whether memory of the CPU is page-locked."""
         return self._pinned.at(address) is not None or self._locked.at(address) is not None
 
-    def host_register(self, address: int, nbytes: int, flags: int) -> int:
+    def host_register(self, device: int, address: int, nbytes: int) -> int:
         """Stands in for cudaHostRegister."""
         self.refuse_in_capture()
         users: list[Work] = []
@@ -308,7 +308,7 @@ class Device:
         """How many pieces of memory cudaHostRegister has locked."""
         return len(self._locked)
 
-    def host_unregister(self, address: int) -> int:
+    def host_unregister(self, device: int, address: int) -> None:
         """Stands in for cudaHostUnregister."""
         self.refuse_in_capture()
         users = self._locked.pop(address)
@@ -316,7 +316,6 @@ class Device:
             self.faults.append("memory was unlocked that copies were still using")
             for work in users:
                 work.run = nothing  # the memory may be gone
-        return 0
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor's memory as a tensor of the CPU, which does not keep the memory from being freed."""

@@ -271,9 +271,6 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "_lazy_init": lambda: None,
-        "cudart": lambda: SimpleNamespace(
-            cudaHostRegister=device.host_register, cudaHostUnregister=device.host_unregister, cudaGetLastError=int
-        ),
     }.items():
         patch.setattr(cuda, name, value)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True, raising=False)
@@ -295,6 +292,8 @@ def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         "cuda_launched_gradients": 8,
         "step_cuda": device.step_cuda,
         "copy_cuda": device.copy_cuda,
+        "pin_cuda": device.host_register,
+        "unpin_cuda": device.host_unregister,
         "encode_message_cuda": device.message_kernel("encode_message"),
         "decode_message_cuda": device.message_kernel("decode_message"),
     }.items():
