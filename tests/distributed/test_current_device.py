@@ -55,7 +55,8 @@ def test_muon_sends_from_the_parameters_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     with FakeTensorMode():
         of_ddp = _in_ddp(monkeypatch, nn.LayerNorm(4, device=SECOND))
         wave = SimpleNamespace(division=SimpleNamespace(ranks=of_ddp, regions=(0, 1)))
-        journey = _Copies(wave, [])  # type: ignore[arg-type]
+        roll = SimpleNamespace(enter=lambda *message: None)
+        journey = _Copies(wave, [], [0, 0, 3], roll)  # type: ignore[arg-type]
         for held in (torch.zeros(3, device=SECOND), torch.zeros(3)):
             journey.send(held)
             assert journey._there.device == SECOND
@@ -67,7 +68,9 @@ def test_dtensor(local: Any, expected: int) -> None:
     mesh = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0], ndim=1, size=lambda dim=0: 1, shape=(1,))
     with FakeTensorMode():
         tensor = torch.zeros(3, 4, device=local)
-        param: Any = SimpleNamespace(device_mesh=mesh, shape=tensor.shape, placements=(Shard(0),), _local_tensor=tensor)
+        param: Any = SimpleNamespace(
+            device_mesh=mesh, shape=tensor.shape, dtype=tensor.dtype, placements=(Shard(0),), _local_tensor=tensor
+        )
         shard = dtensor.shard_of_dtensor(param)
         assert shard.part(torch.zeros(3, 4)).device == torch.device("cuda", expected)
         assert shard.part(torch.zeros(3, 4, device=SECOND)).device == SECOND

@@ -214,6 +214,7 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [0, 2]
     monkeypatch.setattr(_C, "pin_cuda", lambda *call: calls.append(call) or errors.pop(0), raising=False)
     monkeypatch.setattr(_C, "unpin_cuda", lambda *call: calls.append(call), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # raises in a build without CUDA
     gpu = torch.device("cuda", 1)
     host = host_memory._HostMemory(5000, pin=gpu)
     address, nbytes = host.memory.data_ptr(), host.memory.nbytes
