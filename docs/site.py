@@ -22,7 +22,6 @@ OUTSIDE = {
     "LICENSE": "LICENSE",
     "SECURITY.md": "SECURITY.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
-    "tests/ptx/README.md": "tests/ptx/README.md",
     **{f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*")},
 }
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
