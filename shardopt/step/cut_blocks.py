@@ -59,7 +59,7 @@ class CutParameter(NamedTuple):
             covered.exchange,
             [each for each in scales if each is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
-            [None if each is None else torch.empty((more, *each.shape), device=each.device) for each in scales],
+            [None if each is None else each.new_empty((more, *each.shape)) for each in scales],
             torch.from_numpy(np.flatnonzero(others)).to(device),
         )
 

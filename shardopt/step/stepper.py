@@ -77,7 +77,8 @@ class Stepper:
             (:attr:`communicates`) in this one. Prepare the next step only afterwards.
 
         Raises:
-            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
+            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but parameters
+                before it in the groups may have got their first state.
             ValueError: an option or hyper-parameter was changed to a value that is not allowed, or not while training.
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.

@@ -59,7 +59,8 @@ class StepTables:
         captured: what CUDA graphs go on using, and is kept.
 
     Raises:
-        RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
+        RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but parameters before
+            it may have got their first state.
     """
 
     def __init__(
@@ -214,9 +215,9 @@ class StepTables:
 
     def openings(self) -> list[Opening]:
         """The form of the first messages of a step, after which the ranks know whether they differ."""
-        of_sums = [opening for sums in self._sums.values() for opening in sums.openings()]
-        if of_sums:
-            return of_sums
+        for sums in self._sums.values():
+            if of_sums := sums.openings():
+                return of_sums
         for device, cut_blocks in self._cut_blocks.items():
             of_cuts = cut_blocks.openings()
             of_device = of_cuts or openings_of(self._wave_steps[device])
