@@ -36,6 +36,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.exchange import RanksExchange
 from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.tensor_state import flat_slices
+from shardopt.step.agreement import Plan
 from shardopt.step.cut_blocks import FlatCuts
 from step_cpu import commit, machine
 
@@ -103,7 +104,8 @@ def count(name: str, parameters: int, model: nn.Module, optimizer: ShardedOptimi
     """Asks the code that steps."""
     (group,) = optimizer.param_groups
     parts = [part for param in group["params"] for part in flat_slices(optimizer._internals.state_of(param, group))]
-    cuts = FlatCuts(parts, torch.device("cpu"))
+    cuts = FlatCuts(Plan({}, ()), list(enumerate(parts)), torch.device("cpu"))
+    nbytes = sum(form.numel * form.dtype.itemsize for form in cuts.openings())
     numbers = [shared_blocks(part) for part in parts]
     own = 0
     for part, blocks in zip(parts, numbers, strict=True):
@@ -113,7 +115,7 @@ def count(name: str, parameters: int, model: nn.Module, optimizer: ShardedOptimi
     units = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     rounds = 0 if not cuts else 2 if cuts.relative else 1
     total = sum(map(len, numbers))
-    return Count(name, parameters, units, dist.get_world_size(), total, own, cuts.bytes, rounds)
+    return Count(name, parameters, units, dist.get_world_size(), total, own, nbytes, rounds)
 
 
 def count_on_paper(name: str, architecture: Architecture) -> Count:

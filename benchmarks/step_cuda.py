@@ -110,6 +110,17 @@ def time_of(call: Callable[[], object]) -> tuple[float, float]:
     return begin.elapsed_time(end), host * 1e6
 
 
+def numel_that_fits(names: list[str], free: int) -> int:
+    """Hundreds of millions of parameters, 1,000 at most, for which all contenders fit into the free bytes.
+
+    Each has weights and moments of its own; they share gradients, and one tensor in float32 while values are made.
+    """
+    contenders = [CONTENDERS[name] for name in names]
+    weights_and_moments = sum(each.dtype.itemsize + (each.bytes - 3 * each.dtype.itemsize) / 2 for each in contenders)
+    shared = sum(dtype.itemsize for dtype in {each.dtype for each in contenders}) + FP32.itemsize
+    return min(int(0.9 * free / (weights_and_moments + shared) // 10**8), 10) * 10**8
+
+
 def copy_bandwidth(rounds: int) -> float:
     """Bytes per second that a large copy on the device reads and writes."""
     source = torch.randn(2**30, device="cuda")  # zeros can be faster: memory is compressed
@@ -156,7 +167,7 @@ def measure(names: list[str], shapes: str, numel: int, rounds: int, bandwidth: f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=10**9)
+    parser.add_argument("--numel", type=int, help="parameters; default: 1e9, or as many as fit")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
@@ -168,16 +179,20 @@ def main() -> None:
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     revision = commit() if shutil.which("git") else "unknown"
     bandwidth = copy_bandwidth(args.rounds)
+    torch.cuda.empty_cache()
+    numel = args.numel or numel_that_fits(args.contenders, torch.cuda.mem_get_info()[0])
+    if numel == 0:
+        sys.exit("got too little free memory for 1e8 parameters of all contenders; name fewer, or give --numel")
     print(f"{device}, commit {revision}, medians of {args.rounds} rounds; copy {bandwidth / 1e9:,.0f} GB/s")
     results: list[Result] = []
     for shapes in args.shapes:
-        found = measure(args.contenders, shapes, args.numel, args.rounds, bandwidth)
+        found = measure(args.contenders, shapes, numel, args.rounds, bandwidth)
         torch.cuda.empty_cache()
         results += found
         if not found:
             continue
         base = found[0]
-        print(f"\n{shapes}: {base.numel:,} parameters in {len(SHAPES[shapes](args.numel))} tensors")
+        print(f"\n{shapes}: {base.numel:,} parameters in {len(SHAPES[shapes](numel))} tensors")
         print(f"{'':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'time / ' + base.contender:>22}{'host us':>10}")
         for r in found:
             share, ratio = f"{r.share_of_copy:.0%}", r.ms / base.ms

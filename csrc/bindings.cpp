@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/exact_sum.h"
+#include "entries.h"
 #include "inputs.h"
 #include "step/cpu.h"
 #include "step/instances.h"
@@ -73,6 +74,7 @@ class CpuStepOfTables {
       throw std::invalid_argument("got " + std::to_string(tables_.size()) + " codec tables, expected " +
                                   std::to_string(generic::Codecs::kCount));
     }
+    check_cut_blocks(entries_.data(), entries_.size());
   }
 
   void prepare(py::array groups, int threads, const std::string& target) {

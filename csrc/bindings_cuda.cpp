@@ -8,6 +8,7 @@
 
 #include "bindings_comm.h"
 #include "comm/cuda.h"
+#include "entries.h"
 #include "step/cuda.h"
 
 namespace py = pybind11;
@@ -26,6 +27,7 @@ T* pointer(uint64_t address) {
 using Batch = std::tuple<int, int, int, int64_t, int64_t, int64_t>;  // CudaBatch
 
 py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups, bool aligned) {
+  check_cut_blocks(entries.data(), entries.size());
   const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data(), aligned);
   py::list batches;
   for (const CudaBatch& b : made.batches)
@@ -66,6 +68,18 @@ void copy_on_cuda(int device, const Table<uint64_t>& to, const Table<uint64_t>& 
   copy_cuda(to.data(), from.data(), nbytes.data(), to.size(), pointer<void>(stream));
 }
 
+int pin_on_cuda(int device, uint64_t address, uint64_t nbytes) {
+  const py::gil_scoped_release release;
+  const CudaDeviceGuard guard(device);
+  return pin_cuda(address, nbytes);
+}
+
+void unpin_on_cuda(int device, uint64_t address) {
+  const py::gil_scoped_release release;
+  const CudaDeviceGuard guard(device);
+  unpin_cuda(address);
+}
+
 void encode_on_cuda(uint64_t floats, DType dtype, int64_t numel, uint64_t message, int64_t chunks, int64_t chunk_numel,
                     int device, uint64_t stream) {
   const MessageCall call = message_call(floats, dtype, numel, message, chunks, chunk_numel, 1, 1.0f);
@@ -99,6 +113,9 @@ void bind_cuda(py::module_& m) {
         "device; of the gradients' addresses, too, on the host for up to cuda_launched_gradients entries and steps.");
   m.def("copy_cuda", &copy_on_cuda, py::arg("device"), py::arg("to"), py::arg("source"), py::arg("nbytes"),
         py::arg("stream"), "Copies ranges between host and device in a stream: addresses, and bytes.");
+  m.def("pin_cuda", &pin_on_cuda, py::arg("device"), py::arg("address"), py::arg("nbytes"),
+        "Page-locks memory of the host for all devices, in a device's context; CUDA's error, 0 for none.");
+  m.def("unpin_cuda", &unpin_on_cuda, py::arg("device"), py::arg("address"), "Undoes pin_cuda.");
   m.def("encode_message_cuda", &encode_on_cuda, py::arg("floats"), py::arg("dtype"), py::arg("numel"),
         py::arg("message"), py::arg("chunks"), py::arg("chunk_numel"), py::arg("device"), py::arg("stream"),
         "Codes floats into a message, in a stream.");

@@ -53,8 +53,8 @@ py::object Attribute::of(PyObject* object) const {
 }
 
 Inputs::Inputs(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
-               py::object shard_of)
-    : shard_of_(std::move(shard_of)) {
+               py::object shard_of, py::object read_gradient)
+    : shard_of_(std::move(shard_of)), read_gradient_(std::move(read_gradient)) {
   std::unordered_map<PyObject*, size_t> indices;
   for (const py::handle group : param_groups) {
     const auto params = py::cast<py::list>(group["params"]);
@@ -82,14 +82,16 @@ void Inputs::add_input(PyObject* param, const py::object& shard, bool in_table) 
   input.type = Py_TYPE(param);
   input.shard = shard;
   input.grad = Attribute(input.type, py::str("grad"));
-  if (!shard.is_none()) {
-    const py::object local = shard.attr("local_attribute"), layout = shard.attr("layout_attribute");
-    if (!local.is_none()) input.local = Attribute(input.type, local);
-    if (!layout.is_none()) input.layout = Attribute(input.type, layout);
-    if (input.layout) input.known_layout = input.layout.of(param);
-  }
   input.in_table = in_table;
-  if (in_table && !input.known.take(local_of(input, param).ptr()))
+  if (!in_table) return;
+  const py::object local = shard.attr("local_attribute"), layout = shard.attr("layout_attribute");
+  if (!local.is_none()) input.local = Attribute(input.type, local);
+  if (!layout.is_none()) input.layout = Attribute(input.type, layout);
+  if (input.layout) input.known_layout = input.layout.of(param);
+  input.known_type = type_number(param);
+  const bool is_plain = !input.layout && shard.attr("plain").cast<bool>();
+  input.fixed = is_plain && shard.attr("local")(py::handle(param)).ptr() == param;  // no wrapper of its elements
+  if (!input.known.take(local_of(input, param).ptr()))
     throw std::invalid_argument("got a parameter that is not a dense tensor");
 }
 
@@ -108,7 +110,7 @@ void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed
 
 // Some state of a sharded parameter is plain, such as its step count.
 py::object Inputs::local_of(const Input& input, PyObject* tensor) {
-  if (input.shard.is_none() || (input.layout && !input.local) || is_plain_tensor(tensor))
+  if (input.fixed || (input.layout && !input.local) || is_plain_tensor(tensor))
     return py::reinterpret_borrow<py::object>(tensor);
   if (input.local && Py_TYPE(tensor) == input.type) {
     py::object local = input.local.of(tensor);
@@ -161,7 +163,8 @@ bool Inputs::same_parameter(Input& input) const {
 }
 
 bool Inputs::same_layout(Input& input) const {
-  if (input.shard.is_none()) return true;
+  if (input.fixed) return true;
+  if (type_number(input.param) != input.known_type) return false;
   py::object layout;
   if (input.layout) layout = input.layout.of(input.param);
   if (layout && layout.is(input.known_layout)) return true;
@@ -172,7 +175,7 @@ bool Inputs::same_layout(Input& input) const {
 
 // This rank's part of a gradient that is sharded as its parameter is, as far as the layouts tell; else no object.
 py::object Inputs::part_of(const Input& input, const py::object& gradient) const {
-  if (input.shard.is_none() || (input.layout && !input.local)) return gradient;
+  if (input.fixed || (input.layout && !input.local)) return gradient;
   if (!input.local || !input.layout || Py_TYPE(gradient.ptr()) != input.type) return {};
   const py::object layout = input.layout.of(gradient.ptr());
   if (!layout.is(input.known_layout) && !layout.is(input.known_gradient_layout)) return {};
@@ -181,20 +184,19 @@ py::object Inputs::part_of(const Input& input, const py::object& gradient) const
 }
 
 bool Inputs::accept(Input& input, PyObject* part) {
-  if (!input.gradient.format.read(part, input.gradient.address)) {
-    Known gradient;
-    if (!gradient.take(part) || !gradient.format.has_shape_and_device_of(input.known.format)) return false;
-    const uint8_t dtype = gradient.format.dtype;
-    if (dtype != input.known.format.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
-    input.gradient = std::move(gradient);
-  }
-  return input.gradient.format.lies_in_storage(part);
+  if (input.gradient.format.read(part, input.gradient.address)) return true;
+  Known gradient;
+  if (!gradient.take(part) || !gradient.format.has_shape_and_device_of(input.known.format)) return false;
+  const uint8_t dtype = gradient.format.dtype;
+  if (dtype != input.known.format.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
+  input.gradient = std::move(gradient);
+  return true;
 }
 
 py::object Inputs::read(const py::object& param_groups, const py::object& state, const py::object& parts) {
   if (!same_groups(param_groups.ptr()) || !same_state(state.ptr())) return py::none();
   py::list gradients(inputs_.size()), stepped;
-  std::vector<size_t> sharded_otherwise;
+  std::vector<size_t> read_by_shard;
   for (size_t i = 0; i < inputs_.size(); ++i) {
     Input& input = inputs_[i];
     if (i + kAhead < inputs_.size()) {
@@ -206,21 +208,22 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
     if (input.has_gradient) {
       if (!input.in_table || !same_parameter(input)) return py::none();
       stepped.append(py::handle(input.param));
-      if (py::object part = part_of(input, gradient)) {
-        if (!accept(input, part.ptr())) return py::none();
+      py::object part = part_of(input, gradient);
+      if (part && accept(input, part.ptr())) {
         gradient = std::move(part);
+      } else if (!part || TensorFormat::is_without_memory(part.ptr())) {
+        read_by_shard.push_back(i);
       } else {
-        sharded_otherwise.push_back(i);
+        return py::none();
       }
     }
     PyList_SET_ITEM(gradients.ptr(), i, gradient.release().ptr());
   }
   // Collectives come last: a rank that leaves this function before runs them when it makes its table anew.
-  for (const size_t i : sharded_otherwise) {
+  for (const size_t i : read_by_shard) {
     Input& input = inputs_[i];
     const py::object gradient = gradients[i];
-    const py::object part =
-        parts.is_none() ? input.shard.attr("local_gradient")(gradient) : py::object(parts[py::int_(i)]);
+    const py::object part = parts.is_none() ? read_gradient_(i, gradient) : py::object(parts[py::int_(i)]);
     if (!accept(input, part.ptr())) return py::none();
     if (input.local && input.layout && Py_TYPE(gradient.ptr()) == input.type && input.local.of(gradient.ptr()).is(part))
       input.known_gradient_layout = input.layout.of(gradient.ptr());
@@ -291,8 +294,9 @@ bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& el
 void bind_inputs(py::module_& m) {
   py::class_<Inputs> inputs(m, "Inputs", "The tensors that a cached kernel table points to.");
   inputs
-      .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object>(),
-           py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"))
+      .def(py::init<const py::list&, const py::object&, const py::list&, const py::list&, py::object, py::object>(),
+           py::arg("param_groups"), py::arg("state"), py::arg("shards"), py::arg("entries"), py::arg("shard_of"),
+           py::arg("read_gradient"))
       .def("read", &Inputs::read, py::arg("param_groups"), py::arg("state"), py::arg("parts"),
            "This rank's parts of the gradients and the parameters to be stepped; None if the table must be made anew.")
       .def("gradient_kinds", &Inputs::gradient_kinds,

@@ -42,15 +42,16 @@ class Attribute {
 class Inputs {
  public:
   // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order:
-  //   shards   None for a plain tensor, else its shard
+  //   shards   its shard; of a parameter with rows in the table
   //   entries  names of the state entries that the table points to; None for a parameter without rows in the table
-  // `shard_of(param)` gives the shard of a parameter whose layout may have changed.
+  // `shard_of(param)` gives the shard of a parameter whose layout may have changed, `read_gradient(index, gradient)`
+  // this rank's part of a gradient that is sharded otherwise than its parameter, or has no memory.
   Inputs(const py::list& param_groups, const py::object& state, const py::list& shards, const py::list& entries,
-         py::object shard_of);
+         py::object shard_of, py::object read_gradient);
 
   // Reads the gradients. Returns this rank's part of each (None for a parameter without gradient) and the parameters to
-  // be stepped, or None if the table must be made anew. Runs the collectives of gradients that are sharded otherwise
-  // than their parameters, unless `parts` has this rank's parts, by the parameters' indices.
+  // be stepped, or None if the table must be made anew. Calls `read_gradient`, which may run collectives, unless
+  // `parts` has this rank's parts, by the parameters' indices.
   py::object read(const py::object& param_groups, const py::object& state, const py::object& parts);
 
   // Per parameter the gradient's DType, with kStrided where a copy of it or of the parameter is to be stepped;
@@ -85,8 +86,10 @@ class Inputs {
   struct Input {
     PyObject* param = nullptr;  // borrowed: compared with the list that owns it before each use
     PyTypeObject* type = nullptr;
-    py::object shard;                  // None for a plain tensor
+    py::object shard;
+    bool fixed = false;                // an ordinary tensor whose shard cannot change
     Attribute grad, local, layout;     // local: of a DTensor; layout: as long as it is one object, so is the shard
+    int64_t known_type = 0;            // of the parameter: that of its local tensor may differ
     py::object known_layout;           // of the parameter
     py::object known_gradient_layout;  // of a gradient that is sharded as the parameter is
     Known known, gradient;             // this rank's parts; of the gradient the last one's
@@ -113,7 +116,7 @@ class Inputs {
   std::vector<Input> inputs_;
   std::vector<std::pair<PyObject*, int64_t>> state_;  // keys, borrowed, and the inputs' indices, -1 for others
   std::vector<Entry> entries_;
-  py::object shard_of_;
+  py::object shard_of_, read_gradient_;
 };
 
 void bind_inputs(py::module_& m);

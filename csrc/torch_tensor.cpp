@@ -28,20 +28,28 @@ struct Libtorch {
   PyTypeObject* tensor_type;
   size_t implementation;  // offset in bytes, in a tensor's Python object, of the pointer to its implementation
   size_t words;           // offset in bytes, in the implementation, of the words that describe the tensor
+  size_t storage;         // likewise of the pointer to its storage's implementation
+  size_t data, bytes;     // offsets in bytes, in the storage's implementation, of its address and its length
   // Bits of the dispatch keys, the last of them.
   int64_t dense;     // in those of strided tensors
   int64_t negative;  // in those of negative views
   int64_t versions;  // some in those of all tensors but those made in inference mode, which have no version counter
   Getter<void*> data_ptr;
-  Getter<int64_t> storage_size;
   Getter<int64_t*> sizes, strides;
   Getter<int32_t> dtype;
-  int32_t float32, bfloat16, float16;
+  int32_t float32, bfloat16, float16, int16;
   void (*bump_version)(Handle);  // torch::autograd::impl::bump_version(const at::Tensor&); no C function does it
 
   Handle handle(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + implementation; }
   const int64_t* words_of(PyObject* tensor) const {
     return reinterpret_cast<const int64_t*>(*static_cast<const char* const*>(handle(tensor)) + words);
+  }
+  // nullptr for a tensor that has none, such as a sparse one.
+  const char* storage_of(PyObject* tensor) const {
+    return *reinterpret_cast<const char* const*>(*static_cast<const char* const*>(handle(tensor)) + storage);
+  }
+  static int64_t word_at(const char* object, size_t offset) {
+    return *reinterpret_cast<const int64_t*>(object + offset);
   }
 };
 
@@ -112,13 +120,39 @@ void find_words(Libtorch& torch, const py::module_& module) {
     throw std::runtime_error("a tensor's implementation of another layout");
 }
 
+// Where an object keeps a word, by its first words: those before `end`, in bytes.
+size_t offset_of(uint64_t word, const char* object, size_t end) {
+  for (size_t offset = 0; offset < end; offset += sizeof(word)) {
+    if (*reinterpret_cast<const uint64_t*>(object + offset) == word) return offset;
+  }
+  throw std::runtime_error("a storage of another layout");
+}
+
+// Finds the pointer to a tensor's storage, which stands before the words that describe the tensor, and the words of the
+// storage with its address and length. Checks with storages of other lengths that the words tell them.
+void find_storage(Libtorch& torch, const py::module_& module) {
+  constexpr size_t kLooked = 64;  // bytes of a storage's implementation: it has more
+  for (const int64_t numel : {997, 331, 1}) {
+    const py::object tensor = module.attr("empty")(numel, py::arg("device") = "cpu");
+    const py::object storage = tensor.attr("untyped_storage")();
+    const auto implementation = storage.attr("_cdata").cast<uint64_t>();
+    const char* object = reinterpret_cast<const char*>(implementation);
+    const size_t pointer =
+        offset_of(implementation, *static_cast<const char* const*>(torch.handle(tensor.ptr())), torch.words);
+    const size_t data = offset_of(storage.attr("data_ptr")().cast<uint64_t>(), object, kLooked);
+    const size_t bytes = offset_of(storage.attr("nbytes")().cast<uint64_t>(), object, kLooked);
+    if (numel == 997) torch.storage = pointer, torch.data = data, torch.bytes = bytes;
+    if (pointer != torch.storage || data != torch.data || bytes != torch.bytes)
+      throw std::runtime_error("a storage of another layout");
+  }
+}
+
 Libtorch load(const py::module_& torch) {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) throw std::runtime_error("no libtorch_cpu.so");
   const InferenceMode usual(torch, false);  // whatever the first step is taken in
   Libtorch found{};
   find(library, "aoti_torch_get_data_ptr", found.data_ptr);
-  find(library, "aoti_torch_get_storage_size", found.storage_size);
   find(library, "aoti_torch_get_sizes", found.sizes);
   find(library, "aoti_torch_get_strides", found.strides);
   find(library, "aoti_torch_get_dtype", found.dtype);
@@ -126,6 +160,7 @@ Libtorch load(const py::module_& torch) {
   found.float32 = constant(library, "aoti_torch_dtype_float32");
   found.bfloat16 = constant(library, "aoti_torch_dtype_bfloat16");
   found.float16 = constant(library, "aoti_torch_dtype_float16");
+  found.int16 = constant(library, "aoti_torch_dtype_int16");
   const py::object parameter = torch.attr("nn").attr("Parameter")(torch.attr("empty")(1, py::arg("device") = "cpu"));
   found.tensor_type = reinterpret_cast<PyTypeObject*>(py::object(torch.attr("Tensor")).release().ptr());
   found.implementation = implementation_offset(parameter);
@@ -136,6 +171,7 @@ Libtorch load(const py::module_& torch) {
       reinterpret_cast<uint64_t>(data) != parameter.attr("data_ptr")().cast<uint64_t>())
     throw std::runtime_error("another data_ptr in C than in Python");
   find_words(found, torch);
+  find_storage(found, torch);
   return found;
 }
 
@@ -155,6 +191,11 @@ const Libtorch& libtorch() {
 }  // namespace
 
 bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == libtorch().tensor_type; }
+
+int64_t type_number(PyObject* object) {
+  const Libtorch& torch = libtorch();
+  return PyObject_TypeCheck(object, torch.tensor_type) ? torch.words_of(object)[kType] & kTypeBits : 0;
+}
 
 bool TensorFormat::take(PyObject* tensor) {
   const Libtorch& torch = libtorch();
@@ -177,6 +218,8 @@ bool TensorFormat::take(PyObject* tensor) {
           : number == torch.bfloat16 ? static_cast<uint8_t>(DType::kBFloat16)
           : number == torch.float16  ? static_cast<uint8_t>(DType::kFloat16)
                                      : kNoDType;
+  const bool two_bytes = number == torch.bfloat16 || number == torch.float16 || number == torch.int16;
+  const int64_t itemsize = number == torch.float32 ? 4 : two_bytes ? 2 : 1;  // at least, of those that are not stepped
   int64_t inner = 1, last = 0;
   strided = (keys_ & torch.negative) != 0;
   for (int64_t i = ndim_ - 1; i >= 0; --i) {
@@ -184,7 +227,7 @@ bool TensorFormat::take(PyObject* tensor) {
     inner *= sizes[i];
     last += (sizes[i] - 1) * strides[i];
   }
-  bytes_ = words[kNumel] == 0 ? 0 : (offset_ + last + 1) * (number == torch.float32 ? 4 : 2);
+  bytes_ = words[kNumel] == 0 ? 0 : (offset_ + last + 1) * itemsize;
   return true;
 }
 
@@ -205,16 +248,22 @@ bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
   for (int64_t i = 0; i < ndim_; ++i) {
     if (sizes[i] != lengths_[i] || strides[i] != lengths_[ndim_ + i]) return false;
   }
+  const char* storage = torch.storage_of(tensor);
+  if (storage == nullptr) return false;
   void* data = nullptr;
-  if (torch.data_ptr(handle, &data) != 0) return false;
+  if (torch.data_ptr(handle, &data) != 0) return false;  // lets a lazy clone have memory of its own
+  if (bytes_ != 0 && (torch.word_at(storage, torch.data) == 0 || torch.word_at(storage, torch.bytes) < bytes_))
+    return false;
   address = reinterpret_cast<uint64_t>(data);
   return true;
 }
 
-bool TensorFormat::lies_in_storage(PyObject* tensor) const {
+bool TensorFormat::is_without_memory(PyObject* tensor) {
   const Libtorch& torch = libtorch();
-  int64_t bytes = 0;
-  return bytes_ == 0 || (torch.storage_size(torch.handle(tensor), &bytes) == 0 && bytes_ <= bytes);
+  if (!PyObject_TypeCheck(tensor, torch.tensor_type) || (torch.words_of(tensor)[kKeys] & torch.dense) == 0)
+    return false;
+  const char* storage = torch.storage_of(tensor);
+  return storage != nullptr && torch.word_at(storage, torch.data) == 0 && torch.word_at(storage, torch.bytes) > 0;
 }
 
 bool TensorFormat::has_shape_and_device_of(const TensorFormat& other) const {

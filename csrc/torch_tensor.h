@@ -15,6 +15,9 @@ constexpr uint8_t kNoDType = 255;
 
 bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
+// A number for a tensor's dtype and device; 0 for another object.
+int64_t type_number(PyObject* object);
+
 // Raises the version counters of the tensors in a list, as torch.autograd.graph.increment_version does.
 void bump_versions(PyObject* tensors);
 
@@ -24,8 +27,13 @@ class TensorFormat {
   // Takes a tensor's format; false for an object without dense memory, such as a sparse tensor.
   bool take(PyObject* tensor);
 
-  // Whether an object is a tensor of this format; then `address` is that of its first element.
+  // Whether an object is a tensor of this format whose elements lie in memory, within its storage: `resize_` of the
+  // storage may have freed or cut them, and a wrapper subclass or a zero tensor has none. Then `address` is that of its
+  // first element.
   bool read(PyObject* tensor, uint64_t& address) const;
+
+  // Whether an object is a tensor without memory, which would have some if it were an ordinary tensor.
+  static bool is_without_memory(PyObject* tensor);
 
   // Has the processor fetch what `read` is about to look at; without effect where the tensor that was taken is gone.
   void prefetch() const {
@@ -33,10 +41,6 @@ class TensorFormat {
     __builtin_prefetch(words_ + 14);
     __builtin_prefetch(lengths_.data());
   }
-
-  // Whether the elements of a tensor of this format lie within its storage: `resize_` of the storage may have freed or
-  // cut them.
-  bool lies_in_storage(PyObject* tensor) const;
 
   bool has_shape_and_device_of(const TensorFormat& other) const;
 
@@ -46,7 +50,7 @@ class TensorFormat {
  private:
   int64_t ndim_ = -1, offset_ = 0;
   int64_t type_ = 0, keys_ = 0;     // words of the implementation: dtype and device; dispatch keys
-  int64_t bytes_ = 0;               // that its storage has at least
+  int64_t bytes_ = 0;               // that its storage has at least; 0 without elements
   std::vector<int64_t> lengths_;    // sizes, then strides in elements
   const int64_t* words_ = nullptr;  // of the tensor that was taken, which may be gone
 };

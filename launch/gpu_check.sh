@@ -1,87 +1,111 @@
 #!/usr/bin/env bash
-# Builds the package with CUDA against the PyTorch that is installed, without network, and tests it on the GPU or
-# measures it there. Each of the two takes less than 8 minutes; the build is kept for the second.
+# Builds the package with CUDA against the PyTorch that is installed, without network, then tests, measures and profiles
+# it on the GPU. Each part ends within 10 minutes; a later part uses what an earlier one built.
 #
-#   launch/gpu_check.sh correctness [PYTEST OPTIONS]   every reciprocal and root, the tests marked gpu, one under
-#                                                      compute-sanitizer
-#   launch/gpu_check.sh measure                        the step beside other packages, with and without the kernels of
-#                                                      aligned blocks; offload; what bounds the kernel (Nsight Compute)
+#   launch/gpu_check.sh build                     into build/gpu_check, for this GPU alone; kept until a source changes
+#   launch/gpu_check.sh tests [PYTEST OPTIONS]    every reciprocal and root, then the tests marked gpu
+#   launch/gpu_check.sh sanitizer                 compute-sanitizer on small steps: memory, then races
+#   launch/gpu_check.sh bench                     the step beside other packages; offload
+#   launch/gpu_check.sh profile                   what bounds the step's kernel, by Nsight Compute
+#   launch/gpu_check.sh all                       one after the other
 #
 #   PYTHON    the interpreter (default: python3)
-#   OUT       a folder for logs and results as JSON (default: a temporary one)
-#   WHEELS    a folder of wheels of pytest-xdist, bitsandbytes, flashoptim, ... to be installed without network
+#   OUT       a folder for logs, and for each part's results as JSON (default: a temporary one)
+#   WHEELS    a folder of wheels to be installed beside the package: pytest-xdist, bitsandbytes, flashoptim
+#   LIMIT     seconds that a part may take (default: 570)
+#
+# A part fails if anything in it fails, does not finish, or is left out: a skipped test, a missing tool.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-python=${PYTHON:-python3}
-out=${OUT:-$(mktemp -d)}
-site=$PWD/build/gpu_check
-mkdir -p "$out" "$site"
 
 die() {
     echo "error: $*" >&2
     exit 1
 }
+absolute() { case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac }
 
-what=${1:-}
-case $what in
-correctness | measure) shift ;;
-*) die "got '$what', expected correctness or measure" ;;
+python=$(command -v "${PYTHON:-python3}") || die "got PYTHON=${PYTHON:-python3}, expected an interpreter"
+python=$(absolute "$python")
+out=$(absolute "${OUT:-$(mktemp -d)}")
+wheels=${WHEELS:+$(absolute "$WHEELS")}
+budget=${LIMIT:-570}
+mkdir -p "$out"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+self=$PWD/launch/gpu_check.sh
+site=$PWD/build/gpu_check
+
+part=${1:-}
+case $part in
+build | tests | sanitizer | bench | profile) shift ;;
+all)
+    failed=
+    for part in build tests sanitizer bench profile; do
+        PYTHON=$python OUT=$out WHEELS=$wheels "$self" "$part" || failed="$failed $part"
+        if [ "$failed" = " build" ]; then break; fi
+    done
+    if [ -n "$failed" ]; then die "failed parts:$failed"; fi
+    exit
+    ;;
+*) die "got '$part', expected build, tests, sanitizer, bench, profile or all" ;;
 esac
 
+"$python" -m pip --version >/dev/null 2>&1 || die "$python has no pip; install it (python -m ensurepip)"
 for module in torch numpy setuptools pytest; do # pybind11's headers come with PyTorch
     "$python" -c "import $module" 2>/dev/null ||
         die "$python has no $module; install it (pip install $module), which needs a network or a wheel"
 done
-"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-    die "PyTorch finds no CUDA device: $("$python" -c 'import torch; print(torch.__version__, torch.version.cuda)')"
 PATH=$PATH:/usr/local/cuda/bin
-command -v nvcc >/dev/null || [ -n "${CUDA_HOME:-}" ] || die "no nvcc on PATH; set CUDA_HOME"
-command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler on PATH"
-"$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.isfile(sysconfig.get_path("include") + "/Python.h"))' ||
-    die "Python.h not found; install Python's headers"
-if [ -z "${SHARDOPT_CUDA_ARCHS:-}" ]; then # that of this device alone: it builds in a fraction of the time
-    SHARDOPT_CUDA_ARCHS=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
-fi
-export SHARDOPT_CUDA_ARCHS
+device=$(
+    "$python" - <<'PYTHON'
+import sys
 
-declare -A result=()
-order=()
+import torch
+
+if not torch.cuda.is_available():
+    sys.exit(f"error: PyTorch {torch.__version__} finds no CUDA device")
+print("%d%d" % torch.cuda.get_device_capability(), f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+PYTHON
+)
+export SHARDOPT_CUDA_ARCHS=${SHARDOPT_CUDA_ARCHS:-${device%% *}} # of this device alone: a fraction of the time
+device=${device#* }
+if command -v nvidia-smi >/dev/null; then
+    nvidia-smi --query-gpu=name,driver_version,memory.used,memory.total,clocks.sm --format=csv,noheader || true
+fi
+
+lines=()
 failed=
 note() { # NAME TEXT
-    result[$1]=$2
-    order+=("$1")
+    lines+=("$1=$2")
 }
-
-sources=$(find csrc shardopt setup.py pyproject.toml -type f ! -name '*.so' ! -path '*__pycache__*' -print0 | sort -z |
-    xargs -0 cat | sha256sum | cut -c1-16)
-if [ "$(cat "$site/.sources" 2>/dev/null)" = "$sources" ]; then
-    note build "kept from before"
-else
-    begin=$SECONDS
-    rm -rf "$site"
-    SHARDOPT_CUDA=1 timeout 300 "$python" -m pip install --no-build-isolation --no-deps --no-index --upgrade \
-        --target "$site" . >"$out/build.log" 2>&1 || { tail -40 "$out/build.log"; die "the build failed"; }
-    echo "$sources" >"$site/.sources"
-    note build "$((SECONDS - begin)) s for sm_$SHARDOPT_CUDA_ARCHS"
-fi
-if [ -n "${WHEELS:-}" ]; then
-    "$python" -m pip install --no-index --no-deps --upgrade --target "$site" "$WHEELS"/*.whl >"$out/wheels.log" 2>&1 ||
-        note wheels "not installed, see wheels.log"
-fi
-export PYTHONPATH=$site
+flaw() { # NAME TEXT
+    note "$1" "$2"
+    failed="$failed $1,"
+}
 
 # check NAME SECONDS LOG COMMAND...: notes how it ended; a failure does not stop the others.
 check() {
     local name=$1 limit=$2 log=$out/$3 begin=$SECONDS status=0
     shift 3
+    if [ "$limit" -gt $((budget - SECONDS)) ]; then limit=$((budget - SECONDS)); fi
+    if [ "$limit" -le 0 ]; then
+        flaw "$name" "NOT RUN: no time left"
+        return
+    fi
     timeout "$limit" "$@" >"$log" 2>&1 || status=$?
     tail -25 "$log"
     case $status in
-    0) note "$name" "passed in $((SECONDS - begin)) s: $(tail -1 "$log")" ;;
-    124) note "$name" "NOT FINISHED in $limit s" && failed="$failed $name," ;;
-    *) note "$name" "FAILED ($status), see $log" && failed="$failed $name," ;;
+    0) note "$name" "passed in $((SECONDS - begin)) s" ;;
+    124) flaw "$name" "NOT FINISHED in $limit s, see $log" ;;
+    *) flaw "$name" "FAILED ($status), see $log" ;;
     esac
+    return 0
+}
+
+# Notes the lines of a log that say what was left out, though the command ended well.
+left_out() { # NAME LOG PATTERN [PATTERN OF LINES THAT DO NOT COUNT]
+    local line
+    while IFS= read -r line; do
+        flaw "$1" "LEFT OUT: $line"
+    done < <(grep -E "$3" "$out/$2" | grep -vE "${4:-^$}" | sort -u)
 }
 
 # Run in the tests' folder: the source tree must not hide what was built.
@@ -92,53 +116,89 @@ tests() { # NAME SECONDS LOG PYTEST OPTIONS
     check "$name" "$limit" "$log" ${runner[@]+"${runner[@]}"} "$python" -m pytest -c ../pyproject.toml \
         -p no:cacheprovider -q -m gpu "$@"
     cd ..
+    left_out "$name" "$log" "^SKIPPED" "needs two CUDA devices"
 }
 
-if [ "$what" = correctness ]; then
-    tests "every reciprocal and root" 90 numbers.log gpu/test_quick_numbers.py
-    workers=()
-    if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 6); else note "pytest-xdist" "not installed: slower"; fi
-    tests "tests" 200 tests.log gpu ${workers[@]+"${workers[@]}"} "$@"
-    sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)
-    if [ -n "$sanitizer" ]; then
-        runner=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 86)
-        tests "compute-sanitizer" 90 sanitizer.log gpu/test_cuda_equal.py \
-            -k "test_weight_formats_and_cut_blocks and adam-log8-bf16"
-        runner=()
-    else
-        note "compute-sanitizer" "NOT RUN: not installed"
-    fi
-else
-    check "step" 240 step.log "$python" benchmarks/step_cuda.py --rounds "${ROUNDS:-50}" --json "$out/step_cuda.json"
-    check "offload" 90 offload.log "$python" benchmarks/offload_cuda.py --json "$out/offload_cuda.json"
-    if command -v ncu >/dev/null; then
-        check "Nsight Compute" 90 ncu.log ncu --section SpeedOfLight --section WarpStateStats --launch-count 2 \
-            --kernel-name regex:step_aligned "$python" benchmarks/step_cuda.py --rounds 1 --shapes one \
-            --numel 100000000 --contenders "shardopt log8"
-    else
-        note "Nsight Compute" "NOT RUN: no ncu on PATH"
-    fi
-    for peer in bitsandbytes flashoptim; do
-        "$python" -c "import $peer" 2>/dev/null || note "$peer" "NOT MEASURED: not installed"
-    done
+sources=$(find csrc shardopt setup.py pyproject.toml -type f ! -name '*.so' ! -path '*__pycache__*' -print0 | sort -z |
+    xargs -0 cat | sha256sum | cut -c1-16)
+if [ "$part" != build ]; then
+    [ -f "$site/.sources" ] || die "nothing is built; run launch/gpu_check.sh build first"
+    [ "$(cat "$site/.sources")" = "$sources-$SHARDOPT_CUDA_ARCHS" ] ||
+        die "the build is of other sources or of another GPU; run launch/gpu_check.sh build again"
 fi
+export PYTHONPATH=$site
 
-lines=()
-for name in "${order[@]}"; do lines+=("$name=${result[$name]}"); done
-"$python" - "$out/$what.json" "${lines[@]}" <<'PYTHON'
+case $part in
+build)
+    command -v nvcc >/dev/null || [ -n "${CUDA_HOME:-}" ] || die "no nvcc on PATH; set CUDA_HOME"
+    command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler on PATH"
+    "$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.isfile(sysconfig.get_path("include") + "/Python.h"))' ||
+        die "Python.h not found; install Python's headers"
+    if [ "$(cat "$site/.sources" 2>/dev/null)" = "$sources-$SHARDOPT_CUDA_ARCHS" ]; then
+        note build "kept from before"
+    else
+        rm -rf "$site"
+        check build 540 build.log env SHARDOPT_CUDA=1 "$python" -m pip install --no-build-isolation --no-deps \
+            --no-index --target "$site" .
+    fi
+    if [ -z "$failed" ] && [ -n "$wheels" ]; then
+        check wheels 60 wheels.log "$python" -m pip install --no-index --no-deps --upgrade --target "$site" "$wheels"/*.whl
+    fi
+    if [ -z "$failed" ]; then
+        check import 60 import.log env -C "$site" "$python" -c \
+            'import sys; from shardopt import _C; sys.exit(not _C.cuda_device_count())'
+    fi
+    if [ -z "$failed" ]; then echo "$sources-$SHARDOPT_CUDA_ARCHS" >"$site/.sources"; fi
+    ;;
+tests)
+    tests "every reciprocal and root" 120 numbers.log gpu/test_quick_numbers.py
+    some=()
+    if "$python" -c 'import xdist' 2>/dev/null; then
+        some=(-n "$(($(nproc) < 16 ? ($(nproc) + 1) / 2 : 8))")
+    else # one process takes too long for all codecs
+        some=(-k "log8 or not (equal_the_cpu or overflow or graph_replays or cut_blocks or any_length)")
+        flaw "tests" "LEFT OUT: most codecs, as pytest-xdist is not installed; put its wheel into WHEELS"
+    fi
+    tests "tests" 460 tests.log gpu --deselect gpu/test_quick_numbers.py "${some[@]}" "$@"
+    ;;
+sanitizer)
+    sanitizer=$(command -v compute-sanitizer) || die "no compute-sanitizer on PATH"
+    for tool in memcheck racecheck; do
+        runner=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 86)
+        tests "$tool" 260 "$tool.log" gpu/test_cuda_equal.py \
+            -k "test_weight_formats_and_cut_blocks and adam-log8-bf16 or test_equal_the_cpu and adamw-log8-bf16"
+    done
+    ;;
+bench)
+    check step 330 step.log "$python" benchmarks/step_cuda.py --rounds "${ROUNDS:-50}" --json "$out/step_cuda.json"
+    left_out step step.log "^left out"
+    check offload 230 offload.log "$python" benchmarks/offload_cuda.py --json "$out/offload_cuda.json"
+    ;;
+profile)
+    command -v ncu >/dev/null || die "no ncu on PATH"
+    check ncu 500 ncu.log ncu --clock-control none --section SpeedOfLight --section WarpStateStats --section LaunchStats \
+        --kernel-name regex:step_usual_tasks --launch-skip 1 --launch-count 2 \
+        "$python" benchmarks/step_cuda.py --rounds 1 --shapes one --numel 100000000 --contenders "shardopt log8"
+    grep -q "step_usual_tasks.*Context" "$out/ncu.log" || flaw ncu "LEFT OUT: no launch of step_usual_tasks was profiled"
+    left_out ncu ncu.log "No kernels were profiled|==ERROR=="
+    ;;
+esac
+
+"$python" - "$out/$part.json" "device=$device" "${lines[@]}" <<'PYTHON'
 import json
 import sys
 
-import torch
-
 path, *lines = sys.argv[1:]
-summary = {"device": f"{torch.cuda.get_device_name()}, torch {torch.__version__}"}
-summary |= dict(line.split("=", 1) for line in lines)
+results = {}
+for line in lines:
+    name, text = line.split("=", 1)
+    results.setdefault(name, []).append(text)
 with open(path, "w") as file:
-    json.dump(summary, file, indent=2)
+    json.dump(results, file, indent=2)
 print()
-for name, value in summary.items():
-    print(f"{name:28}{value}")
+for name, texts in results.items():
+    for text in texts:
+        print(f"{name:28}{text}")
 PYTHON
 echo "logs and results: $out"
-if [ -n "$failed" ]; then die "failed:${failed%,}"; fi
+if [ -n "$failed" ]; then die "$part failed:${failed%,}"; fi

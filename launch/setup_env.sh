@@ -112,7 +112,11 @@ setup_env() {
     sed "s/^torch==.*/torch==$torch/" "$pins" >"$requirements"
     check_compiler
     install_torch
-    once package "$(digest_of "${sources[@]}")" "shardopt" "$venv/bin/pip" install -c "$requirements" .
+    # The kernels' objects are kept: tests/ptx links those of nvcc with an interpreter.
+    local objects="$venv/objects" digest
+    digest=$(digest_of "${sources[@]}")
+    if [ "$(cat "$venv/.done-package" 2>/dev/null)" != "$digest" ]; then rm -rf "$objects"; fi
+    once package "$digest" "shardopt" env SHARDOPT_KERNEL_OBJECTS="$objects" "$venv/bin/pip" install -c "$requirements" .
     once "$extra" "$(digest_of pyproject.toml "$requirements")" "what the extra '$extra' names" \
         "$venv/bin/pip" install -c "$requirements" "shardopt[$extra]"
 }

@@ -3,7 +3,8 @@
 #
 #   launch/test.sh [--all] [--torch X.Y.Z] [PYTEST OPTIONS]     (-n 0: all tests in one process, as --pdb needs)
 #
-#   --all      also the tests marked slow, and with a GPU those marked gpu
+#   --all      also the tests marked slow, such as the CUDA kernels' PTX for all architectures, and with a GPU those
+#              marked gpu
 #   --torch    tests with this version of PyTorch, in .venv-torch-X.Y.Z; lints and types belong to the pinned one. Takes
 #              several GB where the package index has no CPU build of it
 set -euo pipefail
@@ -29,7 +30,12 @@ while [ $# -gt 0 ]; do
     shift
 done
 
+# Leaves the kernels' PTX as text in nvcc's objects, where tests/ptx finds it.
+export NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:+$NVCC_APPEND_FLAGS }--no-compress"
 setup_env test
+if ! command -v nvcc >/dev/null && [ ! -x "${CUDA_HOME:-}/bin/nvcc" ]; then
+    echo "no nvcc: the CUDA kernels' PTX is not tested (tests/ptx), their source is"
+fi
 unclean=
 if [ -n "$pinned" ]; then
     "$venv/bin/ruff" check . || unclean=1

@@ -95,6 +95,8 @@ def step_cuda(
     batches: list[tuple[int, int, int, int, int, int]],
     stream: int,
 ) -> None: ...
+def pin_cuda(device: int, address: int, nbytes: int) -> int: ...
+def unpin_cuda(device: int, address: int) -> None: ...
 def encode_message_cuda(
     floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, device: int, stream: int
 ) -> None: ...
@@ -158,6 +160,7 @@ class Inputs:
         shards: list[Any],
         entries: list[frozenset[str] | None],
         shard_of: Callable[[Any], object],
+        read_gradient: Callable[[int, Any], object],
     ) -> None: ...
     def read(
         self, param_groups: Sequence[Any], state: Mapping[Any, Any], parts: Mapping[int, Any] | None

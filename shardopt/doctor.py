@@ -234,10 +234,10 @@ def _of_packages(facts: Facts) -> list[Finding]:
 def _stepped(device: str) -> Tensor:
     """A parameter after two steps: float32, (64, 200), on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(64, 200, generator=generator).to(device))
+    weight = torch.nn.Parameter(torch.randn(64, 200, generator=generator, device="cpu").to(device))
     optimizer = shardopt.AdamW8bit([weight], lr=1e-2)
     for _ in range(2):
-        weight.grad = torch.randn(64, 200, generator=generator).to(device)
+        weight.grad = torch.randn(64, 200, generator=generator, device="cpu").to(device)
         optimizer.step()
     return weight.detach().cpu()
 

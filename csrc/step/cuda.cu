@@ -15,7 +15,9 @@ namespace cuda {
 namespace {
 
 void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // a failed call leaves its error, which the check of the next launch would report as its own
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 }  // namespace
@@ -55,6 +57,16 @@ void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, 
     cuda::check(cudaMemcpyAsync(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]),
                                 static_cast<size_t>(nbytes[i]), cudaMemcpyDefault, static_cast<cudaStream_t>(stream)),
                 "a copy between host and device");
+}
+
+int pin_cuda(uint64_t address, uint64_t nbytes) {
+  const cudaError_t error = cudaHostRegister(reinterpret_cast<void*>(address), nbytes, cudaHostRegisterPortable);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+void unpin_cuda(uint64_t address) {
+  if (cudaHostUnregister(reinterpret_cast<void*>(address)) != cudaSuccess) cudaGetLastError();
 }
 
 CudaDeviceGuard::CudaDeviceGuard(int device) {

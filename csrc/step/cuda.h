@@ -85,6 +85,11 @@ void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream);
 // Copies count ranges of memory of the host or the device, in the given stream.
 void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void* stream);
 
+// Page-locks memory of the host for all devices. Returns CUDA's error, which is not left for the next call to report:
+// 0 for none.
+int pin_cuda(uint64_t address, uint64_t nbytes);
+void unpin_cuda(uint64_t address);
+
 // Makes a device the current one, as long as it lives.
 class CudaDeviceGuard {
  public:

@@ -62,7 +62,7 @@ class BlockArithmetic {
   struct Found {
     bool has_zero_code = false;  // an unsigned one, where its coder cannot do with them
     uint32_t low = ~0u, high = 0;
-    int32_t largest_unsigned = 0;  // where roots are not what is coded
+    int32_t largest_unsigned = 0;                          // where roots are not what is coded
     float largest_gradient = 0.0f, largest_weight = 0.0f;  // as gains_of counts gradients, without unsigned moments
   };
 

@@ -63,19 +63,18 @@ template <class Rule, class... Codec>
 SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task, const TensorEntry& entry,
                                       List<Codec...>) {
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
-  ((entry.codec == kCodecIndex<Codec>
-        ? add_task_to_sums<Rule, Codec>(task, entry, prepared, call.tables[entry.codec])
-        : void()),
+  ((entry.codec == kCodecIndex<Codec> ? add_task_to_sums<Rule, Codec>(task, entry, prepared, call.tables[entry.codec])
+                                      : void()),
    ...);
 }
 
 // The codecs that a rule's entries may have. A rule without moments has no use for codecs: any of them stands for all.
 // Shared ones are for few rules, and repaying rules take relative ones, beside the float32 of small parameters.
 template <class Rule>
-using CodecsOf = std::conditional_t<
-    Rule::Kept::kCount == 0, List<Float32>,
-    std::conditional_t<kRepaysOf<Rule>, List<Float32, Log8, Log4>,
-                       std::conditional_t<may_share_codes<Rule>(), Codecs, UnsharedCodecs>>>;
+using CodecsOf =
+    std::conditional_t<Rule::Kept::kCount == 0, List<Float32>,
+                       std::conditional_t<kRepaysOf<Rule>, List<Float32, Log8, Log4>,
+                                          std::conditional_t<may_share_codes<Rule>(), Codecs, UnsharedCodecs>>>;
 
 // A warp per task, all of one rule.
 template <class Rule>
@@ -144,8 +143,8 @@ SHARDOPT_DEVICE int step_staged(const CudaCall& call, const CudaTask& task, cons
   return skipped;
 }
 
-// Bytes of shared memory that a warp needs: for its ring if the batch has whole, aligned blocks, for its stage if it has
-// others. A thread block's warps may need either, so that one size holds for the whole launch.
+// Bytes of shared memory that a warp needs: for its ring if the batch has whole, aligned blocks, for its stage if it
+// has others. A thread block's warps may need either, so that one size holds for the whole launch.
 template <class Aligned, class Staged>
 SHARDOPT_HD unsigned warp_bytes(const CudaBatch& batch) {
   constexpr unsigned kRing = sizeof(typename Aligned::Ring), kStage = sizeof(typename Staged::Stage);

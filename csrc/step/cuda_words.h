@@ -1,7 +1,7 @@
 // Consecutive elements of a lane as words of 32 bits: how they are moved, taken apart and put together.
 //
-// Branches for __CUDA_ARCH__ are single instructions that nvcc does not make of the other branch. Tests of the emulation
-// run the other branch, tests/ptx and tests/gpu the instructions.
+// Branches for __CUDA_ARCH__ are single instructions that nvcc does not make of the other branch. Tests of the
+// emulation run the other branch, tests/ptx and tests/gpu the instructions.
 #pragma once
 
 #include <type_traits>
@@ -100,8 +100,8 @@ SHARDOPT_DEVICE uint32_t raised_word(float weight) {
   return static_cast<uint32_t>(((uint64_t{word} << 32 | word << 23) + 0x807f80000000u) >> 32);
 }
 
-// A table in shared memory, whose address there is computed once. The load is no memory access to the compiler: it stays
-// behind the thread block's barrier because its index comes from a load that does.
+// A table in shared memory, whose address there is computed once. The load is no memory access to the compiler: it
+// stays behind the thread block's barrier because its index comes from a load that does.
 struct SharedTable {
 #if defined(__CUDA_ARCH__)
   uint32_t address;

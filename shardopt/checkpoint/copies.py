@@ -15,6 +15,7 @@ from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.wording import few
+from shardopt.kernels.memory import as_bytes
 
 _REMEDY = (
     "expected one tensor by one name; name modules that differ between ranks differently (pipeline stages and experts "
@@ -102,7 +103,7 @@ def digest(tensor: Tensor) -> int:
     with a probability of 2**-32 over the weights. One weight for the whole word would miss pairs of flipped top bits,
     which are signs of floats: twice 2**63 times an odd number is 0.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor)
     weights = _weights(data.device)
     whole = data.numel() // 8 * 8
     sums = []
@@ -129,7 +130,7 @@ def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
 def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
     """Odd random numbers, the same on every rank and device."""
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator, device="cpu")
     first, second = (numbers | 1).to(device)
     return first, second
 

@@ -23,6 +23,7 @@ from shardopt.checkpoint.index import Index, StoredFile, unknown_content
 from shardopt.checkpoint.interrupts import interruption_point
 from shardopt.checkpoint.pipeline import AHEAD, computed_ahead
 from shardopt.checkpoint.table import StoredChunk, Table
+from shardopt.kernels.memory import memoryview_of
 
 _MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
@@ -91,7 +92,7 @@ class DataFileWriter:
     def _jobs(self) -> Iterator[Callable[[], tuple[StoredChunk, memoryview]]]:
         for data, part, chunk in self._pieces:
             interruption_point()
-            yield partial(_with_checksum, chunk, _bytes_of(data[part]))
+            yield partial(_with_checksum, chunk, memoryview_of(data[part]))
 
 
 class DataFiles:
@@ -166,7 +167,7 @@ class DataFiles:
 
     def chunk(self, number: int, chunk: StoredChunk) -> Tensor:
         """The bytes of one chunk (uint8), verified; see :meth:`chunks`, which is for many."""
-        buffer = torch.empty(chunk.bytes, dtype=torch.uint8)
+        buffer = torch.empty(chunk.bytes, dtype=torch.uint8, device="cpu")
         return _read_chunk(self[number], self.folder.shown(chunk.file), chunk, buffer)
 
     @contextmanager
@@ -188,7 +189,7 @@ class DataFiles:
         def jobs() -> Iterator[Callable[[], Tensor]]:
             for number, chunk in in_order:
                 interruption_point()
-                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8)
+                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8, device="cpu")
                 yield partial(_read_chunk, self[number], self.folder.shown(chunk.file), chunk, buffer)
 
         def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
@@ -252,10 +253,6 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, 
     for before in itertools.product(*map(range, shape[:dim])):
         for start in range(0, shape[dim], most):
             yield (*before, start, *([0] * len(behind))), (*([1] * dim), min(most, shape[dim] - start), *behind)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _with_checksum(chunk: StoredChunk, data: memoryview) -> tuple[StoredChunk, memoryview]:

@@ -37,8 +37,8 @@ class Lock(Protocol):
 
     def release(self) -> None: ...
 
-    def is_free(self) -> bool:
-        """Whether no save is under way, as far as the lock can tell; False where there are no locks."""
+    def try_acquire(self) -> bool | None:
+        """Takes the lock if no save holds it; returns whether it is held now, None where there are no locks."""
 
 
 class Folder(Protocol):
@@ -63,6 +63,9 @@ class Folder(Protocol):
 
     def size(self, name: str) -> int:
         """A file's length in bytes."""
+
+    def modified(self, name: str) -> float | None:
+        """When a file was completed, in seconds by the clock of the store; None if the store does not say."""
 
     def open(self, name: str) -> SourceFile:
         """Opens a file."""

@@ -12,8 +12,7 @@ The file is JSON, so that any program can read it. It has one line per tensor, h
 
 ``files`` has, of the data file ``<token>-<number>.bin``, the bytes of its chunks, the bytes of its table behind them,
 and the table's CRC-32; null where there is no such file. The table (:mod:`shardopt.checkpoint.table`) says where the
-chunks are. The last line is the CRC-32 of all bytes before. The bytes of a chunk are its elements in row-major order,
-little-endian.
+chunks are. The last line is the CRC-32 of all bytes before. A chunk's elements are in row-major order, little-endian.
 
 A tensor says in which files its elements are, in one of three ways (:mod:`shardopt.layout.partition`):
 
@@ -24,7 +23,8 @@ A tensor says in which files its elements are, in one of three ways (:mod:`shard
 - ``parts``: a list of ``[file, offsets, shape]``, which cover each element once.
 
 ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name) and ``param_groups``, a
-list of ``{"parameters": [names], "options": {...}}``.
+list of ``{"parameters": [names], "options": {...}}``; ``aliases`` maps other names of shared parameters to those used.
+Infinities and NaN in the header are objects (:mod:`shardopt.checkpoint.header`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.folder import Folder, PathLike
+from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import MAX_DIMS, InvalidError
@@ -200,27 +201,20 @@ def noticing_replacement(folder: Folder, index: Index) -> Iterator[None]:
 
 
 def dump_index(index: Index) -> bytes:
-    """The content of ``checkpoint.json``, one line per tensor."""
+    """The content of ``checkpoint.json``, one line per tensor.
+
+    Raises:
+        TypeError: see :func:`shardopt.checkpoint.header.dumped`.
+    """
     tensors = ",\n".join(f"{json.dumps(name)}: {json.dumps(_plain(tensor))}" for name, tensor in index.tensors.items())
     text = (
         f'{{"format": {json.dumps(FORMAT)}, "format_version": {FORMAT_VERSION},\n'
-        f'"header": {json.dumps(index.header)},\n'
+        f'"header": {dumped(index.header)},\n'
         f'"token": {json.dumps(index.token)},\n'
         f'"files": {json.dumps(index.files)},\n'
         f'"tensors": {{\n{tensors}}}'
     ).encode()
     return text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode()
-
-
-def remove_strays(folder: Folder, keep: Collection[str]) -> None:
-    """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
-
-    Leaves files that cannot be removed to the next save.
-    """
-    for name in folder.names():
-        if is_own_name(name) and name not in keep:
-            with suppress(OSError):
-                folder.remove(name)
 
 
 def is_own_name(name: str) -> bool:
@@ -280,7 +274,7 @@ def _verified(path: str, text: bytes) -> tuple[dict[str, Any], int]:
     last_line = _LAST_LINE.search(text)
     if last_line is not None and zlib.crc32(text[: last_line.start()]) == int(last_line[1], 16):
         try:
-            content = json.loads(text)
+            content = loaded(text)
         except (ValueError, RecursionError) as error:
             raise unknown_content(path, type(error).__name__) from None
         if isinstance(content, dict) and content.get("format") == FORMAT:
@@ -396,4 +390,6 @@ def _check_files(strides: list[tuple[int, int]], files: int) -> None:
 def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
     header = _mapping(content, "header")
     _demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
+    aliases = _mapping({"aliases": {}, **header}, "aliases")
+    _demand(all(isinstance(name, str) for name in aliases.values()), "aliases that are wrong")
     return header

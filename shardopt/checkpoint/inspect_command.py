@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.header import dumped
 from shardopt.checkpoint.summary import Parameter, Summary, summarize
 from shardopt.checkpoint.update_error import BINS, BINS_PER_OCTAVE, FIRST_OCTAVE, UpdateError
 from shardopt.codec import CODECS
@@ -159,7 +160,7 @@ def _is_read(summary: Summary) -> bool:
 def _values(summary: Summary, problems: Sequence[str]) -> dict[str, Any]:
     return {
         "path": str(summary.path),
-        "header": summary.header,
+        "header": json.loads(dumped(summary.header)),
         "files": summary.files,
         "parameters": [
             {
@@ -201,7 +202,7 @@ def _plot(summary: Summary, path: str) -> None:
     for axis, ((entry, codec), counts) in zip(axes[:, 0], panels.items(), strict=False):
         order = _order(entry, codec)
         axis.bar(range(256), (counts[order] / counts.sum()).tolist(), width=1.0)
-        by_value = "" if bool((order == torch.arange(256)).all()) else ", from the least value to the largest"
+        by_value = "" if order.tolist() == list(range(256)) else ", from the least value to the largest"
         axis.set(title=f"{entry}, {codec}", xlabel=f"code{by_value}", ylabel="share", xlim=(-1, 256))
     if errors:
         _draw_errors(axes[-1, 0], errors)
@@ -222,11 +223,11 @@ def _code_counts(summary: Summary) -> dict[tuple[str, str], Tensor]:
 
 def _order(entry: str, codec: str) -> Tensor:
     """The 256 codes of an entry, from the one of the least value to the one of the largest."""
-    codes = torch.arange(256)
+    codes = torch.arange(256, device="cpu")
     own = CODECS.get(codec_name(codec) or codec)
     if own is None or own.shared or entry.removesuffix("_codes") in UNSIGNED:
         return codes
-    return own.decode(codes.to(torch.uint8), torch.ones(1), signed=True).argsort(stable=True)
+    return own.decode(codes.to(torch.uint8), torch.ones(1, device="cpu"), signed=True).argsort(stable=True)
 
 
 def _error_counts(summary: Summary) -> dict[str, tuple[Tensor, int]]:
@@ -234,7 +235,7 @@ def _error_counts(summary: Summary) -> dict[str, tuple[Tensor, int]]:
     found: dict[str, tuple[Tensor, int]] = {}
     for each in summary.parameters:
         if each.update_error is not None:
-            histogram, exact = found.get(each.codec, (torch.zeros(BINS, dtype=torch.int64), 0))
+            histogram, exact = found.get(each.codec, (torch.zeros(BINS, dtype=torch.int64, device="cpu"), 0))
             found[each.codec] = histogram + each.update_error.histogram, exact + each.update_error.exact
     return found
 

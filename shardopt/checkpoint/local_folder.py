@@ -9,7 +9,8 @@ from pathlib import Path
 
 from shardopt.checkpoint.folder import Folder, Lock, SourceFile, TargetFile
 from shardopt.checkpoint.folder_lock import FolderLock
-from shardopt.checkpoint.own_files import open_own, own_size
+from shardopt.checkpoint.own_files import make_folder, open_own, own_size
+from shardopt.checkpoint.own_files import sync_folder as sync_folder
 from shardopt.checkpoint.retries import retried
 
 
@@ -29,10 +30,7 @@ class LocalFolder:
         return os.path.isdir(self._path)
 
     def make(self) -> None:
-        missing = [path for path in (self._path, *self._path.parents) if not os.path.exists(path)]
-        retried(lambda: self._path.mkdir(parents=True, exist_ok=True))
-        for path in missing:
-            sync_folder(path.parent)
+        make_folder(self._path)
 
     def names(self) -> list[str]:
         try:
@@ -49,6 +47,9 @@ class LocalFolder:
 
     def size(self, name: str) -> int:
         return retried(lambda: own_size(self._path / name))
+
+    def modified(self, name: str) -> float | None:
+        return (self._path / name).lstat().st_mtime
 
     def open(self, name: str) -> SourceFile:
         return _LocalSource(retried(lambda: open_own(self._path / name)))
@@ -120,13 +121,3 @@ class _LocalTarget:
         self._file.close()
         with suppress(OSError):
             self._path.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, on file systems that support that."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

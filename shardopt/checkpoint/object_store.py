@@ -80,6 +80,12 @@ class ObjectFolder:
 
         return self._retried(work)
 
+    def modified(self, name: str) -> float | None:
+        with suppress(Exception):  # only some stores tell
+            self._fs.invalidate_cache()
+            return float(self._fs.modified(f"{self._path}/{name}").timestamp())
+        return None
+
     def open(self, name: str) -> SourceFile:
         self.size(name)  # raises if there is no such object
         return _Source(self, f"{self._path}/{name}")
@@ -169,9 +175,8 @@ class _NoLock:
     def release(self) -> None:
         """Does nothing."""
 
-    def is_free(self) -> bool:
+    def try_acquire(self) -> None:
         """Nobody knows."""
-        return False
 
 
 @contextmanager

@@ -1,11 +1,14 @@
-"""Opens a checkpoint's own files; never reads, writes or waits for a file outside the folder."""
+"""A checkpoint's own files and folder; never reads, writes or waits for a file outside the folder."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+from shardopt.checkpoint.retries import retried
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -42,3 +45,32 @@ def own_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "got something else, expected a regular file")
     return found.st_size
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and its missing parents, durably.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    while True:
+        missing = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
+        try:
+            retried(lambda: path.mkdir(parents=True, exist_ok=True))
+            break
+        except FileExistsError:
+            if os.path.lexists(path):
+                raise
+            # Another run removed the folder between two system calls of mkdir.
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, on file systems that support that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -196,6 +196,7 @@ class Owner:
         Args:
             common: state that belongs to no parameter, by entry, as :meth:`common_chunks` had it.
         """
+        self.optimizer._internals.forget_tables()
 
 
 def is_of_quantize_state(name: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.kernels.memory import check_storage
 from shardopt.layout import (
     WHOLE,
     BlockGrid,
@@ -20,10 +21,11 @@ from shardopt.layout import (
     RangePartition,
     Ranges,
     Shard,
+    assigned,
     boxes,
     shard_of,
 )
-from shardopt.layout.names import buffer_names, parameter_names
+from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_state import SliceState
 
@@ -54,7 +56,8 @@ def pieces_of(model: Module, masters: Sequence[Tensor] = ()) -> Iterator[Piece]:
         masters: flat buffers of masters, which take the place of the model's own parameters (DeepSpeed's).
 
     Raises:
-        CheckpointError: a parameter is gathered in full at the moment, for a forward or backward pass.
+        CheckpointError: a parameter is gathered in full at the moment, for a forward or backward pass; or it
+            has no memory.
     """
     named = parameter_names(model)
     for param in masters:
@@ -65,7 +68,7 @@ def pieces_of(model: Module, masters: Sequence[Tensor] = ()) -> Iterator[Piece]:
     named.update((f"master {index}", param) for index, param in enumerate(masters))
     for name, param in named.items():
         shard = shard_of(param)
-        local = shard.local(param.detach())
+        local = _local(name, "parameter", shard, param)
         if local.shape != shard.local_shape:
             raise CheckpointError(
                 f"got {name} as a tensor of shape {tuple(local.shape)}, expected this rank's part, "
@@ -78,11 +81,36 @@ def pieces_of(model: Module, masters: Sequence[Tensor] = ()) -> Iterator[Piece]:
             yield Piece(name, param, None, shard, local)
 
 
+def aliases_in(model: Module, pieces: Iterable[Piece]) -> dict[str, str]:
+    """The names of shared parameters under which they are not saved, each with the name under which they are."""
+    names = all_parameter_names(model)
+    found: dict[str, str] = {}
+    for piece in pieces:
+        shard = assigned(piece.param)
+        others = shard.aliases.get(piece.name, ()) if isinstance(shard, FlatBuffer) else names.get(piece.param, ())
+        found.update((name, piece.name) for name in others if name != piece.name)
+    return found
+
+
 def buffers_of(model: Module) -> Iterator[Piece]:
-    """The buffers that belong to a model's state dict."""
+    """The buffers that belong to a model's state dict.
+
+    Raises:
+        CheckpointError: a buffer has no memory.
+    """
     for name, buffer in buffer_names(model).items():
         shard = shard_of(buffer)
-        yield Piece(name, buffer, None, shard, shard.local(buffer.detach()))
+        yield Piece(name, buffer, None, shard, _local(name, "buffer", shard, buffer))
+
+
+def _local(name: str, what: str, shard: Shard, tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, to be read or written."""
+    try:
+        local = shard.local(tensor).detach()
+    except RuntimeError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    check_storage(name, what, local, CheckpointError)
+    return local
 
 
 def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:

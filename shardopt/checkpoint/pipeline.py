@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
@@ -21,15 +21,19 @@ AHEAD = THREADS + 1
 def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
     """The jobs' results in order, computed by threads a few jobs ahead of the caller.
 
-    Iterates over ``jobs`` in the caller's thread. The threads end with the context, also after an error.
+    Iterates over ``jobs`` in the caller's thread, which computes all of them if the system refuses threads. The threads
+    end with the context, also after an error.
     """
     # Not a ThreadPoolExecutor, which an asynchronous save could not use while the interpreter exits and waits for it.
     todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
-    threads = [Thread(target=_work, args=(todo,), daemon=True) for _ in range(THREADS)]
+    threads: list[Thread] = []
     pending: deque[Future[T]] = deque()
 
     def results() -> Iterator[T]:
         for job in jobs:
+            if not threads:
+                yield job()
+                continue
             future: Future[T] = Future()
             pending.append(future)
             todo.put((future, job))
@@ -38,9 +42,12 @@ def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
         while pending:
             yield pending.popleft().result()
 
-    for thread in threads:
-        thread.start()
     try:
+        with suppress(RuntimeError):  # what there are will do
+            for _ in range(THREADS):
+                thread = Thread(target=_work, args=(todo,), daemon=True)
+                thread.start()
+                threads.append(thread)
         yield results()
     finally:
         for future in pending:

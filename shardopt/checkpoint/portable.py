@@ -36,18 +36,19 @@ from shardopt.checkpoint.contents import (
     owner_for,
     with_common_scales,
 )
-from shardopt.checkpoint.errors import ReplacedError
+from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import Owner
-from shardopt.checkpoint.pieces import buffers_of
-from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.pieces import aliases_in, buffers_of
+from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
+from shardopt.kernels.memory import check_storage, readable
 from shardopt.sharding.deepspeed.engine import has_optimizer, is_engine, opened, refresh
 
 _TRIES = 10  # attempts of a load while other saves replace the checkpoint
@@ -86,8 +87,10 @@ def save(
             ZeroRedundancyOptimizer of one; None to save the model only. A DeepSpeed engine's own may be left out.
         keep_last: removes older checkpoints once this one is complete, so that so many are left with it; None keeps
             all. Checkpoints of a run are folders beside each other whose names differ in the number at the end, such as
-            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count.
-        extra: other values to save, the same on all ranks: tensors, and values that JSON can hold.
+            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count. Folders of smaller
+            numbers without a checkpoint go, too, unless a save into one is under way.
+        extra: other values to save, the same on all ranks: tensors, and values that JSON can hold, infinities and NaN,
+            with lists and dicts at most a hundred within each other.
 
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
@@ -96,9 +99,9 @@ def save(
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             these, or is not that of the DeepSpeed engine.
     """
-    ranks = Ranks()
-    with deferred_interrupts():
-        saving, tensors = _to_save(folder_at(path), model, optimizer, extra, keep_last, ranks)
+    ranks, folder = Ranks(), folder_at(path)
+    with deferred_interrupts(), on_device_of(model):
+        saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
         saving.run(tensors, ranks)
 
 
@@ -125,7 +128,8 @@ def async_save(
         optimizer: the model's optimizer.
         keep_last: how many checkpoints stay.
         staging_dir: a folder on a local disk of each node to which the copy goes, in place of host memory; the file has
-            no name there, so nothing is left of it if the process ends. ``path`` gets the data in the background.
+            no name there, so nothing is left of it if the process ends; if the file system needs names, the next
+            such file removes what a killed process has left. ``path`` gets the data in the background.
         extra: other values to save.
 
     Returns:
@@ -140,9 +144,9 @@ def async_save(
             shardopt's, or is not that of the DeepSpeed engine.
     """
     global _last_saving
-    ranks = Ranks()
-    with deferred_interrupts():
-        saving, staged, stager = _stage(folder_at(path), model, optimizer, extra, keep_last, staging_dir, ranks)
+    ranks, folder = Ranks(), folder_at(path)
+    with deferred_interrupts(), on_device_of(model):
+        saving, staged, stager = _stage(folder, model, optimizer, extra, keep_last, staging_dir, ranks)
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
@@ -240,8 +244,9 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
             any rank.
         TypeError: the optimizer is none that :func:`save` takes, or is not that of the DeepSpeed engine.
     """
-    with deferred_interrupts():
-        loaded = _load_unreplaced(folder_at(path), model, optimizer, convert)
+    folder = folder_at(path)
+    with deferred_interrupts(), on_device_of(model):
+        loaded = _load_unreplaced(folder, model, optimizer, convert)
         if is_engine(model):
             refresh(model)
     return loaded
@@ -308,6 +313,14 @@ def _free_stager(folder: Path | None) -> Stager:
     return last.stager if last is not None and is_free else Stager(folder)
 
 
+def _forget_stager() -> None:
+    """Leaves the last save's staging buffer to the parent process, with whom a forked child shares a mapped file."""
+    global _last_saving
+    _last_saving = None
+
+
+os.register_at_fork(after_in_child=_forget_stager)
+
 _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
@@ -340,7 +353,11 @@ def _to_save(
 
 def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
     owner = None if optimizer is None else owner_for(optimizer)
-    return owner, contents_of(model, owner)
+    contents = contents_of(model, owner)
+    for content in contents:
+        for key, value in content.state.items():
+            check_storage(content.piece.name, f"state {key}", value, CheckpointError)
+    return owner, contents
 
 
 def _described(
@@ -353,6 +370,9 @@ def _described(
 ) -> tuple[Saving, dict[str, Chunks]]:
     tensors = model_chunks(model, contents)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
+    aliases = aliases_in(model, (content.piece for content in contents))
+    if aliases:
+        header["aliases"] = aliases
     if owner is not None:
         tensors.update(optimizer_chunks(owner, contents))
         header["optimizer"] = owner.name
@@ -360,6 +380,7 @@ def _described(
         header["param_groups"] = [owner.describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
     for key, value in extra.items():
         if isinstance(value, Tensor):
+            check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
             tensors[f"extra.{key}"] = Chunks.whole(value)
     buffers = {model_key(piece.name) for piece in buffers_of(model)}
     return Saving(folder, header, buffers, keep_last), tensors

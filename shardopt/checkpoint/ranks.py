@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
 from shardopt.checkpoint.wording import line
+from shardopt.sharding.exchange import own_device
 
 T = TypeVar("T")
 
@@ -35,27 +37,24 @@ class Ranks:
         """The message of each rank. All ranks must call this."""
         if self.size == 1:
             return [message]
-        length = self._numbers([len(message)])
-        lengths = torch.cat(self._all_gathered(length)).tolist()
-        sent = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = self._all_gathered(_number(len(message))).tolist()
+        sent = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
         if not sent.numel():
             return [b""] * self.size
-        found = torch.stack(self._all_gathered(sent.to(self._device))).cpu().numpy()
+        found = self._all_gathered(sent).numpy()
         return [row[:size].tobytes() for row, size in zip(found, lengths, strict=True)]
 
     def from_rank(self, source: int, message: bytes) -> bytes:
         """The message of one rank, to which other ranks pass anything. All ranks must call this."""
         if self.size == 1:
             return message
-        length = self._numbers([len(message)])
-        self._broadcast(length, source)
-        sent = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        sent = torch.zeros(int(self._broadcast(_number(len(message)), source)), dtype=torch.uint8, device="cpu")
+        if not sent.numel():
+            return b""
         if self.rank == source:
-            sent.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent)
-        if sent.numel():
-            self._broadcast(sent, source)
-        return sent.cpu().numpy().tobytes()
+            sent.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        return self._broadcast(sent, source).numpy().tobytes()
 
     def agree(self, work: Callable[[], T]) -> T:
         """Calls a function on every rank, and raises on all of them if it raised on any. All ranks must call this.
@@ -73,7 +72,7 @@ class Ranks:
         except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
             error = raised
         outcome = 0 if error is None else 1 if isinstance(error, ReplacedError) else 2
-        outcomes = torch.cat(self._all_gathered(self._numbers([outcome]))).tolist()
+        outcomes = self._all_gathered(_number(outcome)).tolist()
         if not any(outcomes):
             return result
         kind = CheckpointError if 2 in outcomes else ReplacedError
@@ -92,32 +91,46 @@ class Ranks:
         devices = {device.type for device in group._device_types}
         if "cpu" in devices or not devices:
             return torch.device("cpu")
-        kind = sorted(devices)[0]
-        return torch.device(kind, getattr(torch, kind).current_device())
+        return own_device(sorted(devices)[0], group)
 
-    def _numbers(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def _all_gathered(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
+    def _all_gathered(self, tensor: Tensor) -> Tensor:
+        """A tensor of each rank, stacked; on the host, as the given one."""
+        sent = tensor.to(self._device)
+        found = sent.new_empty((self.size, *sent.shape))
         with _lost_ranks():
-            dist.all_gather(found, tensor, group=self._group)
-        return found
+            dist.all_gather(list(found), sent, group=self._group)
+            return found.cpu()
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """One rank's tensor; on the host, as the given one."""
         source = source if self._group is None else dist.get_global_rank(self._group, source)
+        sent = tensor.to(self._device)
         with _lost_ranks():
-            dist.broadcast(tensor, source, self._group)
+            dist.broadcast(sent, source, self._group)
+            return sent.cpu()
+
+
+def _number(value: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
+    """For a collective and the wait for its result, where a failure of NCCL shows."""
     try:
         yield
     except RuntimeError as error:  # of the back end: of gloo a RuntimeError, of others a DistBackendError, which is one
         raise LostRanksError(
             f"the ranks cannot talk to each other any more: {line(error)}; see which of them failed, and why"
         ) from error
+
+
+@contextmanager
+def on_device_of(model: Module) -> Iterator[None]:
+    """Makes the GPU of a model's parameters, if they are on one, the current GPU inside: messages of ranks go there."""
+    device = next((param.device for param in model.parameters() if param.is_cuda), None)
+    with nullcontext() if device is None else torch.cuda.device(device):
+        yield
 
 
 def on_every_rank(work: Callable[[], T]) -> T:

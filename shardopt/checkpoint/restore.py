@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import apply, checked_groups, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
-from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, state_chunks
+from shardopt.checkpoint.pieces import Piece, aliases_in, buffers_of, parameter_chunks, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 
 def _empty(stored: StoredTensor) -> Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype)
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
 
 
 class Restoration:
@@ -68,15 +68,31 @@ class Restoration:
                 f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
             )
         self._owner = None if optimizer is None else owner_for(optimizer)
-        self._contents = contents_of(model, self._owner)
+        contents = contents_of(model, self._owner)
+        #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
+        self._equal = {
+            alias: (name, torch.empty(0, device="cpu"))
+            for alias, name in aliases_in(model, (content.piece for content in contents)).items()
+            if {model_key(alias), model_key(name)} <= index.tensors.keys()
+        }
+        self._contents = [self._as_saved(content, {each.piece.name for each in contents}) for content in contents]
         self._buffers = [
-            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype)) for piece in buffers_of(model)
+            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype, device="cpu"))
+            for piece in buffers_of(model)
         ]
+
+    def _as_saved(self, content: Content, names: Container[str]) -> Content:
+        """The content by the name under which the checkpoint has it: by another one if the saved model shared it."""
+        name = content.piece.name
+        saved_as = self._index.header.get("aliases", {}).get(name)
+        if model_key(name) in self._index.tensors or saved_as is None or saved_as in names:
+            return content
+        return content._replace(piece=content.piece._replace(name=saved_as))
 
     @property
     def claimed(self) -> bytes:
         """A bit for each model tensor in the checkpoint: whether the model has that tensor on this rank."""
-        own = {model_key(piece.name) for piece in self._pieces}
+        own = {model_key(name) for name in (*(piece.name for piece in self._pieces), *self._equal)}
         return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
@@ -110,6 +126,8 @@ class Restoration:
                 f"{self._path}: got {what} for {named(name)} and {len(self.converted) - 1} other parameters, expected "
                 "the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
+        values_of = {target.content.piece.name: target.values for target in self._targets}
+        self._equal = {alias: (name, torch.empty_like(values_of[name])) for alias, (name, _) in self._equal.items()}
         self._extra_tensors = {name.removeprefix("extra."): _empty(stored) for name, stored in extra.items()}
         has_common = self._owner is not None and not self._owner.has_fixed_entries
         common = self._entries.get("", {}) if has_common else {}
@@ -133,6 +151,9 @@ class Restoration:
                     tensors[state_key(piece.name, entry)] = chunks
         for piece, values in self._buffers:
             tensors[model_key(piece.name)] = parameter_chunks(piece.shard, values)
+        targets = {target.content.piece.name: target for target in self._targets}
+        for alias, (name, values) in self._equal.items():
+            tensors[model_key(alias)] = parameter_chunks(targets[name].content.piece.shard, values)
         for name, values in self._extra_tensors.items():
             tensors[f"extra.{name}"] = Chunks.whole(values)
         for entry, values in self._common.items():
@@ -265,7 +286,7 @@ class Restoration:
                 f"{self._path}: got {named(piece.name)} of {dtype}, expected {piece.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
-        values = torch.empty(piece.local.shape, dtype=dtype)
+        values = torch.empty(piece.local.shape, dtype=dtype, device="cpu")
         if self._owner is None or content.group is None:
             return Target(content, values, None, None, {})
         options = self._options[content.group]
@@ -325,6 +346,13 @@ class Restoration:
 
     def _check_states(self) -> None:
         """Checks the states that were read, as far as one rank can."""
+        values_of = {target.content.piece.name: target.values for target in self._targets}
+        for alias, (name, values) in self._equal.items():
+            if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, values_of[name]))):
+                raise CheckpointError(
+                    f"{self._path}: got {named(name)} and {named(alias)} with different values, expected equal ones "
+                    "for a parameter that the model has under both names; load into a model that does not share them"
+                )
         for target in self._targets:
             self._check_values(target)
         if self._owner is None:

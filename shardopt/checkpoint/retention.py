@@ -1,15 +1,18 @@
-"""Removes older checkpoints of a run, which are in folders whose names differ in the number at the end."""
+"""Removes what failed saves left, and older checkpoints of a run, whose folders differ in the number at the end."""
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, is_own_name, load_index
 
+_A_DAY = 86400.0  # seconds: ranks wait for each other for minutes, so that the data of a save are of about one time
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
@@ -30,36 +33,81 @@ def check_keep_last(folder: Folder, keep_last: int | None) -> None:
         )
 
 
+def remove_strays(folder: Folder, keep: Collection[str]) -> None:
+    """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
+
+    Leaves files that cannot be removed to the next save.
+    """
+    for name in folder.names():
+        if is_own_name(name) and name not in keep:
+            with suppress(OSError):
+                folder.remove(name)
+
+
 def remove_older(folder: Folder, keep_last: int) -> None:
     """Removes checkpoints beside a complete one, whose numbers are smaller, but for the newest ``keep_last - 1``.
 
-    Also removes what earlier removals and failed saves of smaller numbers have left, where no save is under way. Only
-    files of checkpoints are removed: a folder with other files stays, with these files, and so does a folder whose
-    index cannot be read. A file that cannot be removed is a warning, and left to the next removal.
+    Also removes what earlier removals and failed saves of smaller numbers have left, empty folders included, where no
+    save is under way: nobody holds the lock or, where there are no locks, no file was added for a day. Only files of
+    checkpoints are removed: a folder with other files stays, with these files, and so does a folder whose index cannot
+    be read. A file that cannot be removed is a warning, and left to the next removal.
 
     Args:
         folder: the folder of the newest checkpoint.
         keep_last: how many checkpoints stay, with that one.
     """
-    try:
-        kept = 1
+    kept = 1
+    with _warning(folder):
         for other in _older(folder):
-            names = other.names()
-            if INDEX_NAME in names:
-                if not _is_checkpoint(other):
+            with _warning(other):
+                names = other.names()
+                if INDEX_NAME in names and not _is_checkpoint(other):
                     continue
-                kept += 1
-                if kept <= keep_last:
-                    continue
-                other.remove(INDEX_NAME)  # first: without it, what is left is no checkpoint
-            elif not any(map(is_own_name, names)) or not other.lock().is_free():
-                continue
-            for name in other.names():
-                if is_own_name(name) or name == LOCK_NAME:
-                    other.remove(name)
-            other.remove_if_empty()
+                kept += INDEX_NAME in names
+                if kept > keep_last or INDEX_NAME not in names:
+                    _remove(other, names, folder)
+
+
+def _remove(other: Folder, names: list[str], newest: Folder) -> None:
+    """Removes a checkpoint, or what is left of one, unless a save into its folder is under way."""
+    if names and not any(map(_is_own, names)):
+        return
+    lock = other.lock()
+    is_held = lock.try_acquire()
+    if is_held is False or (is_held is None and INDEX_NAME not in names and not _is_abandoned(other, names, newest)):
+        return
+    try:
+        found = set(other.names())
+        if INDEX_NAME in found:
+            if INDEX_NAME not in names:
+                return  # another save completed it meanwhile
+            other.remove(INDEX_NAME)  # first: without it, what is left is no checkpoint
+        for name in filter(is_own_name, found.intersection(names)):  # no new ones, where there are no locks
+            other.remove(name)
+        if LOCK_NAME in found:
+            other.remove(LOCK_NAME)
+        other.remove_if_empty()
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _warning(folder: Folder) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        warnings.warn(f"{folder}: older checkpoints cannot be removed: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{folder}: older checkpoints cannot be removed: {error}", RuntimeWarning, stacklevel=4)
+
+
+def _is_own(name: str) -> bool:
+    return is_own_name(name) or name in (INDEX_NAME, LOCK_NAME)
+
+
+def _is_abandoned(other: Folder, names: list[str], newest: Folder) -> bool:
+    """Whether all data were complete a day before the newest checkpoint, by the clock of their store."""
+    now = newest.modified(INDEX_NAME)
+    times = [other.modified(name) for name in names if is_own_name(name)]
+    return bool(times) and now is not None and all(time is not None and now - time > _A_DAY for time in times)
 
 
 def _is_checkpoint(folder: Folder) -> bool:

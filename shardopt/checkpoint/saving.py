@@ -8,7 +8,6 @@ folder: the first rank holds ``checkpoint.lock`` (:mod:`shardopt.checkpoint.fold
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 from collections.abc import Collection, Mapping
@@ -22,6 +21,7 @@ from shardopt.checkpoint.copies import check_digests, digests
 from shardopt.checkpoint.data_file import DataFileWriter, check_lengths
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
 from shardopt.checkpoint.folder import Folder
+from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.index import (
     INDEX_NAME,
     Index,
@@ -29,11 +29,10 @@ from shardopt.checkpoint.index import (
     data_file_name,
     dump_index,
     load_index,
-    remove_strays,
 )
 from shardopt.checkpoint.plan import Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
-from shardopt.checkpoint.retention import check_keep_last, remove_older
+from shardopt.checkpoint.retention import check_keep_last, remove_older, remove_strays
 
 
 class Saving:
@@ -47,7 +46,7 @@ class Saving:
         keep_last: how many checkpoints stay; see :func:`shardopt.checkpoint.retention.remove_older`. None: all.
 
     Raises:
-        TypeError: JSON cannot hold the header.
+        TypeError: JSON cannot hold the header, a key is not text, or lists and dicts are nested more than 100 deep.
         ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
         CheckpointError: the machine is big-endian.
     """
@@ -63,14 +62,7 @@ class Saving:
         check_keep_last(folder, keep_last)
         self._keep_last = keep_last
         self._folder = folder
-        try:
-            self._header: dict[str, Any] = json.loads(json.dumps(header))
-        except (TypeError, ValueError) as error:  # ValueError: a circle, or a whole number of thousands of digits
-            raise TypeError(
-                f"got a header that JSON cannot hold: {error}; pass tensors, numbers, text, and lists and dicts of "
-                "the last two, such as scheduler.state_dict()"
-            ) from error
-        _check_keys("extra", header.get("extra"))
+        self._header: dict[str, Any] = loaded(dumped(header))
         self._unequal = frozenset(unequal)
         self._lock = folder.lock()
         self._token = ""
@@ -181,22 +173,3 @@ def require_little_endian() -> None:
         raise CheckpointError(
             "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
         )
-
-
-def _check_keys(name: str, value: object) -> None:
-    """Checks the keys of dicts within a value, because JSON would make text of other keys without a word.
-
-    Raises:
-        TypeError: a key is not text.
-    """
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            if not isinstance(key, str):
-                raise TypeError(
-                    f"{name}: got the key {key!r}, expected text, as JSON has no other keys; leave out what the "
-                    "constructor makes (milestones of MultiStepLR), or save a list of pairs"
-                )
-            _check_keys(f"{name}.{key}", each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _check_keys(name, each)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ class Stager:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: list[Tensor] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self.in_use = False
@@ -60,9 +62,9 @@ class Stager:
         size = sum(map(_room, rectangles))
         self._copies, self._forms = [], []
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
+            self._buffer = self._buffer.new_empty(0)  # frees the old buffer before the new one is allocated
             if self.folder is None:
-                self._buffer = torch.empty(size, dtype=torch.uint8)
+                self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             else:
                 self._buffer = _mapped(self.folder, size)
         begin = 0
@@ -74,19 +76,30 @@ class Stager:
 
 def _mapped(folder: Path, size: int) -> Tensor:
     """Bytes in a file without a name, which exists as long as the tensor does."""
-    path = folder / f"shardopt-{secrets.token_hex(8)}.staging"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = _nameless(folder)
         try:
             os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page without room would kill the process
-            return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         finally:
             os.close(descriptor)
-            os.unlink(path)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot stage {size} bytes: {error.strerror or error}; make room or choose another staging_dir"
         ) from error
+
+
+def _nameless(folder: Path) -> int:
+    """The descriptor of a new file without a name."""
+    with suppress(AttributeError, OSError):  # not every system and file system can
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    # Another process may remove the new file first, which does not matter: its owner removes it at once.
+    path = folder / f"shardopt-{secrets.token_hex(8)}.staging"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    for each in folder.glob(f"shardopt-{16 * '[0-9a-f]'}.staging"):  # with those of processes that were killed here
+        with suppress(OSError):
+            each.unlink()
+    return descriptor
 
 
 def _room(tensor: Tensor) -> int:

@@ -53,7 +53,7 @@ class Values:
     infinite: int = 0
     low: float = math.inf
     high: float = -math.inf
-    counts: Tensor = field(default_factory=lambda: torch.zeros(256, dtype=torch.int64))
+    counts: Tensor = field(default_factory=lambda: torch.zeros(256, dtype=torch.int64, device="cpu"))
 
     def add(self, x: Tensor, stride: int = 1) -> None:
         """Takes more values: 1-D, any dtype. Every ``stride``-th one counts for ``low`` and ``high``."""

@@ -137,7 +137,7 @@ def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dic
             with reading(f"{checkpoint.path}: {named(name)}"):
                 form = _form_of_quantize_state(checkpoint.parameter(name).shape, of_name, quantized, options[name])
             coded = {key: of_name[key] for key in form.moment_entries}
-            states[name] = checked(state_of_tensors(form, torch.zeros(()), coded), name, checkpoint.path)
+            states[name] = checked(state_of_tensors(form, torch.zeros((), device="cpu"), coded), name, checkpoint.path)
     return states
 
 
@@ -159,7 +159,7 @@ def _form_of_quantize_state(
 
 def _of_parameter(state: State, options: dict[str, Any], progress: Callable[[int], object]) -> UpdateError | None:
     update = _Update.of(state.form, options)
-    fine = torch.zeros(1 << (_FINE_BITS - 1), dtype=torch.int64)
+    fine = torch.zeros(1 << (_FINE_BITS - 1), dtype=torch.int64, device="cpu")
     squares, at_floor, numel = 0.0, 0, math.prod(state.form.shard.global_shape)
     for rounded in _blocks(state, progress):
         values, errors = update.of_blocks(rounded)
@@ -255,7 +255,7 @@ def _quantile(fine: Tensor, percent: int) -> float:
     """The upper edge of the bin in which so many percent of the elements are reached; 0 in the lowest one."""
     needed = -(-int(fine.sum()) * percent // 100)
     index = int(torch.searchsorted(fine.cumsum(0), needed))
-    return float(_edges(torch.tensor([index + 1]))) if index else 0.0
+    return float(_edges(torch.tensor([index + 1], device="cpu"))) if index else 0.0
 
 
 def _coarse(fine: Tensor, scale: float) -> Tensor:
@@ -263,7 +263,7 @@ def _coarse(fine: Tensor, scale: float) -> Tensor:
     (index,) = fine[1:].nonzero(as_tuple=True)
     octaves = (_edges(index + 1).double() / scale).log2() - FIRST_OCTAVE
     bins = (octaves * BINS_PER_OCTAVE).floor().clamp(0, BINS - 1).long()
-    return torch.zeros(BINS, dtype=torch.int64).index_add_(0, bins, fine[index + 1])
+    return torch.zeros(BINS, dtype=torch.int64, device="cpu").index_add_(0, bins, fine[index + 1])
 
 
 def _edges(index: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class Companded8(Codec):
     @cached_property
     def table(self) -> Tensor:
         """``y = t / (2 - t)`` at ``t = q / 127``, the inverse of ``z = 2 y / (1 + |y|)``; one more entry for -128."""
-        t = divide(torch.arange(129, dtype=torch.float32).clamp(max=127), 127)
+        t = divide(torch.arange(129, dtype=torch.float32, device="cpu").clamp(max=127), 127)
         return t / (2 - t)
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -22,13 +22,13 @@ def dynamic_map(*, signed: bool) -> Tensor:
     """The 256 values of the map, float32, rising."""
     values = [0.0, 1.0]
     for i in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32).numpy()
+        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32, device="cpu").numpy()
         centres = (edges[:-1] + edges[1:]) / np.float32(2)
         decade = (np.float32(10.0 ** (i - 6)) * centres).tolist()
         values += decade
         if signed:
             values += [-x for x in decade]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 def edges(*, signed: bool) -> Tensor:
@@ -37,7 +37,7 @@ def edges(*, signed: bool) -> Tensor:
     magnitudes = values[values >= 0].double()
     midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
     rounded = midpoints.float()
-    below = torch.nextafter(rounded, torch.tensor(-torch.inf))
+    below = torch.nextafter(rounded, torch.tensor(-torch.inf, device="cpu"))
     return torch.where(rounded.double() > midpoints, below, rounded)
 
 
@@ -67,17 +67,17 @@ def lines(*, signed: bool) -> Lines:
         offsets.append(first - 0.5 - start / space)
     return Lines(
         torch.stack([between[first - 1] for first in firsts[1:]]),
-        torch.tensor([*slopes, 0.0]),
-        torch.tensor([*offsets, float(len(between))]),
-        torch.tensor([*(first - 1 for first in firsts[1:]), len(between)], dtype=torch.int32),
+        torch.tensor([*slopes, 0.0], device="cpu"),
+        torch.tensor([*offsets, float(len(between))], device="cpu"),
+        torch.tensor([*(first - 1 for first in firsts[1:]), len(between)], dtype=torch.int32, device="cpu"),
     )
 
 
 def _table(*, signed: bool) -> Tensor:
     """Table that csrc/codecs/dynamic8.h looks up for one of the maps, laid out as that header says."""
     line = lines(signed=signed)
-    powers = torch.ldexp(torch.ones(33), torch.arange(-31, 2))
-    within, before = torch.full((32,), torch.inf), torch.zeros(32, dtype=torch.int32)
+    powers = torch.ldexp(torch.ones(33, device="cpu"), torch.arange(-31, 2, device="cpu"))
+    within, before = torch.full((32,), torch.inf, device="cpu"), torch.zeros(32, dtype=torch.int32, device="cpu")
     for index in range(32):
         low, high = powers[index], powers[index + 1]
         before[index] = (line.starts < low).sum()

@@ -31,9 +31,16 @@ def quantize_gradients(model: Module) -> None:
         TypeError: FSDP1, DeepSpeed, ``replicate``, or a model that is not wrapped at all.
         RuntimeError: PyTorch is too old to replace FSDP2's reduce-scatter, or the DistributedDataParallel has a
             communication hook.
-        ValueError: a module has parameters on several meshes, for which FSDP2 takes no reduce-scatter.
+        ValueError: a module has parameters on several meshes, for which FSDP2 takes no reduce-scatter, or an embedding
+            has sparse gradients.
     """
     sharded, replicas = _wrapped(model)
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{name}: got {type(module).__name__} with sparse=True, expected dense gradients, for 8 bits; "
+                "make it with sparse=False"
+            )
     for replica in replicas:
         _check_hook(replica)
     for module in sharded:

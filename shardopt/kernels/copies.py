@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.kernels.memory import has_memory
 
 
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -39,5 +40,4 @@ def _is_memory(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in host memory as they are, one after another."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
         return False
-    has_memory = tensor.data_ptr() != 0 or tensor.nbytes == 0  # not so torch._efficientzerotensor
-    return has_memory and not (tensor.is_conj() or tensor.is_neg())
+    return has_memory(tensor) and not (tensor.is_conj() or tensor.is_neg())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.kernels.skipped import SkippedElements
 
 DTYPES: dict[torch.dtype, int] = {
     torch.float32: int(_C.DType.float32),
@@ -74,13 +75,6 @@ class Call(Protocol):
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase of the step."""
 
-    def nonfinite(self, *, wait: bool) -> int:
-        """How many gradient elements were skipped so far.
-
-        Args:
-            wait: wait for the device; otherwise it may know of some only later.
-        """
-
 
 def runs_in(phase: _C.Phase, has_sums: bool, has_cut: bool) -> bool:
     """Whether a phase concerns entries: one for sums those that have some, those after the step itself cut blocks."""
@@ -108,45 +102,19 @@ def check_device(name: str, device: torch.device) -> None:
     )
 
 
-def check_storage(name: str, what: str, tensor: Tensor) -> None:
-    """Checks that a tensor's elements lie within its storage, which they do not after ``resize_`` freed or cut it.
-
-    Raises:
-        RuntimeError: they do not.
-    """
-    if tensor.numel() == 0:
-        return
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    found = tensor.untyped_storage().nbytes()
-    if found < needed:
-        raise RuntimeError(
-            f"{name}: got a {what} whose storage has {found} bytes, expected {needed}: it was freed or cut by "
-            "resize_(); give it its memory back before the step"
-        )
-
-
-def check_sign(name: str, what: str, tensor: Tensor) -> None:
-    """Checks that the kernels may write a tensor's memory: that of a negative view has the elements' opposites.
-
-    Raises:
-        RuntimeError: the tensor is a negative view.
-    """
-    if tensor.is_neg():
-        raise RuntimeError(
-            f"{name}: got a {what} that is a negative view, whose memory has the opposite signs, expected one that is "
-            "not; make it of .resolve_neg()"
-        )
-
-
 class CpuCall:
-    """Steps on the CPU."""
+    """Steps on the CPU.
 
-    def __init__(self, tables: Tables) -> None:
+    Args:
+        tables: what they need.
+        skipped: counts the elements that they skip; by default nobody else's.
+    """
+
+    def __init__(self, tables: Tables, skipped: SkippedElements | None = None) -> None:
         self._step = _C.CpuStep(tables.entries, tables.steps, addresses(tables.codec_tables))
         self._tables = tables  # kept alive: the step has addresses of them
         self._off = False
-        self._nonfinite = 0
+        self.skipped = skipped or SkippedElements()
 
     def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
@@ -154,18 +122,15 @@ class CpuCall:
         self._off = found_inf is not None and bool(found_inf.item())
         if scale is not None:
             groups = groups.copy()
-            groups["gradient_scale"] *= 1.0 / float(scale)
+            with np.errstate(divide="ignore", over="ignore"):  # by 0 as in torch: gradients become Inf or NaN
+                groups["gradient_scale"] *= np.divide(1.0, float(scale))
         self._step.prepare(groups, torch.get_num_threads(), _target)
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`."""
         if self._off:
             return
-        self._nonfinite += self._step.run(phase)
-
-    def nonfinite(self, *, wait: bool) -> int:
-        """How many gradient elements were skipped; see :class:`Call`."""
-        return self._nonfinite
+        self.skipped.add(self._step.run(phase))
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:

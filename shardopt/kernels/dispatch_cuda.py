@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling, Tables, addresses
+from shardopt.kernels.skipped import SkippedElements
 
 _ALIGNMENT = 16  # bytes
 #: Whether blocks of usual formats are stepped by kernels of their own: benchmarks compare, bits are the same.
@@ -25,15 +26,20 @@ class CudaCall:
     addresses change from step to step, go with the launch, or are uploaded by themselves where they are many. What is
     captured into a CUDA graph is uploaded again in every replay, to an offset of its own, so that steps in between do
     not matter: the call must live as long as the graph.
+
+    Args:
+        device: where they are taken.
+        tables: what they need.
+        skipped: counts the elements that they skip; by default nobody else's.
     """
 
-    def __init__(self, device: torch.device, tables: Tables) -> None:
+    def __init__(self, device: torch.device, tables: Tables, skipped: SkippedElements | None = None) -> None:
         _demand(not _is_capturing())
         self._device = device
         self._tables = tables
         self._codec_tables = [None if t is None else _on(t, device) for t in tables.codec_tables]
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._known_skipped = _pinned(8).view(torch.int64).zero_()
+        self.skipped = skipped or SkippedElements()
+        self._counter = self.skipped.counter(device)
         self._rules: bytes | None = None
         self._groups: bytes | None = None  # as uploaded, None for stale tables
         self._entries: bytes | None = None  # the same, without gradients
@@ -81,7 +87,7 @@ class CudaCall:
         stream = torch.cuda.current_stream(self._device)
         head = self._start + self._head
         if stream != self._stream and not _is_capturing():
-            for tensor in (self._memory, self._skipped):
+            for tensor in (self._memory, self._counter):
                 tensor.record_stream(stream)
         _C.step_cuda(
             groups=head,
@@ -93,13 +99,6 @@ class CudaCall:
             stream=stream.cuda_stream,
             **self._fixed,
         )
-        self._known_skipped.copy_(self._skipped, non_blocking=True)
-
-    def nonfinite(self, *, wait: bool) -> int:
-        """How many gradient elements were skipped; see :class:`shardopt.kernels.dispatch.Call`."""
-        if wait and not _is_capturing():
-            torch.cuda.synchronize(self._device)
-        return int(self._known_skipped)
 
     def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
         """Allocates the tables, and uploads those that stay as they are."""
@@ -119,12 +118,13 @@ class CudaCall:
             end += _aligned(table.nbytes)
         self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
         self._stream = torch.cuda.current_stream(self._device)
+        self._counter.record_stream(self._stream)
         self._start = self._memory.data_ptr()
         self._upload(begin, _pinned(end - begin), *fixed.values())
         self._fixed: dict[str, Any] = {
             **{name: self._start + offset for name, offset in offsets.items()},
             "device": self._memory.device.index or 0,
-            "nonfinite": self._skipped.data_ptr(),
+            "nonfinite": self._counter.data_ptr(),
             "entry_count": len(entries),
             "step_count": len(self._tables.steps),
             "batches": batches,
@@ -146,7 +146,7 @@ class CudaCall:
     def _upload_in_graph(self, groups: npt.NDArray[np.void]) -> None:
         """Captures the upload of the tables that change, from memory that keeps them for all replays."""
         tables = self._head_tables(groups)
-        wanted = _fill(torch.empty(self._offsets.head_bytes, dtype=torch.uint8), tables)
+        wanted = _fill(torch.empty(self._offsets.head_bytes, dtype=torch.uint8, device="cpu"), tables)
         staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
         if staging is None:
             _demand(self._spare is not None)
@@ -211,7 +211,7 @@ def _aligned(size: int) -> int:
 
 
 def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _is_capturing() -> bool:

@@ -88,8 +88,11 @@ class NewtonSchulz:
         gram, polynomial = x.new_empty(2, len(x), len(x))
         for a, b, c in self.coefficients:
             _round(torch.mm(x, x.T, out=gram), torch.bfloat16)
-            _round(torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial), torch.bfloat16)
-            _round(torch.addmm(x, polynomial, x, beta=a, out=result), torch.bfloat16)
+            # Not addmm: MKL rounds its factors otherwise with another number of threads.
+            torch.mm(gram, gram, out=polynomial).mul_(c)
+            _round(polynomial.add_(gram.mul_(b)), torch.bfloat16)
+            torch.mm(polynomial, x, out=result)
+            _round(result.add_(x.mul_(a)), torch.bfloat16)
             x, result = result, x
         return x.bfloat16()
 
@@ -102,21 +105,27 @@ class NewtonSchulz:
         def rounded(product: Tensor) -> Tensor:
             return _round(product, torch.float16) if in_float32 else product
 
+        def with_product(b: float, x: Tensor, c: float, left: Tensor, right: Tensor) -> Tensor:
+            """Returns ``b x + c left right``."""
+            if not in_float32:
+                return torch.addmm(x, left, right, beta=b, alpha=c)
+            return rounded((left @ right).mul_(c).add_(x * b))
+
         x = x.float() if in_float32 else x.half()
         for coefficients in self._coefficients_of_grams():
             gram = rounded(x @ x.T)
             factor = None
             for number, (a, b, c) in enumerate(coefficients, 1):
-                z = rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c))
+                z = with_product(b, gram, c, gram, gram)
                 if factor is None:
                     factor = z.clone()
                     factor.diagonal().add_(a)
                     factor = rounded(factor)
                 else:
-                    factor = rounded(torch.addmm(factor, z, factor, beta=a))
+                    factor = with_product(a, factor, 1.0, z, factor)
                 if number < len(coefficients):
-                    gram = rounded(torch.addmm(gram, z, gram, beta=a))
-                    gram = rounded(torch.addmm(gram, z, gram, beta=a))
+                    gram = with_product(a, gram, 1.0, z, gram)
+                    gram = with_product(a, gram, 1.0, z, gram)
             assert factor is not None
             x = rounded(factor @ x)
         return x.bfloat16()

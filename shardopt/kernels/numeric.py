@@ -12,7 +12,7 @@ _WHOLE = 1.5 * 2**23  # where the float32 grid is the integers
 
 def float32(value: float) -> Tensor:
     """The 0-d float32 tensor nearest to a Python float."""
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

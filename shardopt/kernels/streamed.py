@@ -200,10 +200,6 @@ class StreamedCall:
                 following.fetch(transfers)
         transfers.end()
 
-    def nonfinite(self, *, wait: bool) -> int:
-        """How many gradient elements were skipped; see :class:`Call`."""
-        return sum(chunk.call.nonfinite(wait=wait) for chunk in self._chunks)
-
 
 #: Slots that take turns: one that is stepped, one that comes and one that goes.
 SLOTS = 3

@@ -61,7 +61,3 @@ class StridedCall:
         self._call.run(phase)
         if param_copy is not param and phase != _C.Phase.sums:
             param.copy_(param_copy)
-
-    def nonfinite(self, *, wait: bool) -> int:
-        """How many gradient elements were skipped; see :class:`Call`."""
-        return self._call.nonfinite(wait=wait)

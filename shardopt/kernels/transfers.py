@@ -21,7 +21,7 @@ class HostTransfers(Transfers):
     """
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__([Slot(torch.empty(nbytes, dtype=torch.uint8)) for _ in range(SLOTS)])
+        super().__init__([Slot(torch.empty(nbytes, dtype=torch.uint8, device="cpu")) for _ in range(SLOTS)])
 
     def begin(self) -> None:
         pass

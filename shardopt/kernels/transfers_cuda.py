@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot, Transfers
-
-_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class CudaSlot(Slot):
@@ -46,10 +44,11 @@ class CudaTransfers(Transfers):
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._there.wait_stream(torch.cuda.current_stream(device))  # which may still use what the memory was before
         memory = [slot.memory for slot in self._slots]
-        weakref.finalize(self, _drain, memory, self._there, self._back).atexit = False
+        _finalize(self, partial(_drain, memory, self._there, self._back))
 
     def begin(self) -> None:
         _refuse_capture()
+        _finish_finalizers()
         if self._to_host:
             self._there.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -61,7 +60,8 @@ class CudaTransfers(Transfers):
             if isinstance(event, torch.cuda.Event):
                 self._there.wait_event(event)
         self._copy(_places(slot, copies), copies.home, copies.nbytes, self._there)
-        slot.filled = self._there.record_event()
+        waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the core has other work
+        slot.filled = self._there.record_event(waits_asleep)
 
     def arrived(self, slot: Slot) -> None:
         assert isinstance(slot, CudaSlot)
@@ -102,36 +102,61 @@ def _refuse_capture() -> None:
         )
 
 
+_waiting_finalizers: list[Callable[[], None]] = []
+
+
+def _finalize(owner: object, finish: Callable[[], None]) -> None:
+    """Has ``finish``, which waits for the device, called when ``owner`` is gone; or later, if a CUDA graph is captured.
+
+    A wait would spoil the capture. What ``finish`` refers to is kept until then.
+    """
+
+    def call() -> None:
+        _waiting_finalizers.append(finish)
+        if not torch.cuda.is_current_stream_capturing():
+            _finish_finalizers()
+
+    weakref.finalize(owner, call).atexit = False
+
+
+def _finish_finalizers() -> None:
+    while _waiting_finalizers:
+        _waiting_finalizers.pop()()
+
+
 def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:
     """Waits for copies that are under way before their memory is somebody else's."""
     for stream in streams:
         stream.synchronize()
 
 
-def pin_memory(memory: Tensor, owner: object) -> None:
+def pin_memory(memory: Tensor, owner: object, device: torch.device) -> None:
     """Page-locks memory of the CPU until ``owner`` is gone; it is not freed before.
 
-    PyTorch's own pinned memory comes in powers of two.
+    PyTorch's own pinned memory comes in powers of two. PyTorch's own runtime would keep the error of a refusal, and
+    raise it at its next kernel.
+
+    Args:
+        memory: whole pages.
+        owner: keeps them locked.
+        device: a CUDA device that copies from and to them; others may, too.
 
     Raises:
         MemoryError: the system does not let so much be locked.
     """
-    error = _runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _FOR_ALL_DEVICES)
-    if int(error) != 0:
+    index = device.index or 0
+    error = _C.pin_cuda(index, memory.data_ptr(), memory.nbytes)
+    if error != 0:
         raise MemoryError(
-            f"offload: got CUDA error {int(error)} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
+            f"offload: got CUDA error {error} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
             "expected it to be possible; offload less with device_state_budget, or use pin_memory=False"
         )
-    weakref.finalize(owner, _unpin, memory).atexit = False
+    _finalize(owner, partial(_unpin, memory, index))
 
 
-def _unpin(memory: Tensor) -> None:
+def _unpin(memory: Tensor, index: int) -> None:
     for device in range(torch.cuda.device_count()):
         # Copies may be under way. Asking makes no context on other devices.
         if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
             torch.cuda.synchronize(device)
-    _runtime().cudaHostUnregister(memory.data_ptr())
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    _C.unpin_cuda(index, memory.data_ptr())

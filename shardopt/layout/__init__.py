@@ -1,14 +1,13 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Copies, Division, Ranks, Region
+from shardopt.layout.division import Copies, Division, Exchange, Ranks, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
 from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
-    Exchange,
     LocalBlocks,
     Shard,
     UnknownShardError,

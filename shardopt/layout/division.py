@@ -55,7 +55,24 @@ class Region(NamedTuple):
         return whole.as_strided(self.shape, (self.stride, *(stride for _, stride in self.between), 1), at)
 
 
-class Ranks(Protocol):
+class Exchange(Protocol):
+    """How the ranks that hold parts of the same rows, or of the same parameter, agree on numbers."""
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Replaces an int32 tensor by its elementwise maximum over those ranks. All of them must call it."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replaces a float32 or int64 tensor by its elementwise sum over those ranks. All of them must call it."""
+
+    @property
+    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers among all ranks of those in each of its groups."""
+
+    def gathered(self, message: bytes) -> dict[int, bytes]:
+        """The messages of those ranks, by their numbers among all ranks. All of them must call it."""
+
+
+class Ranks(Exchange, Protocol):
     """Ranks that pass elements of parameters around."""
 
     @property
@@ -66,9 +83,8 @@ class Ranks(Protocol):
     def numbers(self) -> tuple[int, ...]:
         """Their numbers among all ranks of the job."""
 
-    @property
-    def device_type(self) -> str:
-        """Of the tensors that they pass around."""
+    def within_reach(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy on a device whose tensors they can pass around."""
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Division, Ranks, ranges
+from shardopt.layout.division import Division, Exchange, Ranks, ranges
 from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps
 from shardopt.layout.rectangle import Rectangle
-from shardopt.layout.shard import ASSIGNED, Exchange, Shard
+from shardopt.layout.shard import ASSIGNED, Shard
 
 
 class _AssignedShard(Shard):
@@ -30,10 +30,6 @@ class _AssignedShard(Shard):
 
     def __deepcopy__(self, memo: Any) -> Shard:
         return self
-
-
-class RanksOfRanges(Exchange, Ranks, Protocol):
-    """Ranks that agree on numbers and pass elements around."""
 
 
 class FlatShard(_AssignedShard):
@@ -62,12 +58,12 @@ class FlatShard(_AssignedShard):
         self.cuts = cuts
         self.exchange = exchange
         self._division = division
-        self._equal: tuple[int, int, RanksOfRanges] | None = None
+        self._equal: tuple[int, int, Ranks] | None = None
         self._partition: Placed | None = None
         self._cut_blocks: dict[int, list[int]] = {}
 
     @classmethod
-    def equal(cls, global_shape: tuple[int, ...], first: int, size: int, ranks: RanksOfRanges) -> FlatShard:
+    def equal(cls, global_shape: tuple[int, ...], first: int, size: int, ranks: Ranks) -> FlatShard:
         """This rank's shard, where each rank has as much of a whole that several parameters are flattened into.
 
         Args:
@@ -117,6 +113,10 @@ class FlatShard(_AssignedShard):
 
     @property
     def holders(self) -> Exchange | None:
+        return self.exchange
+
+    @property
+    def row_owners(self) -> Exchange | None:
         return self.exchange
 
     @property

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 
+from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Copies, Division
+from shardopt.layout.division import Copies, Division, Exchange
 from shardopt.layout.partition import WHOLE, Placed
 from shardopt.layout.ranges import Positions, Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
@@ -25,16 +26,6 @@ _S = TypeVar("_S", bound="Shard")
 
 class UnknownShardError(RuntimeError):
     """A parameter is a part of another, and nothing says which part, or says it in a way that is not known here."""
-
-
-class Exchange(Protocol):
-    """How the ranks that hold parts of the same rows, or of the same parameter, agree on numbers."""
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Replaces an int32 tensor by its elementwise maximum over those ranks. All of them must call it."""
-
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replaces a float32 or int64 tensor by its elementwise sum over those ranks. All of them must call it."""
 
 
 class LocalBlocks(NamedTuple):
@@ -153,6 +144,11 @@ class Shard:
         return None
 
     @property
+    def row_owners(self) -> Exchange | None:
+        """The ranks that hold parts of the same rows, and may share blocks; None where rows are whole."""
+        return None
+
+    @property
     def parts(self) -> Exchange | None:
         """The ranks that hold the parameter's parts, one copy of each; None where this rank holds all of it.
 
@@ -198,15 +194,19 @@ class Shard:
         return self.partition
 
     def local(self, tensor: Tensor) -> Tensor:
-        """The plain tensor with this rank's part of a parameter, gradient, codes or scales."""
-        return tensor
+        """The ordinary tensor with this rank's part of a parameter, codes or scales.
+
+        Raises:
+            RuntimeError: a wrapper subclass has no inner tensor with its elements (:func:`written`).
+        """
+        return written(tensor)
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient, laid out like the parameter.
+        """This rank's part of a gradient, laid out like the parameter, with memory of its own.
 
         Where the gradient is sharded otherwise than the parameter, all ranks must call this.
         """
-        return self.local(gradient)
+        return readable(gradient if self.plain else self.local(gradient))
 
     def like_parameter(self, local: Tensor) -> Tensor:
         """The global tensor, sharded like the parameter, whose part here is ``local``.
@@ -350,4 +350,9 @@ def _shard_of(param: Tensor) -> Shard:
         shard = resolve(param)
         if shard is not None:
             return shard
-    return Shard(tuple(param.shape), tuple(param.shape))
+    return _whole(tuple(param.shape))
+
+
+@lru_cache(8192)
+def _whole(shape: tuple[int, ...]) -> Shard:
+    return Shard(shape, shape)

@@ -57,7 +57,7 @@ class ShardedOptimizer(OptimizerInterface):
     @property
     def nonfinite_count(self) -> int:
         """Gradient elements that were NaN or Inf, or overflowed, and were skipped by this rank so far."""
-        return self._internals.count_skipped(wait=True)
+        return self._internals.skipped.count(wait=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group; see :meth:`torch.optim.Optimizer.add_param_group`.
@@ -68,6 +68,9 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has no memory for what is to be offloaded.
             RuntimeError: what ``offload`` says is not possible for a parameter.
         """
+        names = param_group.get("param_names") if isinstance(param_group, dict) else None
+        if not (names is None or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))):
+            raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -161,10 +164,24 @@ class ShardedOptimizer(OptimizerInterface):
         if released is None:
             internals.warn_without_gradients()
         if left:
+            for group in self.param_groups:
+                self.begin_step(group)
             internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+        internals.skipped.publish()
         if released is not None:
             released.next_step()
         return loss
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees all gradients, or sets them to zero; see :meth:`torch.optim.Optimizer.zero_grad`.
+
+        While gradients are released (:func:`shardopt.release_gradients`) it ends a backward pass that failed: the next
+        one may begin. Parameters that were stepped during the failed one stay so, which is warned of.
+        """
+        super().zero_grad(set_to_none)
+        if self._internals.released is not None:
+            self._internals.released.discard()
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
         """The optimizer's state.

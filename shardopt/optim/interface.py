@@ -83,6 +83,18 @@ class OptimizerInterface(Optimizer, ABC):
             ValueError: one is not for this optimizer.
         """
 
+    def begin_step(self, group: dict[str, Any]) -> None:
+        """Called before a step of some of a param group's parameters, which may change the group."""
+
+    def adopt_derived(self, group: dict[str, Any], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+        """Takes what :meth:`derived_state` gives from a parameter's loaded entries.
+
+        Args:
+            group: the options of its param group after the load; may be changed.
+            saved: the param group in the state dict.
+            entries: the loaded entries.
+        """
+
     def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
         """Entries of torch.optim's state of a parameter that follow from its step count, and are not kept."""
         return {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
+from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies, Exchange
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.state.residency import StateResidency
@@ -25,9 +26,6 @@ class Released(Protocol):
 
     overlaps_forward: bool
 
-    def nonfinite(self, *, wait: bool) -> int:
-        """Gradient elements that were skipped."""
-
     def wait(self) -> None:
         """Waits for all steps that run in another thread."""
 
@@ -37,8 +35,11 @@ class Released(Protocol):
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
 
+    def discard(self) -> None:
+        """Lets each parameter be stepped once more, without a ``step()`` in between."""
+
     def forget(self) -> None:
-        """Has everything looked up anew by the next steps."""
+        """Has everything looked up anew by the next steps, and lets each parameter be stepped once more."""
 
 
 class Internals:
@@ -47,6 +48,7 @@ class Internals:
     Attributes:
         optimizer: whose part it is.
         residency: where the state of each parameter lives.
+        skipped: counts the gradient elements that steps skip.
         model_indices: indices of the parameters among all of the model's, where the optimizer has only some of them;
             others are counted in order.
         peers: the ranks whose optimizers have the model's other parameters, where this one has only some of them.
@@ -57,6 +59,7 @@ class Internals:
     def __init__(self, optimizer: OptimizerInterface) -> None:
         self.optimizer = optimizer
         self.residency = StateResidency(optimizer, self.state_of)
+        self.skipped = SkippedElements()
         self.model_indices: dict[Tensor, int] = {}
         self.peers: Exchange | None = None
         self.copies: dict[Tensor, Copies] = {}
@@ -65,7 +68,6 @@ class Internals:
         self._steppers: dict[tuple[int, ...], Stepper] = {}
         self._has_stepped = False
         self._skipped_reported = 0
-        self._skipped_released = 0  # gradient elements that were skipped in releases that have ended
 
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
         """Describes the state of one of the parameters, given its param group."""
@@ -78,7 +80,7 @@ class Internals:
         key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
         if key not in self._steppers:
             self._steppers[key] = Stepper(
-                self.residency, self.model_indices, self.copies, take_totals=self._take_totals
+                self.residency, self.skipped, self.model_indices, self.copies, take_totals=self._take_totals
             )
         return self._steppers[key]
 
@@ -86,7 +88,7 @@ class Internals:
         optimizer = self.optimizer
         if totals is None:  # all parameters are other ranks'
             count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
-            totals = torch.zeros((count, _C.sum_words), dtype=torch.int64)
+            totals = torch.zeros((count, _C.sum_words), dtype=torch.int64, device="cpu")
         if self.peers is not None:
             self.peers.all_reduce_sum(totals)
         return optimizer.with_totals([_C.sum_value(words.numpy()) for words in totals])
@@ -137,10 +139,7 @@ class Internals:
         """Ends the release of gradients, if there is one."""
         released, self.released = self.released, None
         if released is not None:
-            try:
-                released.wait()
-            finally:
-                self._skipped_released += released.nonfinite(wait=True)
+            released.wait()
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
@@ -156,15 +155,9 @@ class Internals:
         if self.released is not None:
             self.released.forget()
 
-    def count_skipped(self, *, wait: bool) -> int:
-        """Gradient elements that were skipped so far; without ``wait``, those that the host knows of."""
-        released = 0 if self.released is None else self.released.nonfinite(wait=wait)
-        stepped = sum(stepper.skipped.count(wait=wait) for stepper in self._steppers.values())
-        return stepped + self._skipped_released + released
-
     def warn_of_skipped(self) -> None:
         """Warns of gradient elements that were skipped since the last warning."""
-        known = self.count_skipped(wait=False)
+        known = self.skipped.count(wait=False)
         new = known - self._skipped_reported
         if new > 0:
             self._skipped_reported = known

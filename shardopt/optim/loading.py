@@ -103,6 +103,8 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
             name = listed_name(group, number, position)
             entries = _kept_entries(optimizer, param, options, spec, checked_entries(states.get(index), name))
             loaded.append(_Loaded(param, index, name, spec, entries))
+            with reading(name):
+                optimizer.adopt_derived(options, saved_group, entries or {})
         held = held_elements(group["params"])
         with reading(f"param group {number}"):
             is_own &= held is None or saved_group.get(HELD) in (None, held)
@@ -175,7 +177,9 @@ def _demand_alike(loaded: Sequence[_Loaded]) -> None:
         if holders is not None and each.spec.exchanges_columns:
             by_exchange.setdefault(holders, []).append(each)
     for exchange, cut in by_exchange.items():
-        seen = torch.tensor([[_is_gathered(each), not _is_gathered(each)] for each in cut], dtype=torch.int32)
+        seen = torch.tensor(
+            [[_is_gathered(each), not _is_gathered(each)] for each in cut], dtype=torch.int32, device="cpu"
+        )
         exchange.all_reduce_max(seen)
         names = [each.name for each, both in zip(cut, seen.all(1).tolist(), strict=True) if both]
         if names:

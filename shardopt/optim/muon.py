@@ -32,7 +32,7 @@ _RULES = {
 
 
 def _original(rows: int, cols: int) -> float:
-    return math.sqrt(max(1.0, rows / cols))
+    return math.sqrt(max(1.0, rows / max(cols, 1)))
 
 
 def _match_rms_adamw(rows: int, cols: int) -> float:
@@ -40,7 +40,7 @@ def _match_rms_adamw(rows: int, cols: int) -> float:
 
 
 def _spectral_norm(rows: int, cols: int) -> float:
-    return math.sqrt(rows / cols)
+    return math.sqrt(rows / max(cols, 1))
 
 
 _SCALES: Mapping[str, Callable[[int, int], float]] = {

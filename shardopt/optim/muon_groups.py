@@ -51,18 +51,19 @@ def muon_groups(
         A list of param groups; ``table()`` says who steps each parameter.
 
     Raises:
+        TypeError: it is no model.
         ValueError: a pattern matches no parameter or none of Muon's, an option is unknown, or one flat parameter (FSDP1
             with ``use_orig_params=False``) has parts for both.
     """
     if other not in ("adamw", "lion"):
         raise ValueError(f"other: got {other!r}, expected 'adamw' or 'lion'")
+    parameters = param_groups(model).parameters
     excluded = [*_USUAL, *(escape(name) for name in _embeddings(model))]
     given = _patterns("exclude", exclude)
     of_rest: dict[str, Any] = {"algorithm": other, "lr": adamw_lr}
     if other == "lion":
         of_rest["betas"] = (0.9, 0.99)
     options: dict[str, dict[str, Any]] = {}
-    parameters = param_groups(model).parameters
     for pattern in (*given, *(split or {})):
         if not any(_matches(parameter, [pattern]) for parameter in parameters):
             param_groups(model, {pattern: {}})  # raises, and names what it may have meant

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.adam import AdamKin
-from shardopt.state.options import Options, Unpack, check_number
+from shardopt.state.options import Options, Unpack, check_number, is_whole
 from shardopt.state.rule import Rule
 
 _NADAM = Rule("nadam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
@@ -20,7 +20,10 @@ _NADAM = Rule("nadam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", sig
 class NAdam(AdamKin):
     """NAdam as in torch: Adam with Nesterov's momentum, whose decay rate rises to ``betas[0]``.
 
-    Bytes of state as for :class:`shardopt.AdamW`. torch's ``mu_product`` follows from the step count and is not kept.
+    Bytes of state as for :class:`shardopt.AdamW`. torch's ``mu_product``, the product of the decay rates of all steps,
+    follows from the step count and ``betas[0]``. Where a scheduler changes that, param groups have ``past_mu``: the
+    number of steps before the last change, their product, and the value since. A parameter that lacks some of these
+    steps is stepped as if ``betas[0]`` had never changed.
 
     Args:
         params: parameters or param groups, as for torch.optim.
@@ -57,6 +60,7 @@ class NAdam(AdamKin):
             "weight_decay": weight_decay,
             "momentum_decay": momentum_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "past_mu": (0, 1.0, None),
         }
         super().__init__(params, defaults, options)
 
@@ -64,25 +68,58 @@ class NAdam(AdamKin):
         return _NADAM
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return {**super().hyper(group), "decay_base": _decay_base(group)}
+        steps, product, _ = group["past_mu"]
+        past = {"past_steps": float(steps), "past_product": float(product)}
+        return {**super().hyper(group), "decay_base": _decay_base(group), **past}
+
+    def begin_step(self, group: dict[str, Any]) -> None:
+        beta1, (_, _, last) = float(group["betas"][0]), group["past_mu"]
+        if last is None:
+            group["past_mu"] = (*group["past_mu"][:2], beta1)
+        elif beta1 != last:
+            states = (self.state.get(param) for param in group["params"])
+            taken = max((int(state["step"]) for state in states if state), default=0)
+            group["past_mu"] = (taken, _product(group, taken), beta1)
+
+    def adopt_derived(self, group: dict[str, Any], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+        if "past_mu" not in saved and "mu_product" in entries:
+            step, product = int(entries.get("step", 0)), float(entries["mu_product"])
+            if step >= group["past_mu"][0]:
+                group["past_mu"] = (step, product, float(group["betas"][0]))
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         check_number(group, "momentum_decay")
+        past = group["past_mu"]
+        if not isinstance(past, tuple) or len(past) != 3 or not is_whole(past[0]) or past[0] < 0:
+            raise ValueError(
+                f"past_mu: got {past!r:.80}, expected steps, a product, and None or betas[0]; leave it out"
+            )
+        for value in (past[1], past[2] or 0.0):
+            check_number({"past_mu": value}, "past_mu")
 
     def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
         """``mu_product``: the product of the first decay rates of all steps so far."""
-        product, decay, base = 1.0, 1.0, _decay_base(group)
-        for _ in range(int(step)):
-            decay *= base
-            product *= float(group["betas"][0]) * (1 - 0.5 * decay)
-            if product < 2.0**-150:  # zero in float32
-                break
-        return {"mu_product": torch.full_like(step, product)}
+        return {"mu_product": torch.full_like(step, _product(group, int(step)))}
 
 
 def _decay_base(group: Mapping[str, Any]) -> float:
     return float(0.96 ** group["momentum_decay"])
+
+
+def _product(group: Mapping[str, Any], steps: int) -> float:
+    """The product of the first decay rates of so many steps."""
+    past, product, beta1 = group["past_mu"]
+    if steps < past:
+        past, product = 0, 1.0
+    base = _decay_base(group)
+    decay = base**past
+    for _ in range(past, steps):
+        decay *= base
+        product *= (float(group["betas"][0]) if beta1 is None else beta1) * (1 - 0.5 * decay)
+        if product < 2.0**-150:  # zero in float32
+            break
+    return float(product)
 
 
 class NAdam8bit(NAdam):

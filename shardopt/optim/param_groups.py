@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, number_parameters, read_model
@@ -140,10 +141,16 @@ def param_groups(
         parameter.
 
     Raises:
-        ValueError: a pattern matches no parameter; an option is unknown; the parts of one flat parameter would have
-            different options (FSDP1 with ``use_orig_params=False``); or there is a rule and no positive ``lr``, a
-            negative ``weight_decay``, or a parameter of unknown kind.
+        TypeError: it is no model.
+        ValueError: a pattern matches no parameter; an option is unknown; a parameter is uninitialized; the parts of one
+            flat parameter would have different options (FSDP1 with ``use_orig_params=False``); or there is a rule and
+            no positive ``lr``, a negative ``weight_decay``, or a parameter of unknown kind.
     """
+    if not isinstance(model, Module):
+        raise TypeError(
+            f"got {type(model).__name__}, expected a model, whose parameters have names; pass the module, not its "
+            "parameters"
+        )
     overrides = {} if overrides is None else overrides
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
@@ -154,6 +161,12 @@ def param_groups(
     read_model(model)
     number_parameters(model)
     named = all_parameter_names(model)
+    lazy = [names[0] for param, names in named.items() if is_lazy(param)]
+    if lazy:
+        raise ValueError(
+            f"got {lazy[0]} of a lazy module, which has no shape yet, expected initialized parameters; take a forward "
+            "pass first"
+        )
     tensors = {param: _parts(param, names) for param, names in named.items()}
     all_names = [name for parts in tensors.values() for part in parts for name in part.names]
     _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)

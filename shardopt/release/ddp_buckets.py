@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
@@ -70,7 +69,6 @@ class BucketHook:
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._group = replica.process_group
         self._steps: dict[Tensor, Step] = {}
-        self._backward = -1  # the last backward pass that was noticed
 
     def add(self, param: Tensor, step: Step) -> Callable[[], object]:
         """Has a parameter stepped at the end of each backward pass that it is used in; returns how to end that."""
@@ -80,25 +78,20 @@ class BucketHook:
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Begins to reduce a bucket."""
         if self._steps:
-            self._queue_end()
             for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # A bucket does not say how the gradient of a strided parameter lies in it: that one stays beside it.
                 if param in self._steps and param.grad is not None and param.is_contiguous():
                     param.grad = gradient  # its place in the bucket, where it was copied to: frees the other one
+            if bucket.is_last():  # in the backward pass that DDP ends in, which may be a reentrant checkpoint's
+                Variable._execution_engine.queue_callback(self._end)
         # As DDP divides: by a multiplication, before the sum.
         buffer = bucket.buffer().mul_(1.0 / self._group.size())
         reducing = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
         reduced: Future[Tensor] = reducing.then(lambda future: future.value()[0])
         return reduced
 
-    def _queue_end(self) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            Variable._execution_engine.queue_callback(self._end)
-
     def _end(self) -> None:
-        # DDP waits for the buckets, and finds out what was used on any rank, in a callback queued in the meantime.
+        # DDP waits for the buckets, and finds out what was used on any rank, in a callback that it queues after this.
         Variable._execution_engine.queue_callback(self._step)
 
     def _step(self) -> None:

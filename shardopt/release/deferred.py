@@ -45,7 +45,7 @@ class DeferredStep:
                 with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
                     self._stream.wait_event(self._ready)
                     self._work()
-                self._back = self._stream.record_event()
+                self._back = self._stream.record_event(torch.cuda.Event(blocking=True))
         except BaseException as error:
             self.taken.set_exception(error)
         else:

@@ -6,8 +6,7 @@ outermost nn.ModuleList, nn.ModuleDict and nn.Sequential. What is in no layer is
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
-from shardopt.release.released import ReleasedParameters
+from shardopt.release.fsdp_groups import fsdp_groups
+from shardopt.release.released import Weakly
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 _NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselves, or for their elements
@@ -33,10 +33,10 @@ class ForwardOverlap:
     """
 
     def __init__(
-        self, model: Module | None = None, released: ReleasedParameters | None = None, params: Iterable[Tensor] = ()
+        self, model: Module | None = None, released: Weakly | None = None, params: Iterable[Tensor] = ()
     ) -> None:
         self._model = model
-        self._released = released
+        self._released = released or Weakly()
         self._params = set(params)
         self._readers: dict[Module, list[Tensor]] = {}
         self._undo: list[Callable[[], object]] = []
@@ -57,10 +57,10 @@ class ForwardOverlap:
 
     def _hook_into(self, model: Module) -> None:
         gathered: set[Tensor] = set()
-        for group in _fsdp_groups(model):
-            group.unshard = partial(self._gather, group, group.unshard)
-            self._undo.append(partial(delattr, group, "unshard"))
-            gathered.update(_sharded(group))
+        for group in fsdp_groups(model):
+            group.before_gather.append(self._wait_for)
+            self._undo.append(partial(group.before_gather.remove, self._wait_for))
+            gathered.update(group.params)
         self._readers = readers(model, self._params - gathered)
         for module in self._readers:
             self._undo.append(module.register_forward_pre_hook(self.begin, prepend=True).remove)
@@ -77,21 +77,17 @@ class ForwardOverlap:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, module: Module, args: Any, output: Any) -> None:
         """A forward hook of the model."""
-        if module is self._model and self._released is not None:
-            self._released.end_forward()
+        if module is self._model and (released := self._released()):
+            released.end_forward()
 
     def wait(self, *_: Any) -> None:
         """A pre-hook of reading and loading state dicts."""
-        if self._released is not None:
-            self._released.wait()
-
-    def _gather(self, group: Any, unshard: Callable[..., None], async_op: bool = False) -> None:
-        self._wait_for(_sharded(group))
-        unshard(async_op)
+        if released := self._released():
+            released.wait()
 
     def _wait_for(self, params: Iterable[Tensor]) -> None:
-        if self._released is not None:
-            self._released.wait_for(param for param in params if param in self._params)
+        if released := self._released():
+            released.wait_for(param for param in params if param in self._params)
 
 
 def readers(model: Module, params: Collection[Tensor]) -> dict[Module, list[Tensor]]:
@@ -111,18 +107,3 @@ def readers(model: Module, params: Collection[Tensor]) -> dict[Module, list[Tens
 
     walk(model)
     return {module: own for module, own in found.items() if own}
-
-
-def _fsdp_groups(model: Module) -> Iterator[Any]:
-    """The groups of parameters that fully_shard gathers together."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is one of fully_shard
-    if fsdp is None:
-        return
-    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)}
-    for state in states:
-        yield from getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
-
-
-def _sharded(group: Any) -> list[Tensor]:
-    """The sharded parameters of such a group."""
-    return [param.sharded_param for param in group.fsdp_params]

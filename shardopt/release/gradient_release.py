@@ -20,7 +20,8 @@ from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
-from shardopt.release.released import ReleasedParameters
+from shardopt.release.parts import GradientParts
+from shardopt.release.released import ReleasedParameters, Weakly
 from shardopt.state.options import is_whole
 
 
@@ -92,7 +93,8 @@ def release_gradients(
     What excludes it:
 
     - Gradients of several backward passes: a second one before ``optimizer.step()`` raises, and so does ``no_sync`` of
-      DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass.
+      DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass, also those
+      of modules that are used several times.
     - The norm of all gradients: ``clip_grad_norm_`` finds none, returns 0 and *does nothing*, which cannot be noticed
       from here. Hooks on single gradients (``Tensor.register_hook``) work as ever.
     - A scaled loss: ``GradScaler.step`` raises. Use bfloat16.
@@ -100,7 +102,19 @@ def release_gradients(
     - Closures, FSDP1, and ZeroRedundancyOptimizer.
 
     Every backward pass that reaches a parameter is a step of it: detach what is not to be trained. After an exception
-    in a backward pass those parameters are stepped whose gradients were complete.
+    in a backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
+    such a pass, so that training can go on (``model.zero_grad()`` cannot be noticed): those parameters stay stepped,
+    which it warns of. Loading a state dict or checkpoint of the optimizer begins anew as well. FSDP2 and DDP have rules
+    of their own after exceptions: FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13), DDP cannot go on.
+
+    Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
+    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them use are
+    stepped by ``optimizer.step()``. The first forward pass shows which these are; a parameter that is used in several
+    of them only later, or without a module's call, raises after a part of its gradient was stepped. Use
+    ``use_reentrant=False``, which gives whole gradients. FSDP2 itself loses parts of the gradient of a module that has
+    ``fully_shard`` of its own and runs in several reentrant checkpoints of one pass.
+
+    The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
     Args:
         model: the wrapped model.
@@ -132,24 +146,27 @@ def release_gradients(
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
     buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
-    released = ReleasedParameters(optimizer, params, waiting_gradients, overlap_forward)
+    direct: set[Tensor] = {param for param in params if param not in reduced}
+    parts = GradientParts()
+    released = ReleasedParameters(optimizer, params, parts, waiting_gradients, overlap_forward)
     optimizer._internals.begin_release(released)
-    undo: list[Callable[[], object]] = []
+    parts.watch(model, direct)
+    hooks = Weakly(released)
+    undo: list[Callable[[], object]] = [parts.remove]
     for param in params:
         if param in reduced:
-            undo.append(buckets[reduced[param]].add(param, released.step))
+            undo.append(buckets[reduced[param]].add(param, hooks.step))
         else:
-            hook = param.register_post_accumulate_grad_hook(released.step)  # type: ignore[no-untyped-call]
+            hook = param.register_post_accumulate_grad_hook(hooks.step)  # type: ignore[no-untyped-call]
             undo.append(hook.remove)
     for replica in buckets:
-        undo.append(replica.register_forward_pre_hook(_check_forward).remove)
-    direct: set[Tensor] = {param for param in params if param not in reduced}
+        undo.append(replica.register_forward_pre_hook(_CheckForward(hooks)).remove)
     if direct:
-        undo.append(model.register_forward_pre_hook(_RefuseReplica(direct)).remove)
+        undo.append(model.register_forward_pre_hook(_RefuseReplica(hooks, direct)).remove)
     if overlap_forward:
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
-        undo.append(ForwardOverlap(model, released, params).remove)
+        undo.append(ForwardOverlap(model, hooks, params).remove)
     return GradientRelease(optimizer, undo)
 
 
@@ -181,30 +198,37 @@ def _refuse_fsdp1(model: Module) -> None:
         )
 
 
-def _check_forward(replica: Any, args: Any) -> None:
+class _CheckForward:
     """A forward pre-hook of DDP, which decides there what the backward pass does."""
-    if replica._join_config.enable:
-        raise RuntimeError(
-            "got join() of DistributedDataParallel while gradients are released, expected the same number of batches "
-            "on all ranks; leave join() out, or remove() the release"
-        )
-    if torch.is_grad_enabled() and not replica.require_backward_grad_sync:
-        raise RuntimeError(
-            "got a forward pass under no_sync() while gradients are released, expected a reduction in each backward "
-            "pass: every one of them is a step; leave no_sync() out, or remove() the release"
-        )
+
+    def __init__(self, released: Weakly) -> None:
+        self._released = released
+
+    def __call__(self, replica: Any, args: Any) -> None:
+        if self._released() is None:
+            return
+        if replica._join_config.enable:
+            raise RuntimeError(
+                "got join() of DistributedDataParallel while gradients are released, expected the same number of "
+                "batches on all ranks; leave join() out, or remove() the release"
+            )
+        if torch.is_grad_enabled() and not replica.require_backward_grad_sync:
+            raise RuntimeError(
+                "got a forward pass under no_sync() while gradients are released, expected a reduction in each "
+                "backward pass: every one of them is a step; leave no_sync() out, or remove() the release"
+            )
 
 
 class _RefuseReplica:
     """A forward pre-hook of the model: it must not run within a DDP that was not there, or not seen, at the release."""
 
-    def __init__(self, params: set[Tensor]) -> None:
-        self._params = params
+    def __init__(self, released: Weakly, params: set[Tensor]) -> None:
+        self._released, self._params = released, params
         self._checked: object = None
 
     def __call__(self, model: Module, args: Any) -> None:
         replica = DistributedDataParallel._active_ddp_module
-        if replica is None or replica is self._checked:
+        if replica is None or replica is self._checked or self._released() is None:
             return
         if any(param in self._params for param in replica._module_parameters):
             raise RuntimeError(

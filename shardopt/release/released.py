@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch.autograd.graph import increment_version
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.deferred import DeferredStep, DeferredSteps
+from shardopt.release.parts import GradientParts
 from shardopt.state.names import listed_name
+from shardopt.state.warn import warn_user
 from shardopt.step.stepper import Stepper
 
 _NO_SCALING = LossScaling(None, None)
@@ -54,6 +57,7 @@ class ReleasedParameters:
     Args:
         optimizer: has them.
         params: those to step.
+        parts: tells which gradients are not complete yet.
         waiting_gradients: how many steps may be under way in another thread.
         overlaps_forward: whether :meth:`wait_for` and :meth:`end_forward` are called by forward passes, so that the
             optimizer's ``step()`` need not wait.
@@ -63,10 +67,16 @@ class ReleasedParameters:
     """
 
     def __init__(
-        self, optimizer: ShardedOptimizer, params: Collection[Tensor], waiting_gradients: int, overlaps_forward: bool
+        self,
+        optimizer: ShardedOptimizer,
+        params: Collection[Tensor],
+        parts: GradientParts,
+        waiting_gradients: int,
+        overlaps_forward: bool,
     ) -> None:
         self.overlaps_forward = overlaps_forward
-        self._optimizer = optimizer
+        self._optimizer, self._parts = optimizer, parts
+        self._has_gradients = False  # since the last next_step()
         self._parameters: dict[Tensor, _Parameter] = {}
         self._deferred = DeferredSteps(waiting_gradients)
         self._arrivals = count()
@@ -78,14 +88,15 @@ class ReleasedParameters:
                     demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
                     stepper = Stepper(
-                        internals.residency, internals.model_indices, internals.copies, index_in_model, name
+                        internals.residency,
+                        internals.skipped,
+                        internals.model_indices,
+                        internals.copies,
+                        index_in_model,
+                        name,
                     )
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
                 index_in_model += 1
-
-    def nonfinite(self, *, wait: bool) -> int:
-        """Gradient elements that were skipped; see :meth:`shardopt.kernels.skipped.SkippedElements.count`."""
-        return sum(parameter.stepper.skipped.count(wait=wait) for parameter in self._parameters.values())
 
     @_disable_dynamo  # backward passes within compiled functions call it, too
     @torch.no_grad()
@@ -93,7 +104,8 @@ class ReleasedParameters:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
 
         With ``offload="step"`` it is taken in another thread, beside the backward pass; but one that takes collectives
-        here, as their order among those of the backward pass must be the same on all ranks.
+        here, as their order among those of the backward pass must be the same on all ranks. A gradient of which more
+        parts may come stays: the last part, or the optimizer's ``step()``, has it stepped.
 
         Raises:
             RuntimeError: it was stepped since the optimizer's last ``step()``; or the forward pass has not waited for
@@ -104,8 +116,9 @@ class ReleasedParameters:
             raise RuntimeError(
                 f"{parameter.name} {tuple(param.shape)}: got a second gradient since the last optimizer.step(), but "
                 "the first one was released: expected one backward pass per optimizer.step(); call optimizer.step() "
-                "after each, and do not accumulate gradients over several (take a larger batch instead, or remove() "
-                "the release)"
+                "after each, or optimizer.zero_grad() after one that failed, and do not accumulate gradients over "
+                "several (take a larger batch instead, or remove() the release). Where a parameter is used in several "
+                "reentrant checkpoints, use checkpoint(..., use_reentrant=False)"
             )
         if parameter.read_early or parameter.pending is not None:
             raise RuntimeError(
@@ -114,9 +127,13 @@ class ReleasedParameters:
                 "model given to release_gradients(); call modules instead of reading their parameters, or leave "
                 "overlap_forward out"
             )
+        self._has_gradients = True
+        if self._parts.more_may_come(param):
+            return
         optimizer = self._optimizer
         group = _group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
+        _wait_for_copy(param.grad)
         step = self._prepare(param, parameter, group)
         if optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
             # The next forward pass needs the first parameters first; otherwise gradients are to go as they come.
@@ -133,6 +150,7 @@ class ReleasedParameters:
         optimizer = self._optimizer
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
+        optimizer.begin_step(group)
         view = {**group, "params": [param]}
         step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, _NO_SCALING)
         if known is None:
@@ -184,14 +202,72 @@ class ReleasedParameters:
 
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
+        self._begin_anew(complete=self._has_gradients)
+
+    def discard(self) -> None:
+        """Lets each parameter be stepped once more, without ``step()``: warns if some were, which cannot be undone."""
+        stepped = sum(parameter.stepped for parameter in self._parameters.values()) if self._has_gradients else 0
+        self._begin_anew(complete=False)
+        if stepped:
+            warn_user(
+                f"zero_grad() discards a backward pass in which {stepped} of {len(self._parameters)} parameters were "
+                "stepped already, as their gradients are released: they stay stepped. Load a checkpoint to go back; "
+                "detach() what a backward pass is not to train",
+                RuntimeWarning,
+            )
+        if not self.overlaps_forward:
+            self.wait()
+
+    def _begin_anew(self, *, complete: bool) -> None:
+        self._parts.next_step(complete=complete)
+        self._has_gradients = False
         for parameter in self._parameters.values():
             parameter.stepped = parameter.read_early = False
 
     def forget(self) -> None:
-        """Has everything looked up anew by the next steps."""
+        """Has everything looked up anew by the next steps, and lets each parameter be stepped once more."""
+        self._begin_anew(complete=False)
         self.wait()
         for parameter in self._parameters.values():
             parameter.stepper.forget()
+
+
+class Weakly:
+    """Refers to released parameters for hooks, which must not keep them: the collector does not see all hooks.
+
+    Once the optimizer is gone the hooks do nothing. Copies refer to none, and neither do pickled ones.
+
+    Args:
+        released: the parameters.
+    """
+
+    def __init__(self, released: ReleasedParameters | None = None) -> None:
+        self._ref = (lambda: None) if released is None else ref(released)
+
+    def __call__(self) -> ReleasedParameters | None:
+        """The released parameters, while their optimizer lives."""
+        return self._ref()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Weakly, ()
+
+    @_disable_dynamo  # backward passes within compiled functions call it, too
+    def step(self, param: Tensor) -> None:
+        """See :meth:`ReleasedParameters.step`."""
+        released = self()
+        if released is not None:
+            released.step(param)
+
+
+def _wait_for_copy(gradient: Tensor | None) -> None:
+    """Waits for a gradient that fully_shard's ``CPUOffloadPolicy`` may be copying to pinned memory in this stream.
+
+    Before PyTorch 2.13 it calls hooks as soon as the copy is queued, and waits at the end of the backward pass only.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gradient = getattr(gradient, "_local_tensor", gradient)
+        if gradient is not None and gradient.device.type == "cpu" and gradient.is_pinned():
+            torch.cuda.current_stream().synchronize()
 
 
 def _group_of(param_groups: list[dict[str, Any]], parameter: _Parameter, param: Tensor) -> dict[str, Any]:

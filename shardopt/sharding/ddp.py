@@ -19,5 +19,5 @@ def copies_in_ddp(model: Module) -> dict[Tensor, Copies]:
             size = get_world_size(module.process_group)
             for name, param in module.module.named_parameters():
                 if name not in module.parameters_to_ignore and size > 1:
-                    found[param] = Copies(RanksExchange((module.process_group,), param.device.type), size)
+                    found[param] = Copies(RanksExchange((module.process_group,), param.device), size)
     return found

@@ -24,17 +24,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardopt.kernels.memory import readable, written
 from shardopt.layout import BlockGrid, Division, LocalBlocks, Region, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
 from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
-from shardopt.sharding.exchange import RanksExchange, joint_group
+from shardopt.sharding.exchange import RanksExchange, joint_group, moved_to, own_device
 
 _CACHED_SHARDS = 8192
-
-
-def _along(mesh: DeviceMesh, dims: Sequence[int]) -> RanksExchange:
-    """The exchange among the ranks that differ in these dimensions of their coordinates only."""
-    return RanksExchange(tuple(mesh.get_group(dim) for dim in dims), mesh.device_type)
 
 
 class DTensorShard(Shard):
@@ -44,12 +40,21 @@ class DTensorShard(Shard):
     layout_attribute = "_spec"
     local_attribute = "_local_tensor"
 
-    def __init__(self, global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+    def __init__(
+        self,
+        global_shape: tuple[int, ...],
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        device: torch.device | None = None,
+    ) -> None:
         if any(placement.is_partial() for placement in placements):
             raise RuntimeError(
                 f"got a parameter with placements {placements}, expected Shard or Replicate; reduce it first"
             )
         self._mesh = mesh
+        if device is None or device.type != mesh.device_type:  # offloaded, or without memory
+            device = own_device(mesh.device_type)
+        self._device = device
         self._placements = placements
         coordinate = mesh.get_coordinate()
         self.is_here = coordinate is not None  # where it is not, the local tensor is empty, as torch makes it
@@ -76,12 +81,16 @@ class DTensorShard(Shard):
     def holders(self) -> RanksExchange | None:  # type: ignore[override]
         if not self.is_here:
             return None
-        return _along(self._mesh, range(self._mesh.ndim))
+        return self._along(range(self._mesh.ndim))
+
+    @cached_property
+    def row_owners(self) -> RanksExchange | None:  # type: ignore[override]
+        return self._along(self._column_dims) if self._column_dims and self.is_here else None
 
     @cached_property
     def parts(self) -> RanksExchange | None:  # type: ignore[override]
         sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
-        return _along(self._mesh, sharded) if sharded and self.is_here else None
+        return self._along(sharded) if sharded and self.is_here else None
 
     @cached_property
     def division(self) -> Division | None:  # type: ignore[override]
@@ -98,7 +107,7 @@ class DTensorShard(Shard):
             coordinates[int(self._mesh.mesh[tuple(coordinate)])] = tuple(coordinate)
         group = joint_group(sorted(coordinates)) if len(mesh_dims) > 1 else self._mesh.get_group(mesh_dims[0])
         regions = [self._region_at(coordinates[rank]) for rank in get_process_group_ranks(group)]
-        return Division(RanksExchange((group,), self._mesh.device_type), tuple(regions))
+        return Division(RanksExchange((group,), self._device), tuple(regions))
 
     def _region_at(self, coordinate: tuple[int, ...]) -> Region:
         shape, indices = self.global_shape, self._indices_at(self.global_shape, coordinate)
@@ -161,8 +170,7 @@ class DTensorShard(Shard):
         return Placed(GridPartition((*cuts, *strided)), offset)
 
     def local(self, tensor: Tensor) -> Tensor:
-        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return written(_local(tensor))
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         if not isinstance(gradient, DTensor):
@@ -176,8 +184,8 @@ class DTensorShard(Shard):
                 f"{self._mesh}, expected the parameter's mesh; distribute it there"
             )
         if gradient.placements == self._placements:
-            return self.local(gradient)
-        return self.local(gradient.redistribute(placements=self._placements)).contiguous()
+            return readable(_local(gradient))
+        return readable(_local(gradient.redistribute(placements=self._placements))).contiguous()
 
     def like_parameter(self, local: Tensor) -> Tensor:
         behind = local.shape[len(self.local_shape) :]
@@ -194,7 +202,7 @@ class DTensorShard(Shard):
         return self._wrap(local, shape, self._scales_placements(grid))
 
     def whole(self, local: Tensor) -> Tensor:
-        on_mesh = self.like_parameter(local.to(self._mesh.device_type))
+        on_mesh = self.like_parameter(moved_to(self._device, local))
         full: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
         return full
 
@@ -203,7 +211,7 @@ class DTensorShard(Shard):
 
     def scales_part(self, whole: Tensor, grid: BlockGrid) -> Tensor:
         shape = (self.global_shape[0], grid.blocks_per_row)
-        return DTensorShard(shape, self._mesh, self._scales_placements(grid))._cut_out(whole)
+        return DTensorShard(shape, self._mesh, self._scales_placements(grid), self._device)._cut_out(whole)
 
     @cached_property
     def _column_dims(self) -> tuple[int, ...]:
@@ -227,6 +235,10 @@ class DTensorShard(Shard):
             ends += [end for _, end in columns]
         return sorted(ends)
 
+    def _along(self, dims: Sequence[int]) -> RanksExchange:
+        """The exchange among the ranks that differ in these dimensions of their coordinates only."""
+        return RanksExchange(tuple(map(self._mesh.get_group, dims)), self._device)
+
     def _find_blocks(self, grid: BlockGrid) -> LocalBlocks:
         if not self._column_dims or not self.is_here:
             return LocalBlocks(0, grid.blocks_per_row, None)
@@ -235,8 +247,7 @@ class DTensorShard(Shard):
             ((first, end),) = columns or ((self.row_numel, self.row_numel),)
             return LocalBlocks(-(-first // size), -(-end // size) - -(-first // size), None)
         pieces = Counter(block for first, end in columns for block in {first // size, (end - 1) // size})
-        exchange = _along(self._mesh, self._column_dims)
-        return LocalBlocks(0, grid.blocks_per_row, exchange, max(pieces.values(), default=1))
+        return LocalBlocks(0, grid.blocks_per_row, self.row_owners, max(pieces.values(), default=1))
 
     def _is_aligned(self, grid: BlockGrid, ends: list[int]) -> bool:
         """Whether no block is cut and sharding the scales like the parameter gives each rank its own blocks' scales."""
@@ -246,7 +257,7 @@ class DTensorShard(Shard):
         blocks = [-(-end * width // grid.block_size) for end in ends]
         if any(getattr(placement, "dim", 0) > 1 for placement in self._placements):
             return False  # the scales have two dims
-        scales = DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, self._placements)
+        scales = DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, self._placements, self._device)
         return scales._column_ends == blocks
 
     def _scales_placements(self, grid: BlockGrid) -> tuple[Placement, ...]:
@@ -267,12 +278,22 @@ class DTensorShard(Shard):
     def _cut_out(self, whole: Tensor) -> Tensor:
         # Not by redistribute: PyTorch 2.8 cuts uneven strided shards otherwise than fully_shard.
         if not self.is_here:
-            return torch.empty(0, dtype=whole.dtype, device=self._mesh.device_type)
+            return torch.empty(0, dtype=whole.dtype, device=self._device)
         for dim, ranges in enumerate(self.indices):
             if count(ranges) < whole.shape[dim]:  # a copy, which does not keep the memory of the whole
                 parts = [whole.narrow(dim, start, end - start) for start, end in ranges]
                 whole = torch.cat([whole.narrow(dim, 0, 0), *parts], dim)
-        return whole.to(self._mesh.device_type).contiguous()
+        return moved_to(self._device, whole).contiguous()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        raise RuntimeError(
+            f"got a plain tensor of shape {tuple(tensor.shape)} for a DTensor parameter, expected a DTensor; load it "
+            "with load_state_dict, or wrap it with DTensor.from_local"
+        )
+    local = tensor.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 _shards: dict[tuple[Any, ...], DTensorShard] = {}
@@ -285,17 +306,22 @@ def shard_of_dtensor(param: DTensor) -> DTensorShard:
         RuntimeError: its placements or its mesh are none that a parameter can have, or this rank's part is not the one
             that they describe.
     """
-    mesh = param.device_mesh
+    mesh, local = param.device_mesh, param._local_tensor
     # By identity: an equal mesh may be of process groups that are gone. The shard keeps its mesh alive.
     key = (id(mesh), param.shape, param.placements)
     shard = _shards.get(key)
     if shard is None:
         if len(_shards) >= _CACHED_SHARDS:
             _shards.clear()
-        shard = _shards[key] = DTensorShard(tuple(param.shape), mesh, tuple(param.placements))
-    if param._local_tensor.shape != shard.local_shape:
+        shard = _shards[key] = DTensorShard(tuple(param.shape), mesh, tuple(param.placements), local.device)
+    if local.dtype != param.dtype:
         raise RuntimeError(
-            f"got a part of shape {tuple(param._local_tensor.shape)} of a parameter of shape {shard.global_shape}, "
+            f"got a parameter of {param.dtype} and shape {shard.global_shape} whose part is of {local.dtype}, expected "
+            "one dtype; cast it with module.to(dtype), as an assignment to .data does not cast a DTensor's part"
+        )
+    if local.shape != shard.local_shape:
+        raise RuntimeError(
+            f"got a part of shape {tuple(local.shape)} of a parameter of shape {shard.global_shape}, "
             f"expected {shard.local_shape} for placements {param.placements}; pass shape= and stride= to "
             "DTensor.from_local where shards are uneven"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.distributed_c10d import (
     GroupMember,
     ProcessGroup,
     ReduceOp,
+    all_gather,
     all_reduce,
     all_to_all_single,
     broadcast,
@@ -21,6 +23,23 @@ from torch.distributed.distributed_c10d import (
     get_world_size,
     new_group,
 )
+
+
+def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
+    """This rank's device of a kind: the one that the group's back end is bound to, else the current one."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    bound: torch.device | None = getattr(group, "bound_device_id", None)
+    return bound if bound is not None else torch.device(kind, getattr(torch, kind).current_device())
+
+
+def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor, copied to the device unless it lies on one of that kind: an offloaded one is out of NCCL's reach.
+
+    A tensor on a GPU stays there, whichever GPU is the current one.
+    """
+    return tensor if tensor.device.type == device.type else tensor.to(device)
+
 
 _joint_groups: dict[tuple[ProcessGroup | None, tuple[int, ...]], ProcessGroup] = {}
 
@@ -48,11 +67,11 @@ class RanksExchange:
     Attributes:
         groups: the ranks: those of one group, or of several that are gone through one after another, as along the
             dimensions of a mesh.
-        device_type: of the tensors that the groups' back end takes.
+        device: where this rank's tensors have to be for the groups' back end.
     """
 
     groups: tuple[ProcessGroup, ...]
-    device_type: str
+    device: torch.device
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, ReduceOp.MAX)
@@ -71,6 +90,32 @@ class RanksExchange:
         """The numbers in the world of the ranks in the group, of which there must be one."""
         (only,) = self.groups
         return tuple(get_process_group_ranks(only))
+
+    @property
+    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
+        """See :class:`shardopt.layout.Exchange`."""
+        return tuple(tuple(get_process_group_ranks(group)) for group in self.groups)
+
+    def gathered(self, message: bytes) -> dict[int, bytes]:
+        """See :class:`shardopt.layout.Exchange`."""
+        found = {get_rank(): message}
+        for group in self.groups:
+            text = json.dumps({rank: known.hex() for rank, known in found.items()}).encode()
+            length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+            lengths = [torch.empty_like(length) for _ in range(get_world_size(group))]
+            all_gather(lengths, length, group=group)
+            sent = torch.zeros(int(torch.cat(lengths).max()), dtype=torch.uint8, device=self.device)
+            sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            texts = [torch.empty_like(sent) for _ in lengths]
+            all_gather(texts, sent, group=group)
+            for size, data in zip(lengths, texts, strict=True):
+                of_rank = json.loads(data[: int(size)].cpu().numpy().tobytes())
+                found.update((int(rank), bytes.fromhex(known)) for rank, known in of_rank.items())
+        return found
+
+    def within_reach(self, tensor: Tensor) -> Tensor:
+        """The tensor where the groups' back end reaches it; see :class:`shardopt.layout.Ranks`."""
+        return moved_to(self.device, tensor)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -94,7 +139,7 @@ class RanksExchange:
         return wait
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        there = tensor.to(self.device_type)  # of an offloaded parameter it lies on the host, out of NCCL's reach
+        there = self.within_reach(tensor)
         for group in self.groups:
             all_reduce(there, op, group=group)
         if there is not tensor:

@@ -151,7 +151,7 @@ def _ranges(handle: Any) -> list[FlatShard]:
     """The shards of a unit's original parameters."""
     flat = handle.flat_param
     size = flat._sharded_size.numel()
-    exchange = RanksExchange((handle.process_group,), handle.device.type)
+    exchange = RanksExchange((handle.process_group,), handle.device)
     found = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
         shard = FlatShard.equal(tuple(shape), first, size, exchange)

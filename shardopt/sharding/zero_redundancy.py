@@ -50,7 +50,7 @@ def _tell_places(outer: Any) -> None:
             group.pop("param_names", None)
         params = [param for group in outer.param_groups for param in group["params"]]
         inner._internals.model_indices.update((param, number) for number, param in enumerate(params))
-        inner._internals.peers = RanksExchange((outer.process_group,), outer._default_device.type)
+        inner._internals.peers = RanksExchange((outer.process_group,), outer._default_device)
 
 
 def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:

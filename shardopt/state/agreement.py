@@ -55,7 +55,7 @@ def on_any_rank(exchanges: Sequence[Exchange], here: bool) -> bool:
     """
     anywhere = here
     for exchange in exchanges:
-        flag = torch.tensor([here], dtype=torch.int32)
+        flag = torch.tensor([here], dtype=torch.int32, device="cpu")
         exchange.all_reduce_max(flag)
         anywhere |= bool(flag.item())
     return anywhere

@@ -16,15 +16,15 @@ ALIGNMENT = 64
 
 
 class _HostMemory:
-    """Memory of the CPU in whole pages, locked (``pin``) for as long as this object lives.
+    """Memory of the CPU in whole pages, locked for copies from and to a GPU (``pin``) for as long as this object lives.
 
     Raises:
         MemoryError: there is not enough.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: torch.device | None) -> None:
         try:
-            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8)
+            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise MemoryError(
                 f"offload: got no {_text_of(nbytes)} of host memory, expected it for the state; use more ranks, or "
@@ -32,10 +32,10 @@ class _HostMemory:
             ) from error
         first = -pages.data_ptr() % _PAGE
         self.memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages: they are locked by nobody else
-        if pin:
+        if pin is not None:
             from shardopt.kernels.transfers_cuda import pin_memory
 
-            pin_memory(self.memory, self)
+            pin_memory(self.memory, self, pin)
 
 
 class Entry(NamedTuple):
@@ -51,12 +51,12 @@ class Entry(NamedTuple):
         return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
 
 
-def make_homes(states: Sequence[dict[str, Tensor]], *, pin: bool) -> list[dict[str, Entry]]:
+def make_homes(states: Sequence[dict[str, Tensor]], *, pin: torch.device | None) -> list[dict[str, Entry]]:
     """Places for the entries of several parameters' state, in one piece of memory.
 
     Args:
         states: what the entries are like.
-        pin: lock the memory.
+        pin: a GPU for whose copies the memory is locked; None leaves it pageable.
 
     Raises:
         MemoryError: there is not enough.

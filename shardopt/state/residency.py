@@ -278,8 +278,8 @@ class StateResidency:
         budget = Budget(_shared("device_state_budget", groups, bytes_of) or 0, taken)
         choices = self._choose(groups, budget)
         moved = {choice.param: choice.entries for choice in choices if choice.offload == "state"}
-        on_cuda = any(param.device.type == "cuda" for param in moved)
-        homes = make_homes(list(moved.values()), pin=pins and on_cuda) if moved else []
+        gpu = next((param.device for param in moved if param.device.type == "cuda"), None)
+        homes = make_homes(list(moved.values()), pin=gpu if pins else None) if moved else []
         home_of = dict(zip(moved, homes, strict=True))
         for param, offload, _, in_budget in choices:
             where = Residency.of(offload, param.device)

@@ -68,8 +68,7 @@ class Batch:
             residency: where the state of each parameter lives.
         """
         if self.call is None:
-            self.call = self._make_call(residency)
-            skipped.add(self.call, self.kernels)
+            self.call = self._make_call(residency, skipped)
             entries_changed = True
         self.call.update(entries_changed, groups, scaling)
 
@@ -78,17 +77,18 @@ class Batch:
         """Memory that the step takes for contiguous copies."""
         return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
 
-    def _make_call(self, residency: StateResidency) -> Call:
+    def _make_call(self, residency: StateResidency, skipped: SkippedElements) -> Call:
         call: Call
         if self._offload is None:
-            call = make_call(self._device, self.tables)
+            call = make_call(self._device, self.tables, skipped)
         else:
             new_unit = np.diff(self.tensors, prepend=-1) != 0
             new_unit |= np.diff(self._rows["unit"], prepend=-1) != 0
             streamed = StreamedTables(self.tables, self._rows["extent"], np.cumsum(new_unit))
             transfers = residency.transfers(self._device, self._offload)
             moves = residencies.MOVES[self._offload]
-            call = StreamedCall(streamed, moves, transfers, residencies.CHUNK_BYTES, partial(make_call, self.kernels))
+            make = partial(make_call, self.kernels, skipped=skipped)
+            call = StreamedCall(streamed, moves, transfers, residencies.CHUNK_BYTES, make)
         return call if self.strided is None else StridedCall(self.tables, self.elements, call)
 
 

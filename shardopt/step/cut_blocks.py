@@ -13,6 +13,7 @@ from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
 from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.slice_state import SliceState
+from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 
 
 class CutParameter(NamedTuple):
@@ -58,9 +59,14 @@ class CutParameter(NamedTuple):
             covered.exchange,
             [each for each in scales if each is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
-            [None if each is None else torch.empty((more, *each.shape), device=each.device) for each in scales],
+            [None if each is None else each.new_empty((more, *each.shape)) for each in scales],
             torch.from_numpy(np.flatnonzero(others)).to(device),
         )
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        return [*self.extremes, *(x for x in self.old_scales if x is not None), self.others]
 
     def keep_scales(self) -> None:
         """Copies the scales for further pieces of a block."""
@@ -76,28 +82,40 @@ class FlatCuts:
     ranks cannot know. One collective carries them all.
 
     Args:
-        specs: the states of all parts under flat shards, in the same order on all ranks.
+        plan: the ranks' agreement.
+        parts: the states of all parts under flat shards, in the same order on all ranks, each with the index of its
+            parameter.
         device: where they live.
     """
 
-    def __init__(self, specs: Sequence[SliceState], device: torch.device) -> None:
+    def __init__(self, plan: Plan, parts: Sequence[tuple[int, SliceState]], device: torch.device) -> None:
         self._numbers: dict[Shard, dict[int, int]] = {}  # per part, the blocks' places in its row of the buffer
         self._first: dict[Shard, Tensor] = {}  # per part: (moments, blocks, 2)
         self.relative = False
-        counts: dict[Exchange, int] = {}
-        parts = []
-        for spec in specs:
+        indices: dict[Exchange, dict[int, None]] = {}
+        for index, spec in parts:
+            if shared_blocks(spec):
+                assert isinstance(spec.shard, FlatShard)
+                assert spec.shard.exchange is not None
+                indices.setdefault(spec.shard.exchange, {})[index] = None
+        counts = {exchange: 1 + len(of_exchange) for exchange, of_exchange in indices.items()}  # the roll's entries
+        shared = []
+        for _, spec in parts:
             numbers = shared_blocks(spec)
             if numbers:
                 assert isinstance(spec.shard, FlatShard)
                 assert spec.shard.exchange is not None
                 exchange = spec.shard.exchange
-                first = counts.get(exchange, 0)
+                first = counts[exchange]
                 counts[exchange] = first + len(spec.moments) * len(numbers)
-                parts.append((spec, exchange, first, numbers))
+                shared.append((spec, exchange, first, numbers))
                 self.relative |= spec.relative
         self._buffers = {x: torch.zeros((n, 2), dtype=torch.int32, device=device) for x, n in counts.items()}
-        for spec, exchange, first, numbers in parts:
+        self._rolls = [
+            Roll(plan, exchange, self._buffers[exchange][: 1 + len(of_exchange)], list(of_exchange))
+            for exchange, of_exchange in indices.items()
+        ]
+        for spec, exchange, first, numbers in shared:
             rows = self._buffers[exchange][first : first + len(spec.moments) * len(numbers)]
             self._first[spec.shard] = rows.view(len(spec.moments), len(numbers), 2)
             self._numbers[spec.shard] = {number: place for place, number in enumerate(numbers)}
@@ -106,9 +124,18 @@ class FlatCuts:
         return bool(self._buffers)
 
     @property
-    def bytes(self) -> int:
-        """Bytes that one round of the exchange carries."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        return [*self._buffers.values(), *(roll.own for roll in self._rolls)]
+
+    def openings(self) -> list[Opening]:
+        """The form of its messages."""
+        return [Reduction(exchange, x.numel(), x.dtype) for exchange, x in self._buffers.items()]
+
+    def step(self) -> None:
+        """Takes the gradients that there are, of which the plan was told."""
+        for roll in self._rolls:
+            roll.step()
 
     def addresses(self, spec: SliceState, number: int) -> list[int]:
         """Where the extremes of a block are, per moment; empty for a block that is not shared."""
@@ -123,31 +150,57 @@ class FlatCuts:
         """Forgets the last step's extremes: 0 is neutral."""
         for buffer in self._buffers.values():
             buffer.zero_()
+        for roll in self._rolls:
+            roll.enter()
 
-    def exchange(self) -> None:
-        """Replaces the extremes by those over all owners of a block."""
+    def exchange(self) -> list[Roll]:
+        """Replaces the extremes by those over all owners of a block; returns the rolls, which are to be checked."""
         for exchange, buffer in self._buffers.items():
             exchange.all_reduce_max(buffer)
+        return self._rolls
 
 
 class CutBlocks:
     """The cut blocks of a step.
 
     Args:
+        plan: the ranks' agreement.
         parameters: those with column shards that cut blocks.
         flat: the blocks that flat shards cut.
     """
 
-    def __init__(self, parameters: Sequence[CutParameter], flat: FlatCuts) -> None:
+    def __init__(self, plan: Plan, parameters: Sequence[CutParameter], flat: FlatCuts) -> None:
         self._parameters = parameters
         self._flat = flat
         self._by_exchange: dict[Exchange, list[CutParameter]] = {}
         for cut in parameters:
             self._by_exchange.setdefault(cut.exchange, []).append(cut)
+        self._entries: list[Tensor] = []  # of the rolls: gradients need none here, as without them messages differ
+        self._rolls: list[Roll] = []
+        for exchange, cuts in self._by_exchange.items():
+            entries = torch.zeros((1, 2), dtype=torch.int32, device=cuts[0].extremes[0].device)
+            self._entries.append(entries)
+            self._rolls.append(Roll(plan, exchange, entries, ()))
+            self._rolls[-1].step()
+        flat.step()
         self.relative = flat.relative or any(cut.spec.relative for cut in parameters)
 
     def __bool__(self) -> bool:
         return bool(self._parameters) or bool(self._flat)
+
+    def openings(self) -> list[Opening]:
+        """The form of the messages of :meth:`exchange_extremes`."""
+        found: list[Opening] = self._flat.openings()
+        for exchange, cuts in self._by_exchange.items():
+            numel = 2 + sum(extremes[0].numel() for cut in cuts for extremes in cut.extremes)
+            found.append(Reduction(exchange, numel, torch.int32))
+        return found
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        of_cuts = (tensor for cut in self._parameters for tensor in cut.memory)
+        return [*self._flat.memory, *self._entries, *(roll.own for roll in self._rolls), *of_cuts]
 
     def keep_scales(self) -> None:
         """Copies the scales of blocks of which this rank holds several pieces: before the kernels read any."""
@@ -157,21 +210,29 @@ class CutBlocks:
     def clear_extremes(self) -> None:
         """Forgets the last step's extremes: 0 is neutral."""
         self._flat.clear()
+        for roll in self._rolls:
+            roll.enter()
         for cut in self._parameters:
             for extremes in cut.extremes:
                 extremes.zero_()
 
     def exchange_extremes(self) -> None:
-        """Replaces the extremes by those over all owners of a block."""
-        self._flat.exchange()
-        for exchange, cuts in self._by_exchange.items():
+        """Replaces the extremes by those over all owners of a block.
+
+        Raises:
+            RuntimeError: the ranks differ.
+        """
+        rolls = [*self._flat.exchange(), *self._rolls]
+        for (exchange, cuts), entries in zip(self._by_exchange.items(), self._entries, strict=True):
             every = [extremes for cut in cuts for extremes in cut.extremes]
             for extremes in every:
                 if len(extremes) > 1:
                     extremes[0] = extremes.amax(0)
-            _all_reduce_max(exchange, [extremes[0] for extremes in every])
+            _all_reduce_max(exchange, [entries, *(extremes[0] for extremes in every)])
             for extremes in every:
                 extremes[1:] = extremes[0]
+        for roll in rolls:
+            roll.check()
 
     def share_scales(self) -> None:
         """Puts the scales of all blocks of a row on every rank that has a column shard of it."""

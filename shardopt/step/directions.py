@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.layout import Region
-from shardopt.step.matrices import Matrix, Wave, padded
+from shardopt.layout import Ranks, Region
+from shardopt.step.agreement import Plan, all_say_no, heard, say_no
+from shardopt.step.matrices import BYTES, Matrix, Wave, padded
 
 
 class Directions:
@@ -20,23 +21,48 @@ class Directions:
     Args:
         wave: the matrices.
         device: of the parameters.
+        plan: the ranks' agreement, which was told of the gradients that there are.
     """
 
-    def __init__(self, wave: Wave, device: torch.device) -> None:
+    def __init__(self, wave: Wave, device: torch.device, plan: Plan) -> None:
         self._wave, self._device = wave, device
         division = wave.division
-        ends = list(accumulate((padded(matrix.held.numel) for matrix in wave.matrices), initial=0))
+        self._roll = roll = _Roll(plan, wave) if division is not None else None
         #: Where each matrix's elements begin.
-        self.first, self._numel = ends[:-1], ends[-1]
+        self.first: list[int] = []
+        at, owners = 0, -1
+        chunks = []  # where the chunk of each owner begins
+        for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
+            while roll is not None and owners < owner:
+                owners += 1
+                chunks.append(at)
+                at += roll.numel
+            self.first.append(at)
+            at += padded(matrix.held.numel)
+        while division is not None and roll is not None and len(chunks) < len(division.regions):
+            chunks.append(at)
+            at += roll.numel
+        self._numel = at
         self._journey: _Journey | None = None
-        if division is not None:
-            self._journey = _Copies(wave, ends) if division.is_copied else _Parts(wave, ends)
-        self._held = torch.empty(0)
+        if division is not None and roll is not None:
+            kind = _Copies if division.is_copied else _Parts
+            self._journey = kind(wave, self.first, [*chunks, at], roll)
+        self._held = torch.empty(0, device="cpu")
+
+    @property
+    def journey(self) -> Journey | None:
+        """How the directions travel to other ranks; None without any."""
+        return None if self._journey is None else self._journey.form
 
     @property
     def communicates(self) -> bool:
         """Whether other ranks take part."""
         return self._journey is not None
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that stay from step to step."""
+        return [] if self._roll is None else [self._roll.own]
 
     def begin(self) -> Tensor:
         """Memory for this rank's elements: bfloat16, 1-D, zero."""
@@ -63,7 +89,7 @@ class Directions:
 
     def receive(self) -> Tensor:
         """Waits for the orthogonalized directions, which stand where the others stood; the memory is given away."""
-        held, self._held = self._held, torch.empty(0)  # a view of it would keep the memory
+        held, self._held = self._held, torch.empty(0, device="cpu")  # a view of it would keep the memory
         if self._journey is not None:
             self._journey.receive(held)
         return held
@@ -76,33 +102,107 @@ def _orthogonalize(matrix: Matrix, elements: Tensor) -> None:
         x.copy_(matrix.newton_schulz(x))
 
 
+class Journey(NamedTuple):
+    """The form of the first message with directions: an :class:`Opening`.
+
+    Attributes:
+        ranks: the ranks.
+        is_copied: whether it is a broadcast by each owner, in parts of one message, or each rank sends to each owner.
+        chunks: where the message's parts for or by each owner begin, by a roll, and the end of the last.
+        rolls: where the rolls begin in what is received.
+        received: elements from each rank.
+    """
+
+    ranks: Ranks
+    is_copied: bool
+    chunks: Sequence[int]
+    rolls: Sequence[int]
+    received: Sequence[int]
+
+    def say_changed(self) -> bool:
+        """See :class:`Opening`."""
+        message = torch.zeros(BYTES * self.chunks[-1], dtype=torch.uint8, device="cpu")
+        say_no(message, [BYTES * begin for begin in self.chunks[:-1]])
+        message = self.ranks.within_reach(message)
+        parts = [slice(BYTES * begin, BYTES * end) for begin, end in pairwise(self.chunks)]
+        if self.is_copied:
+            answers = message
+            waits = [self.ranks.broadcast(message[part].view(torch.bfloat16), at) for at, part in enumerate(parts)]
+        else:
+            received, sent = ([BYTES * x for x in self.received], [part.stop - part.start for part in parts])
+            answers = message.new_empty(sum(received))
+            waits = [self.ranks.all_to_all(answers, message, received, sent)]
+        for wait in waits:
+            wait()
+        return all_say_no(answers, [BYTES * begin for begin in self.rolls])
+
+
+class _Roll:
+    """This rank's roll in front of each owner's directions.
+
+    Args:
+        plan: the ranks' agreement.
+        wave: the matrices.
+
+    Attributes:
+        numel: elements that it takes.
+        own: this rank's entries, on the device of the last message.
+    """
+
+    def __init__(self, plan: Plan, wave: Wave) -> None:
+        assert wave.division is not None
+        self._plan, self._ranks = plan, wave.division.ranks
+        self.own = plan.short_roll(self._ranks, list(dict.fromkeys(matrix.tensor for matrix in wave.matrices)))
+        self.numel = padded(-(-len(self.own) // BYTES))
+
+    def enter(self, message: Tensor, begins: Sequence[int]) -> None:
+        """Writes the roll at these places of a message: bfloat16, 1-D."""
+        self.own = self.own.to(message.device)
+        for begin in begins:
+            message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] = self.own
+
+    def check(self, message: Tensor, begins: Sequence[int]) -> None:
+        """Reads the rolls of all ranks at these places; raises RuntimeError if they differ.
+
+        On a GPU, whose stream the host would have to wait for, they are not read.
+        """
+        if message.is_cuda:
+            return
+        rolls = [message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] for begin in begins]
+        heard(self._plan, self._ranks, torch.stack(rolls))
+
+
 class _Journey(ABC):
     """How directions travel.
 
     Args:
         wave: the matrices.
-        ends: where their elements on this rank begin, and the end of the last.
+        first: where their elements on this rank begin.
+        chunks: where the directions for each owner begin, by its roll, and the end of the last.
+        roll: this rank's.
     """
 
-    def __init__(self, wave: Wave, ends: list[int]) -> None:
+    def __init__(self, wave: Wave, first: Sequence[int], chunks: Sequence[int], roll: _Roll) -> None:
         assert wave.division is not None
         self._ranks, self._size = wave.division.ranks, len(wave.division.regions)
-        self._wave, self._ends = wave, ends
+        self._wave, self._first, self._chunks, self._roll = wave, first, chunks, roll
         self._waits: list[Callable[[], object]] = []
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, device="cpu")
+
+    @property
+    def form(self) -> Journey:
+        """The form of its first message."""
+        return Journey(self._ranks, True, self._chunks, self._chunks[:-1], ())
 
     def _owned_by(self, rank: int) -> Iterator[tuple[Matrix, int]]:
         """The matrices of an owner, and where their elements begin on this rank."""
-        for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self._ends, strict=False):
+        for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self._first, strict=True):
             if owner == rank:
                 yield matrix, first
 
     def _chunk(self, owner: int) -> slice:
-        """Where this rank's elements of an owner's matrices are."""
-        owners = self._wave.owners
-        first = next((i for i, rank in enumerate(owners) if rank >= owner), len(owners))
-        end = next((i for i, rank in enumerate(owners) if rank > owner), len(owners))
-        return slice(self._ends[first], self._ends[end])
+        """Where the roll and this rank's elements of an owner's matrices are."""
+        return slice(self._chunks[owner], self._chunks[owner + 1])
 
     def _wait(self) -> None:
         for wait in self._waits:
@@ -111,7 +211,8 @@ class _Journey(ABC):
 
     def send(self, held: Tensor) -> None:
         """Begins to send this rank's elements."""
-        self._there = held.to(self._ranks.device_type)  # of an offloaded parameter they are out of NCCL's reach
+        self._roll.enter(held, self._chunks[:-1])
+        self._there = self._ranks.within_reach(held)
 
     @abstractmethod
     def orthogonalize(self) -> None:
@@ -122,7 +223,7 @@ class _Journey(ABC):
         self._wait()
         if self._there is not held:
             held.copy_(self._there)
-        self._there = torch.empty(0)
+        self._there = torch.empty(0, device="cpu")
 
 
 class _Copies(_Journey):
@@ -132,9 +233,12 @@ class _Copies(_Journey):
         for matrix, first in self._owned_by(self._ranks.rank):
             _orthogonalize(matrix, self._there[first : first + matrix.numel])
         for owner in range(self._size):
-            chunk = self._there[self._chunk(owner)]
-            if len(chunk):
-                self._waits.append(self._ranks.broadcast(chunk, owner))
+            self._waits.append(self._ranks.broadcast(self._there[self._chunk(owner)], owner))
+
+    def receive(self, held: Tensor) -> None:
+        self._wait()
+        self._roll.check(self._there, self._chunks[:-1])
+        super().receive(held)
 
 
 class _Piece(NamedTuple):
@@ -152,20 +256,28 @@ class _Piece(NamedTuple):
 class _Parts(_Journey):
     """Where the ranks have parts: an owner gathers them, all its matrices' by one exchange."""
 
-    def __init__(self, wave: Wave, ends: list[int]) -> None:
-        super().__init__(wave, ends)
-        chunks = [self._chunk(owner) for owner in range(self._size)]
-        self._sent = [chunk.stop - chunk.start for chunk in chunks]
+    def __init__(self, wave: Wave, first: Sequence[int], chunks: Sequence[int], roll: _Roll) -> None:
+        super().__init__(wave, first, chunks, roll)
+        self._rolls: list[int] = []  # where those of all ranks are in what was gathered
+        chunks_of = [self._chunk(owner) for owner in range(self._size)]
+        self._sent = [chunk.stop - chunk.start for chunk in chunks_of]
         self._owned = [matrix for matrix, _ in self._owned_by(self._ranks.rank)]
         self._pieces: list[list[_Piece]] = [[] for _ in self._owned]
         self._received, at = [0] * self._size, 0
         for rank in range(self._size):
+            self._rolls.append(at)
+            at += roll.numel
+            self._received[rank] += roll.numel
             for matrix, pieces in zip(self._owned, self._pieces, strict=True):
                 region = matrix.regions[rank]
                 pieces.append(_Piece(at, region))
                 at += padded(region.numel)
                 self._received[rank] += padded(region.numel)
-        self._gathered = torch.empty(0)
+        self._gathered = torch.empty(0, device="cpu")
+
+    @property
+    def form(self) -> Journey:
+        return Journey(self._ranks, False, self._chunks, self._rolls, self._received)
 
     def send(self, held: Tensor) -> None:
         super().send(held)
@@ -174,6 +286,7 @@ class _Parts(_Journey):
 
     def orthogonalize(self) -> None:
         self._wait()
+        self._roll.check(self._gathered, self._rolls)
         for matrix, pieces in zip(self._owned, self._pieces, strict=True):
             whole = self._gathered.new_empty(matrix.numel)
             for first, region in pieces:
@@ -185,7 +298,7 @@ class _Parts(_Journey):
 
     def receive(self, held: Tensor) -> None:
         super().receive(held)
-        self._gathered = torch.empty(0)
+        self._gathered = torch.empty(0, device="cpu")
 
 
 def _view(gathered: Tensor, first: int, region: Region) -> Tensor:

@@ -12,6 +12,7 @@ from shardopt import _C
 from shardopt.layout import Exchange
 from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
+from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 
 #: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Gives, per param group,
 #: the hyper-parameters that follow from them.
@@ -43,19 +44,22 @@ class ExactSums:
     over all parameters are there once per set of ranks.
 
     Args:
+        plan: the ranks' agreement.
         tensors: in the same order on all ranks.
     """
 
-    def __init__(self, tensors: Iterable[Summed]) -> None:
+    def __init__(self, plan: Plan, tensors: Iterable[Summed]) -> None:
         counts: dict[Exchange | None, int] = {}
         devices: dict[Exchange | None, set[torch.device]] = {}
         places: dict[int, list[tuple[Exchange | None, int, torch.device]]] = {}  # by tensor: one per slice
+        indices: dict[Exchange | None, dict[int, None]] = {}
         self._totals: dict[Exchange | None, slice] = {}
         for each in tensors:
             places[each.index] = []
             for part in each.spec.slices:
                 ranks = part.spec.shard.parts
                 devices.setdefault(ranks, set()).add(each.device)
+                indices.setdefault(ranks, {})[each.index] = None
                 own = self._totals.get(ranks) if each.rule.totals else None
                 if own is None:
                     own = slice(counts.get(ranks, 0), counts.get(ranks, 0) + each.rule.sums)
@@ -63,11 +67,23 @@ class ExactSums:
                 if each.rule.totals:
                     self._totals[ranks] = own
                 places[each.index].append((ranks, own.start, each.device))
-        # int64, (sums, words): on each device room for all sums, since ranks may have them on different ones.
-        self._buffers = {
-            ranks: {d: torch.zeros((count, _C.sum_words), dtype=torch.int64, device=d) for d in devices[ranks]}
+        # int64: a roll, then sums, each of some words: on each device room for all, as ranks may differ in devices.
+        rolls = {ranks: 2 * (1 + len(of_ranks)) for ranks, of_ranks in indices.items()}
+        self._messages = {
+            ranks: {
+                d: torch.zeros(rolls[ranks] + count * _C.sum_words, dtype=torch.int64, device=d) for d in devices[ranks]
+            }
             for ranks, count in counts.items()
         }
+        self._buffers = {
+            ranks: {d: message[rolls[ranks] :].view(-1, _C.sum_words) for d, message in messages.items()}
+            for ranks, messages in self._messages.items()
+        }
+        self._rolls = [
+            Roll(plan, ranks, next(iter(messages.values()))[: rolls[ranks]].view(-1, 2), list(indices[ranks]))
+            for ranks, messages in self._messages.items()
+            if ranks is not None
+        ]
         self._addresses = {
             index: [self._buffers[ranks][device][first].data_ptr() for ranks, first, device in of_slices]
             for index, of_slices in places.items()
@@ -78,26 +94,51 @@ class ExactSums:
         """Whether other ranks take part."""
         return any(ranks is not None for ranks in self._buffers)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that are no state."""
+        return [*self._each_message(), *(roll.own for roll in self._rolls)]
+
+    def _each_message(self) -> Iterator[Tensor]:
+        return (message for messages in self._messages.values() for message in messages.values())
+
     def addresses(self, index: int) -> list[int]:
         """Where the sums of a tensor's slices are; empty for one without."""
         return self._addresses.get(index, [])
 
+    def openings(self) -> list[Opening]:
+        """The form of its messages."""
+        first = ((ranks, next(iter(messages.values()))) for ranks, messages in self._messages.items())
+        return [Reduction(ranks, message.numel(), message.dtype) for ranks, message in first if ranks is not None]
+
+    def step(self) -> None:
+        """Takes the gradients that there are, of which the plan was told."""
+        for roll in self._rolls:
+            roll.step()
+
     def clear(self) -> None:
         """Forgets the last step's sums."""
-        for buffers in self._buffers.values():
-            for buffer in buffers.values():
-                buffer.zero_()
+        for message in self._each_message():
+            message.zero_()
+        for roll in self._rolls:
+            roll.enter()
 
     def exchange(self) -> None:
-        """Adds up the sums of all ranks that hold parts of the same parameters."""
-        for ranks, buffers in self._buffers.items():
+        """Adds up the sums of all ranks that hold parts of the same parameters.
+
+        Raises:
+            RuntimeError: the ranks differ.
+        """
+        for ranks, messages in self._messages.items():
             if ranks is not None:
-                total, *others = buffers.values()
+                total, *others = messages.values()
                 for other in others:
                     total += other.to(total.device)
                 ranks.all_reduce_sum(total)
                 for other in others:
                     other.copy_(total)
+        for roll in self._rolls:
+            roll.check()
 
     def totals(self) -> Iterator[Tensor]:
         """The sums over all parameters, after the exchange: int64, (sums, words), on the host, one per set of ranks.

@@ -40,9 +40,9 @@ class GroupTables:
         self._lr: dict[tuple[torch.device, int], Tensor] = {}  # float32, by device and index of the param group
 
     @property
-    def in_use(self) -> object:
-        """Tensors whose memory a captured CUDA graph reads again when it is replayed."""
-        return self._lr
+    def memory(self) -> list[Tensor]:
+        """The tensors that the tables point to."""
+        return list(self._lr.values())
 
     def replace(self, groups: list[Group]) -> None:
         """Takes new options."""

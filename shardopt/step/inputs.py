@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.kernels.dispatch import DTYPES, check_device, check_sign, check_storage
+from shardopt.kernels.dispatch import DTYPES, check_device
+from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, number_of
 from shardopt.state.names import listed_name
 from shardopt.state.tensor_state import TensorState, tensor_state_of
@@ -124,39 +126,73 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[T
                     f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
                     "nn.Embedding(sparse=False))"
                 )
-            part = parameter.shard.local_gradient(param.grad)
-            check_tensors(parameter.name, parameter.shard.local(param), part)
+            with named(parameter.name):
+                local = parameter.shard.local(param)
+            part = local_gradient(inputs, len(gradients), param.grad)
+            check_tensors(parameter.name, local, part)
         gradients.append(part)
     return gradients
 
 
-def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
-    """Looks for NaN and Inf where ``nonfinite="raise"``; raises on all ranks that hold parts of the parameter.
+def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient, with memory of its own. May run collectives.
+
+    Raises:
+        RuntimeError: the gradient is not sharded over the parameter's ranks, or cannot be copied to memory.
+    """
+    with named(inputs[index].name):
+        return inputs[index].shard.local_gradient(gradient)
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Puts a parameter's name before errors that shards raise."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
+            raise
+        raise RuntimeError(f"{name}: {error}") from error
+
+
+def raising(groups: Sequence[Group]) -> frozenset[int]:
+    """The indices of the param groups with ``nonfinite="raise"``."""
+    return frozenset(index for index, group in enumerate(groups) if group.nonfinite == "raise")
+
+
+def demand_finite(
+    inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group], looked_at: Set[int]
+) -> None:
+    """Looks for NaN and Inf; raises on all ranks that hold parts of the parameter.
 
     Args:
         inputs: the parameters. Ranks that share parameters pass the same ones.
         gradients: this rank's parts of their gradients.
         groups: one per param group.
+        looked_at: the indices of the param groups whose gradients are looked at, the same ones on all ranks.
 
     Raises:
-        FloatingPointError: a gradient has NaN or Inf.
+        FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.
     """
-    flags_of: dict[tuple[Exchange | None, torch.device], list[tuple[str, Tensor]]] = {}
+    if not looked_at:
+        return
+    flags_of: dict[tuple[Exchange | None, torch.device], list[tuple[Input, Tensor]]] = {}
     for parameter, gradient in zip(inputs, gradients, strict=True):
         is_shared = parameter.spec is not None and parameter.shard.holders is not None
-        if groups[parameter.group].nonfinite != "raise" or (gradient is None and not is_shared):
+        if parameter.group not in looked_at or (gradient is None and not is_shared):
             continue  # where ranks share it, another one may have a gradient
         flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
         if gradient is not None and gradient.numel():
             low, high = torch.aminmax(gradient)
             flag = torch.isfinite(low + high * 0).logical_not().int()
-        flags_of.setdefault((parameter.shard.holders, parameter.device), []).append((parameter.name, flag))
+        flags_of.setdefault((parameter.shard.holders, parameter.device), []).append((parameter, flag))
     bad: list[str] = []
-    for (holders, _), named in flags_of.items():
-        flags = torch.stack([flag for _, flag in named])
+    for (holders, _), flagged in flags_of.items():
+        flags = torch.stack([flag for _, flag in flagged])
         if holders is not None:
             holders.all_reduce_max(flags)
-        bad += [name for (name, _), flag in zip(named, flags.tolist(), strict=True) if flag]
+        found = (parameter for (parameter, _), flag in zip(flagged, flags.tolist(), strict=True) if flag)
+        bad += [parameter.name for parameter in found if groups[parameter.group].nonfinite == "raise"]
     if bad:
         raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
 

@@ -15,8 +15,10 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
+from shardopt.step.agreement import Agreement
 from shardopt.step.exact_sums import TakeTotals
-from shardopt.step.inputs import ParamGroups, describe
+from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, raising
+from shardopt.step.plan import plan_of
 from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
 
@@ -28,6 +30,7 @@ class Stepper:
 
     Args:
         residency: where the state of each parameter lives.
+        skipped: counts skipped elements.
         numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
@@ -38,17 +41,20 @@ class Stepper:
     def __init__(
         self,
         residency: StateResidency,
+        skipped: SkippedElements,
         numbers: Mapping[Tensor, int],
         copies: Mapping[Tensor, Copies],
         first: int = 0,
         name: str | None = None,
         take_totals: TakeTotals = lambda totals: (),
     ) -> None:
-        self.skipped = SkippedElements()
         self.communicates = False  # whether the step that was prepared takes collectives
-        self._residency, self._numbers, self._copies = residency, numbers, copies
+        self._residency, self._skipped, self._numbers, self._copies = residency, skipped, numbers, copies
+        self._captured: list[object] = []  # what CUDA graphs go on using
         self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
+        self._agreement = Agreement()
+        self._raising: frozenset[int] = frozenset()  # the param groups that the ranks agreed to look at for NaN and Inf
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
     def prepare(
@@ -71,7 +77,8 @@ class Stepper:
             (:attr:`communicates`) in this one. Prepare the next step only afterwards.
 
         Raises:
-            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
+            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but parameters
+                before it in the groups may have got their first state.
             ValueError: an option or hyper-parameter was changed to a value that is not allowed, or not while training.
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
@@ -81,12 +88,15 @@ class Stepper:
         checked = self._check(param_groups, state) if changed else self._checked
         if tables is not None and changed:
             tables = tables if tables.set_groups([group_of(group) for group in param_groups]) else None
+        # Collectives come in one order, with cached tables and new ones: gradients, what is finite, plans.
         if tables is not None and tables.read(param_groups, state):
             if scaling.found_inf is None:
                 tables.demand_finite()
         else:
             tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
         tables.update(param_groups, scaling)
+        self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
+        self._agreement.open_by(tables.plan, tables.openings)
         self.communicates = tables.communicates
         self._checked = checked
         return partial(self._run, tables)
@@ -99,9 +109,21 @@ class Stepper:
         self, param_groups: ParamGroups, state: Any, groups: list[Group], scaling: LossScaling
     ) -> StepTables:
         inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name)
+        plan = plan_of(param_groups, groups, inputs)
+        if not self._agreement.was_made:  # nothing is known of other ranks: gradients may be in another order there
+            self._agreement.agree(plan)
+            self._raising = raising(groups)
+        gradients = local_gradients([param for group in param_groups for param in group["params"]], inputs)
+        if scaling.found_inf is None:
+            demand_finite(inputs, gradients, groups, self._raising)
+        self._agreement.agree(plan)
+        before, self._raising = self._raising, raising(groups)
+        if scaling.found_inf is None:
+            demand_finite(inputs, gradients, groups, self._raising - before)
         return StepTables(
-            param_groups, state, groups, inputs, scaling, self.skipped, self._residency, self._take_totals
-        )
+            param_groups, state, groups, inputs, gradients, plan, scaling, self._skipped, self._residency,
+            self._take_totals, self._captured,
+        )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:
         tables.run()

@@ -13,20 +13,31 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import LossScaling, check_sign, check_storage
+from shardopt.kernels.devices import use_in_current_stream
+from shardopt.kernels.dispatch import LossScaling
+from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
-from shardopt.layout import Shard, shard_of
+from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_state import SliceState
 from shardopt.state.tensor_state import flat_slices
+from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
-from shardopt.step.inputs import Input, ParamGroups, check_tensors, demand_finite, local_gradients
+from shardopt.step.inputs import (
+    Input,
+    ParamGroups,
+    check_tensors,
+    demand_finite,
+    local_gradient,
+    named,
+    raising,
+)
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
-from shardopt.step.waves import Waves, WaveStep, run_waves
+from shardopt.step.waves import Waves, WaveStep, openings_of, run_waves
 
 
 class StepTables:
@@ -39,14 +50,17 @@ class StepTables:
         state: the optimizer's; parameters that are stepped for the first time get theirs here.
         groups: one per param group.
         inputs: one per parameter.
+        gradients: this rank's parts, checked; None for a parameter without one.
+        plan: the description that ranks compare.
         scaling: the loss scale.
         skipped: counts skipped elements.
         residency: where the state of each parameter lives.
         take_totals: takes the sums over all parameters, for rules with some.
+        captured: what CUDA graphs go on using, and is kept.
 
     Raises:
-        RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed.
-        FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
+        RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but parameters before
+            it may have got their first state.
     """
 
     def __init__(
@@ -55,31 +69,33 @@ class StepTables:
         state: Any,
         groups: list[Group],
         inputs: Sequence[Input],
+        gradients: list[Tensor | None],
+        plan: Plan,
         scaling: LossScaling,
         skipped: SkippedElements,
         residency: StateResidency,
         take_totals: TakeTotals,
+        captured: list[object],
     ) -> None:
         self._groups = GroupTables(groups)
+        self.plan, self._captured = plan, captured
         self._scaling, self._take_totals = scaling, take_totals
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
         params = [param for group in param_groups for param in group["params"]]
-        self._gradients: list[Tensor | None] = local_gradients(params, inputs)  # kept alive until the step is taken
+        self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
-        if scaling.found_inf is None:
-            demand_finite(inputs, self._gradients, groups)
-        self._waves = Waves(inputs, groups)
-        self._flat_cuts = _flat_cuts(inputs, self._waves)
+        self._waves = Waves(inputs, groups, plan)
+        self._flat_cuts = _flat_cuts(inputs, self._waves, plan)
         self._sums = self._exact_sums(params)
         self._members: dict[int, _Member] = {}  # by the parameters' indices
         rows: list[Row] = []
         for index, param in enumerate(params):
             rows += self._rows_of(index, param, state, param_groups[inputs[index].group])
         self._table = self._waves.take_rows(table_of(rows, ROW))  # those of no wave
-        skipped.retire()
-        shards = [None if p.spec is None or _is_fixed(p.shard) else p.shard for p in inputs]
+        shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
-        self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of)
+        read_gradient = partial(local_gradient, inputs)
+        self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
         self._wave_steps: dict[torch.device, list[WaveStep]] = {}
@@ -105,14 +121,15 @@ class StepTables:
                 state[param].update(spec.new(where.state))
             own = state[param]
             for key in spec.state_names & own.keys():
-                entry = own[key] if key == "step" else spec.shard.local(own[key])
+                with named(f"{name}: state {key}"):
+                    entry = own[key] if key == "step" else spec.shard.local(own[key])
                 check_storage(name, f"state {key}", entry)
                 check_sign(name, f"state {key}", entry)
             self._residency.put(param, spec, own)
             seed_and_number = group["stochastic_rounding_seed"], parameter.number
             indices = index, parameter.group
             sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
-            flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts([], param.device), self._waves
+            flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts(self.plan, [], param.device), self._waves
             slices = [
                 SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
                 for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
@@ -133,7 +150,7 @@ class StepTables:
             if rule.sums and parameter.spec is not None:
                 kernels = kernels_of(parameter.device, self._residency.of(param).offload)
                 summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, rule, kernels))
-        return {device: ExactSums(tensors) for device, tensors in summed.items()}
+        return {device: ExactSums(self.plan, tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
         """Whether an option of a param group may have changed since the last call."""
@@ -143,7 +160,7 @@ class StepTables:
         """Takes new options; False if they call for other tables."""
         before = self._groups.groups
         self._groups.replace(groups)
-        return [(g.rule, g.table_format) for g in groups] == [(g.rule, g.table_format) for g in before]
+        return [_tables_of(group) for group in groups] == [_tables_of(group) for group in before]
 
     def read(
         self, param_groups: ParamGroups, state: Mapping[Tensor, Any], parts: Mapping[int, Tensor | None] | None = None
@@ -163,8 +180,7 @@ class StepTables:
     def demand_finite(self) -> None:
         """Raises FloatingPointError where a gradient is NaN or Inf and ``nonfinite="raise"``."""
         groups = self._groups.groups
-        if any(group.nonfinite == "raise" for group in groups):
-            demand_finite(self._inputs, self._gradients, groups)
+        demand_finite(self._inputs, self._gradients, groups, raising(groups))
 
     def update(self, param_groups: ParamGroups, scaling: LossScaling) -> None:
         """Fills in what is new in this step: gradients, options, loss scale."""
@@ -196,6 +212,18 @@ class StepTables:
             or any(sums.communicates for sums in self._sums.values())
             or any(wave.communicates for wave in waves)
         )
+
+    def openings(self) -> list[Opening]:
+        """The form of the first messages of a step, after which the ranks know whether they differ."""
+        for sums in self._sums.values():
+            if of_sums := sums.openings():
+                return of_sums
+        for device, cut_blocks in self._cut_blocks.items():
+            of_cuts = cut_blocks.openings()
+            of_device = of_cuts or openings_of(self._wave_steps[device])
+            if of_device:
+                return of_device
+        return []
 
     def run(self) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be the same on all ranks.
@@ -242,16 +270,21 @@ class StepTables:
         """Runs the step itself on a device, also where only other ranks have something to step."""
         cut_blocks, waves = self._cut_blocks[device], self._wave_steps[device]
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
-        for call in (*calls, *(call for wave in waves for call in wave.calls)):
-            self._skipped.keep_if_captured(call, (self._groups.in_use, cut_blocks, self._sums, waves))
+        if device.type == "cuda":
+            sums = self._sums[device].memory if device in self._sums else ()
+            of_waves = (tensor for wave in waves for tensor in wave.memory)
+            use_in_current_stream(device, (*self._groups.memory, *sums, *cut_blocks.memory, *of_waves))
+            if torch.cuda.is_current_stream_capturing():
+                self._captured.append((calls, self._groups.memory, cut_blocks, self._sums, waves))
         run_phases(calls, cut_blocks)
         run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient into batches."""
-        self._skipped.retire([b.call for batches in self._batches.values() for b in batches if b.call is not None])
-        self._skipped.retire([call for waves in self._wave_steps.values() for wave in waves for call in wave.calls])
         has_gradient = kinds != _C.Inputs.no_gradient
+        self.plan.step(frozenset(np.flatnonzero(has_gradient).tolist()))
+        for sums in self._sums.values():
+            sums.step()
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {
             d: {} for d in (*self._flat_cuts, *self._sums, *self._waves.devices)
@@ -277,7 +310,8 @@ class StepTables:
             cuts = {index: cut for index in with_gradient if (cut := self._members[index].cut) is not None}
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
-            self._cut_blocks[device] = CutBlocks(own_cuts, self._flat_cuts.get(device) or FlatCuts([], device))
+            flat_cuts = self._flat_cuts.get(device) or FlatCuts(self.plan, [], device)
+            self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, flat_cuts)
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""
@@ -300,16 +334,17 @@ class _Member(NamedTuple):
     cut: CutParameter | None
 
 
-def _is_fixed(shard: Shard) -> bool:
-    """Whether a parameter is a local tensor whose shard cannot change."""
-    return shard.plain and shard.layout_attribute is None
+def _tables_of(group: Group) -> tuple[Any, ...]:
+    """What a param group's tables depend on, and its messages."""
+    return group.rule, group.table_format, group.nonfinite == "raise"
 
 
-def _flat_cuts(inputs: Sequence[Input], waves: Waves) -> dict[torch.device, FlatCuts]:
+def _flat_cuts(inputs: Sequence[Input], waves: Waves, plan: Plan) -> dict[torch.device, FlatCuts]:
     """The blocks that flat shards of no wave cut, by device; no entry for a device without any."""
-    by_device: dict[torch.device, list[SliceState]] = {}
+    by_device: dict[torch.device, list[tuple[int, SliceState]]] = {}
     for index, parameter in enumerate(inputs):
         if parameter.spec is not None and not waves.has(index):
-            by_device.setdefault(parameter.device, []).extend(flat_slices(parameter.spec))
-    cuts = {device: FlatCuts(specs, device) for device, specs in by_device.items()}
+            parts = ((index, spec) for spec in flat_slices(parameter.spec))
+            by_device.setdefault(parameter.device, []).extend(parts)
+    cuts = {device: FlatCuts(plan, parts, device) for device, parts in by_device.items()}
     return {device: cut for device, cut in cuts.items() if cut}

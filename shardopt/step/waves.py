@@ -7,15 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import FlatShard
 from shardopt.state.residency import StateResidency
+from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.directions import Directions
+from shardopt.step.directions import Directions, Journey
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input
 from shardopt.step.matrices import Matrix, Wave, matrices_of, waves_of
@@ -26,8 +28,8 @@ from shardopt.step.rows import ROW, Group, table_of
 class _Planned:
     """A wave with what does not change from step to step: the cut blocks of flat shards, rows, and their matrices."""
 
-    def __init__(self, wave: Wave, flat_cuts: FlatCuts) -> None:
-        self.wave, self.flat_cuts = wave, flat_cuts
+    def __init__(self, wave: Wave, flat_cuts: FlatCuts, plan: Plan) -> None:
+        self.wave, self.flat_cuts, self._plan = wave, flat_cuts, plan
         self.rows, self.places = table_of([], ROW), np.zeros(0, np.int64)
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
@@ -44,13 +46,13 @@ class _Planned:
     ) -> WaveStep:
         """The step of these parameters; see :meth:`Waves.steps`."""
         tensors = {matrix.tensor for matrix in self.wave.matrices}
-        blocks = CutBlocks([cut for index, cut in cuts.items() if index in tensors], self.flat_cuts)
+        blocks = CutBlocks(self._plan, [cut for index, cut in cuts.items() if index in tensors], self.flat_cuts)
         passes = {}
         for key, indices in stepped.items():
             chosen = np.isin(self.rows["tensor"], indices)
             if chosen.any():
                 passes[key] = self.rows[chosen], self.places[chosen]
-        return WaveStep(self.wave, device, passes, blocks)
+        return WaveStep(self.wave, device, passes, blocks, self._plan)
 
 
 class Waves:
@@ -59,9 +61,10 @@ class Waves:
     Args:
         inputs: all parameters of the step.
         groups: one per param group.
+        plan: the ranks' agreement.
     """
 
-    def __init__(self, inputs: Sequence[Input], groups: Sequence[Group]) -> None:
+    def __init__(self, inputs: Sequence[Input], groups: Sequence[Group], plan: Plan) -> None:
         by_device: dict[torch.device, list[Matrix]] = {}
         memory = []
         for index, parameter in enumerate(inputs):
@@ -78,8 +81,8 @@ class Waves:
                 self._begins.setdefault((matrix.tensor, matrix.part), []).append(matrix.first)
             for wave in waves_of(matrices, min(memory), device.type):
                 slices = {(m.tensor, m.part): m.spec for m in wave.matrices}
-                flat = [spec for spec in slices.values() if isinstance(spec.shard, FlatShard)]
-                planned = _Planned(wave, FlatCuts(flat, device))
+                flat = [(tensor, s) for (tensor, _), s in slices.items() if isinstance(s.shard, FlatShard)]
+                planned = _Planned(wave, FlatCuts(plan, flat, device), plan)
                 self._waves.setdefault(device, []).append(planned)
                 self._cuts.update(dict.fromkeys(slices, planned.flat_cuts))
 
@@ -128,6 +131,7 @@ class WaveStep:
         device: of the parameters.
         rows: of :data:`shardopt.step.rows.ROW`, and the place in the wave of each row's matrix.
         cuts: the blocks that ranks share.
+        plan: the ranks' agreement.
     """
 
     def __init__(
@@ -136,9 +140,10 @@ class WaveStep:
         device: torch.device,
         rows: Mapping[Alike, tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]],
         cuts: CutBlocks,
+        plan: Plan,
     ) -> None:
-        self._directions = Directions(wave, device)
-        self._cuts = cuts
+        self._directions = Directions(wave, device, plan)
+        self.cuts = cuts
         self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
         self._stepped = {index for passes in self._passes for index in passes.tensors}
 
@@ -148,9 +153,19 @@ class WaveStep:
         return [call for passes in self._passes for call in passes.calls]
 
     @property
+    def journey(self) -> Journey | None:
+        """How its directions travel to other ranks; None without any."""
+        return self._directions.journey
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that stay from step to step and are no state."""
+        return [*self._directions.memory, *self.cuts.memory]
+
+    @property
     def communicates(self) -> bool:
         """Whether other ranks take part."""
-        return self._directions.communicates or bool(self._cuts)
+        return self._directions.communicates or bool(self.cuts)
 
     def update(
         self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, skipped: SkippedElements,
@@ -163,7 +178,7 @@ class WaveStep:
     def begin(self) -> None:
         """The momentum's pass over this rank's elements; the directions begin to travel."""
         memory = self._directions.begin()
-        run_phases([passes.momentum_into(memory) for passes in self._passes], self._cuts)
+        run_phases([passes.momentum_into(memory) for passes in self._passes], self.cuts)
         self._directions.send()
 
     def orthogonalize(self) -> None:
@@ -175,6 +190,27 @@ class WaveStep:
         directions = self._directions.receive()
         for passes in self._passes:
             passes.apply(directions)
+
+
+def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
+    """The form of what :func:`run_waves` sends until it reads a roll."""
+    found: list[Opening] = []
+    journeys = [wave.journey for wave in waves]
+    for number in range(len(waves) + 2):
+        arriving, computed, returning = (
+            journeys[at] if 0 <= at < len(waves) else None for at in (number, number - 1, number - 2)
+        )
+        if number < len(waves) and waves[number].cuts:
+            return [*found, *waves[number].cuts.openings()]
+        if arriving is not None and not arriving.is_copied:
+            found.append(arriving)
+        if computed is not None and not computed.is_copied:
+            break
+        if computed is not None:
+            found.append(computed)
+        if returning is not None and returning.is_copied:
+            break
+    return found
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:

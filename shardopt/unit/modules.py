@@ -80,7 +80,7 @@ class Embedding(_Split):
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim))
+        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=None))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -100,7 +100,7 @@ class RMSNorm(_Split):
     def __init__(self, dim: int, eps: float = 1e-5, affine: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
+        self.weight = nn.Parameter(torch.ones(dim, device=None)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., dim)."""

@@ -48,7 +48,7 @@ class Unit(NamedTuple):
     @property
     def local(self) -> Tensor:
         """This rank's elements: a plain tensor, a view."""
-        local = self.shard.local(self.param.detach())
+        local = self.shard.local(self.param).detach()
         return local if self.segment is None else self.segment.of(local)
 
     def target(self) -> Tensor:

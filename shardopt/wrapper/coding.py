@@ -190,7 +190,7 @@ def _agreed_counts(
             own = names[index]
             key = crc32(",".join(sorted(own)).encode()) >> 1
             rows.append([len(own), -len(own), key, -key] if own or gathers else [0, _NONE, 0, _NONE])
-        agreed = torch.tensor(rows, dtype=torch.int32)
+        agreed = torch.tensor(rows, dtype=torch.int32, device="cpu")
         exchange.all_reduce_max(agreed)
         if agreed[0, 1]:
             error = error or RuntimeError(

@@ -49,13 +49,16 @@ class Content(NamedTuple):
         """Where a fingerprint differs from another one of the same kind; empty if nowhere."""
         return difference(self.fingerprint(), other)
 
-    def save(self, folder: Path, extra: Mapping[str, Any], *, asynchronously: bool = False) -> None:
+    def save(
+        self, folder: Path | str, extra: Mapping[str, Any], *, asynchronously: bool = False, staging: Path | None = None
+    ) -> None:
+        """Saves into a folder. ``extra`` may have ``keep_last``."""
         if asynchronously:
-            shardopt.checkpoint.async_save(folder, self.model, self.optimizer, **extra).result()
+            shardopt.checkpoint.async_save(folder, self.model, self.optimizer, staging_dir=staging, **extra).result()
         else:
             shardopt.checkpoint.save(folder, self.model, self.optimizer, **extra)
 
-    def load(self, folder: Path) -> Loaded:
+    def load(self, folder: Path | str) -> Loaded:
         return shardopt.checkpoint.load(folder, self.model, self.optimizer)
 
 
@@ -85,10 +88,12 @@ class Known:
         self.prints = [content.fingerprint() for content in self.contents]
         self.target = content(99)
 
-    def save(self, folder: Path, k: int, *, asynchronously: bool = False, **extra: Any) -> None:
-        self.contents[k].save(folder, {"k": k, **extra}, asynchronously=asynchronously)
+    def save(
+        self, folder: Path | str, k: int, *, asynchronously: bool = False, staging: Path | None = None, **extra: Any
+    ) -> None:
+        self.contents[k].save(folder, {"k": k, **extra}, asynchronously=asynchronously, staging=staging)
 
-    def load(self, folder: Path) -> tuple[int | None, dict[str, Any]]:
+    def load(self, folder: Path | str) -> tuple[int | None, dict[str, Any]]:
         """The content that was loaded into the target, and the extra values; None for no whole content."""
         extra = self.target.load(folder).extra
         k = self.loaded()

@@ -41,7 +41,7 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
     """Loads what one mutation of files makes of a checkpoint."""
     rng = Random(f"damage {seed} {number}")
     folder = base / "checkpoint"
-    _remove(folder)
+    remove(folder)
     shutil.copytree(base / "whole", folder)
     mutate = rng.choice(MUTATIONS)
     data = sorted(path.name for path in folder.glob("*.bin"))
@@ -57,7 +57,7 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
 
 
 def _check(folder: Path) -> Outcome:
-    _be_anybody()
+    be_anybody()
     known = _known[-1]
     before = known.target.fingerprint()
     try:
@@ -74,7 +74,7 @@ def _check(folder: Path) -> Outcome:
     return ok("right all the same") if k == 0 else fault("damage went unnoticed", f"{k} {shown(extra)}")
 
 
-def _be_anybody() -> None:
+def be_anybody() -> None:
     """Gives up what root may do, reading what nobody may among it; of this process alone."""
     libc = ctypes.CDLL(None, use_errno=True)
     version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
@@ -214,7 +214,10 @@ MUTATIONS: list[Callable[[Random, Path], str]] = [
 ]
 
 
-def _remove(folder: Path) -> None:
+OF_SEVERAL_FILES = (_exchange_files, _copy_over)
+
+
+def remove(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         folder.unlink()
     elif folder.exists():

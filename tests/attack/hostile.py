@@ -9,6 +9,7 @@ hold, bit for bit, what a strict reading of the format finds, and hyper-paramete
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ import torch
 import shardopt
 from attack.contents import Content, content, difference, fingerprint
 from attack.forked import Outcome, call, fault, ok, shown
-from attack.index_file import INDEX, Saved, Tensors, file_name, read_saved, strict_tensors, with_checksum
+from attack.index_file import INDEX, Saved, Tensors, file_name, read_saved, strict_tensors, value_of, with_checksum
 from attack.mutations import mutated
 from attack.recut import recut
 from attack.rules import Json
@@ -54,7 +55,11 @@ def prepare(base: Path) -> None:
     """Saves a checkpoint of several data files, each tensor in several chunks."""
     folder = base / "pristine"
     rng = torch.arange(300, dtype=torch.int64)
-    content(1).save(folder, {"k": 1, "note": "text", "numbers": [1, -2.5, None], "rng": rng})
+    numbers = [1, -2.5, None, math.inf, {"least": -math.inf, "loss": [math.nan]}]
+    made = content(1)
+    made.optimizer.param_groups[0]["limits"] = (math.inf, -math.inf)
+    extra = {"k": 1, "note": "text", "numbers": numbers, "rng": rng, "json": {"$numberDouble": "NaN"}}
+    made.save(folder, extra)
     recut(folder)
     _saved[:] = [read_saved(folder)]
     _targets[:] = [content(7), content(8)]
@@ -127,7 +132,7 @@ def succeeded(folder: Path, target: Content, loaded: Loaded, before: Any, with_o
         return fault("loaded what the format forbids", tensors)
     outcome = _same(target, tensors, loaded, content, with_optimizer)
     if outcome.fault or with_optimizer:
-        return outcome if outcome.fault else _options(target, content["header"], before)
+        return outcome if outcome.fault else _options(target, value_of(content["header"]), before)
     changed = difference(fingerprint(target.optimizer.state_dict()), before[1][2])
     return fault("optimizer changed without being given", changed) if changed else outcome
 
@@ -151,7 +156,8 @@ def _same(target: Content, tensors: Tensors, loaded: Loaded, content: Json, with
     if not tensors.keys() <= wanted.keys():
         return fault("a tensor was left out", shown(sorted(tensors.keys() - wanted.keys())))
     plain = {key: value for key, value in loaded.extra.items() if key not in extra}
-    expected = {key: value for key, value in content["header"].get("extra", {}).items() if key not in extra}
+    header = value_of(content["header"])
+    expected = {key: value for key, value in header.get("extra", {}).items() if key not in extra}
     if fingerprint(plain) != fingerprint(expected):
         return fault("another extra", f"{shown(plain)} {shown(expected)}")
     return fault("converted unasked", shown(loaded.converted)) if loaded.converted else ok("loaded")

@@ -24,6 +24,8 @@ VALUES: list[Any] = [
     *("a\nb" * 1000, ["a\nb" * 1000] * 9, [["a" * 70] * 7] * 7, [2**62] * 64, {"a\nb" * 100: "\ud800"}),
     *([], {}, [None], [[]], [0], [-1], [1, 2, 3], [True, True], ["a"], [10**18] * 3, [0, 10**18], [1] * 100),
     *({"a": 1}, {"": None}, {"dtype": "float32"}, [{}], [[1], [2]], {"shape": []}, [1.0, 2.0], [float("nan")]),
+    *({"$numberDouble": text} for text in ("NaN", "Infinity", "-Infinity", "nan", "1", 1, ["NaN"], {})),
+    *({"$$numberDouble": "NaN"}, {"$numberDouble": "NaN", "a": 1}, Raw('{"\\u0024numberDouble": "NaN"}')),
     *(Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("[" * DEEP), Raw("\x7f"), Raw("{,}")),
 ]
 DTYPES: list[Any] = [

@@ -48,6 +48,18 @@ def read_index(folder: Path) -> Json:
     return content
 
 
+def value_of(value: Any) -> Any:
+    """A value of a header, whose objects stand for numbers that JSON does not have, by the format's description."""
+    if isinstance(value, list):
+        return [value_of(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if list(value) == ["$numberDouble"] and value["$numberDouble"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["$numberDouble"])
+    escaped = len(value) == 1 and re.fullmatch(r"\$\$+numberDouble", next(iter(value)))
+    return {key[1:] if escaped else key: value_of(each) for key, each in value.items()}
+
+
 def with_checksum(text: bytes) -> bytes:
     """An index whose text, up to the checksum, is this."""
     return text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode()

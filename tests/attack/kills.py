@@ -1,4 +1,7 @@
-"""SIGKILL at a random moment of saves into one folder: by the clock, or at a call of the operating system."""
+"""SIGKILL at a random moment of saves into one folder: by the clock, or at a call of the operating system.
+
+Asynchronous saves copy to memory, or to a local disk on which files need names or not.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ CALLS = (
 
 def prepare(base: Path) -> None:
     """Makes two contents, and takes times."""
+    (base / "staging").mkdir()
     _known.append(Known(2))
     for asynchronously in (False, True):
         durations = []
@@ -62,17 +66,21 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
     calls = rng.randrange(1, 120) if rng.random() < 0.5 else 0
     before = rng.random() < 0.5
     delay = rng.uniform(0, 3 * _seconds[asynchronously])
+    staging, has_names = rng.choice([None, base / "staging"]), rng.random() < 0.5
     attack = f"{'async_save' if asynchronously else 'save'}, into {'a checkpoint' if newest else 'nothing'}, killed "
     attack += f"{'before' if before else 'after'} call {calls}" if calls else f"after {delay:.4f} s"
+    attack += f", {'named' if has_names else 'nameless'} copies" if staging is not None and asynchronously else ""
 
     def save(tell: Tell) -> None:
+        if has_names:
+            del os.O_TMPFILE
         if calls:
-            _die_at(calls, before)
+            die_at(calls, before)
         turn = newest
         while True:
             turn += 1
             tell(turn)
-            known.save(folder, turn % 2, asynchronously=asynchronously, turn=turn)
+            known.save(folder, turn % 2, asynchronously=asynchronously, staging=staging, turn=turn)
             tell(turn)
 
     child = Child(save)
@@ -84,7 +92,9 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
     done = begun if child.told.count(begun) == 2 else begun - 1
     if status != -signal.SIGKILL:
         return fault("hung" if status is None else f"ended by itself, {status}")._replace(attack=attack)
-    outcome = call(lambda: _check(known, folder, done, begun))
+    if not has_names and os.listdir(base / "staging"):
+        return fault("left on the local disk")._replace(attack=attack)
+    outcome = call(lambda: _check(known, folder, done, begun, base / "staging"))
     return outcome._replace(attack=f"{attack}, while {done} was saved and {begun} begun")
 
 
@@ -104,8 +114,8 @@ def _newest(known: Known, folder: Path) -> int | Outcome:
     return numbers[0] if numbers else fault("nothing")
 
 
-def _check(known: Known, folder: Path, done: int, begun: int) -> Outcome:
-    """The newest save that was done, or the one begun; and another save is possible."""
+def _check(known: Known, folder: Path, done: int, begun: int, staging: Path) -> Outcome:
+    """The newest save that was done, or the one begun; and another save is possible, which leaves nothing else."""
     kind = "new" if done < begun else "as reported"
     try:
         k, extra = known.load(folder)
@@ -123,17 +133,18 @@ def _check(known: Known, folder: Path, done: int, begun: int) -> Outcome:
         kind = "old" if extra["turn"] < begun else kind
     try:
         turn = begun + 1
-        known.save(folder, turn % 2, turn=turn)
+        del os.O_TMPFILE
+        known.save(folder, turn % 2, asynchronously=True, staging=staging, turn=turn)
         k, extra = known.load(folder)
     except BaseException as error:
         return fault(f"afterwards {type(error).__name__}", shown(str(error)))
     if k != turn % 2 or extra["turn"] != turn:
         return fault("the next save was another", shown(extra))
-    left = strays(folder)
+    left = strays(folder) + os.listdir(staging)
     return fault("strays", shown(left)) if left else ok(kind)
 
 
-def _die_at(calls: int, before: bool) -> None:
+def die_at(calls: int, before: bool) -> None:
     """Kills this process at so many calls from now of functions that change the disk, in whatever thread."""
     count = iter(range(calls))
 

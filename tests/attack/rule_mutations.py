@@ -181,7 +181,8 @@ def _large_extra(rng: Random, content: Json) -> str:
 def _many_extras(rng: Random, content: Json) -> str:
     """Many ways, files, cuts or parts: slowly checked by a loop in a loop."""
     files = content["files"]
-    how = rng.choice(["cuts", "range", "cuts of ones", "parts apart", "parts overlapping", "parts in bands"])
+    hows = ["cuts", "range", "cuts of ones", "parts apart", "parts overlapping", "parts in bands", "parts in columns"]
+    how = rng.choice([*hows, "parts of many dimensions"])
     count = rng.choice([2000, 5000])
     if how == "cuts":
         files += [None] * 100_000
@@ -193,6 +194,16 @@ def _many_extras(rng: Random, content: Json) -> str:
         line = {"shape": [1] * 64, "start": 0, "cuts": [[dim, 1, 2**62] for dim in range(64)]}
     elif how == "parts in bands":  # each of them overlaps all others in the first dimension
         line = {"shape": [count, count], "parts": [[0, [0, i], [count, 1]] for i in range(count)]}
+    elif how == "parts in columns":  # each of which is cut at an index of its own
+        upper = [[0, [0, i], [i + 1, 1]] for i in range(2 * count)]
+        line = {"shape": [2 * count + 1, 2 * count]}
+        line["parts"] = [*upper, *([1, [i + 1, i], [2 * count - i, 1]] for i in range(2 * count))]
+        rng.shuffle(line["parts"])
+    elif how == "parts of many dimensions":  # of as many elements as the tensor, but anywhere
+        line = {"shape": [4] * 16, "parts": []}
+        for _ in range(4096):
+            extents = rng.sample([4] * 4 + [2] * 12, 16)
+            line["parts"].append([0, [rng.randint(0, 4 - extent) for extent in extents], extents])
     else:
         offsets = [0] * count if how == "parts overlapping" else range(count)
         line = {"shape": [count], "parts": [[i % 4, [offset], [1]] for i, offset in enumerate(offsets)]}

@@ -19,7 +19,10 @@ from pathlib import Path
 from attack.contents import has_one_thread
 from attack.forked import Outcome, summary
 
-SWEEPS = ("hostile", "race", "pairs", "interrupts", "damage", "kills")
+SWEEPS = (
+    *("hostile", "race", "pairs", "forks", "extras", "retention", "interrupts", "damage", "kills"),
+    *("convert", "releases", "cached_steps", "differing"),
+)
 
 
 def outcomes_of(name: str, seed: int, first: int, count: int, folder: Path) -> Iterator[Outcome]:

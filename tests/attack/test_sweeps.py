@@ -1,4 +1,4 @@
-"""Attacks on the portable checkpoint, many at random: a few by default, all of them among the slow tests."""
+"""Attacks on the portable checkpoint and on released gradients: a few by default, many among the slow tests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ COUNTS = {
     "hostile": (40, 1500),
     "race": (20, 2000),
     "pairs": (6, 116),
+    "forks": (6, 100),
+    "extras": (12, 500),
+    "retention": (8, 400),
     "interrupts": (8, 160),
     "damage": (30, 1500),
     "kills": (6, 400),
+    "releases": (8, 500),
+    "convert": (40, 1500),
+    "cached_steps": (8, 550),
+    "differing": (8, 200),  # last: its pool has threads
 }
 
 

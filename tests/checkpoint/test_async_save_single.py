@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import shardopt
-from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint import CheckpointError, portable
 from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.checkpoint.folder import Folder
 from test_portable_checkpoint_single import everything, same, step_with, trained
@@ -169,6 +169,43 @@ def test_no_room_for_copies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match=r"cannot stage \d+ bytes: No space left .*; make room or choose another"):
         shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_fork_takes_a_file_of_its_own(tmp_path: Path) -> None:
+    """The child shares the mapping of the parent's file, from which the parent may be writing a checkpoint."""
+    saving = shardopt.checkpoint.async_save(tmp_path / "1", torch.nn.Linear(3, 2), staging_dir=tmp_path)
+    saving.result()
+    assert portable._free_stager(tmp_path) is saving.stager
+    child = os.fork()
+    if child == 0:
+        os._exit(portable._free_stager(tmp_path) is saving.stager)
+    assert os.waitpid(child, 0)[1] == 0
+    assert portable._free_stager(tmp_path) is saving.stager
+
+
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EISDIR, None])
+def test_a_local_disk_that_needs_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None) -> None:
+    """The name goes at once, as do names left by processes that were killed before that."""
+    nameless = os.O_TMPFILE
+
+    def open_named(path: Any, flags: int, *args: Any, open: Any = os.open) -> int:
+        if error is not None and flags & nameless == nameless:
+            raise OSError(error, os.strerror(error))
+        return int(open(path, flags, *args))
+
+    monkeypatch.setattr(os, "open", open_named)
+    if error is None:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    for name in ("shardopt-0123456789abcdef.staging", "shardopt-notes.staging"):
+        (staging / name).touch()
+    model, optimizer = trained()
+    shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=staging).result()
+    assert os.listdir(staging) == ["shardopt-notes.staging"]
+    other, fresh = trained(seed=7, steps=0)
+    shardopt.checkpoint.load(tmp_path / "1", other, fresh)
+    assert same(everything(other, fresh), everything(model, optimizer))
 
 
 def test_a_program_that_ends_meanwhile_completes_the_save(tmp_path: Path) -> None:

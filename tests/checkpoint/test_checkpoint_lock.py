@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import threading
 import time
@@ -62,6 +63,37 @@ def test_a_second_saver_waits_for_the_first(tmp_path: Path) -> None:
     assert time.monotonic() - begin > 0.25
     timer.join()
     assert_only(tmp_path)
+
+
+def test_who_waits_while_the_folder_is_removed_makes_it_anew(tmp_path: Path) -> None:
+    """And holds the lock of the new one, not that of the file that was removed."""
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    first, second = FolderLock(folder), FolderLock(folder)
+    first.acquire()
+    assert second.try_acquire() is False
+    waiting = threading.Thread(target=second.acquire)
+    waiting.start()
+    shutil.rmtree(folder)
+    first.release()
+    waiting.join()
+    assert os.listdir(folder) == [LOCK_NAME]
+    assert first.try_acquire() is False
+
+
+def test_a_lock_taken_while_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, files = fcntl.flock, [tmp_path / LOCK_NAME]
+
+    def late(descriptor: int, operation: int) -> None:
+        if files:
+            files.pop().unlink()
+        flock(descriptor, operation)
+
+    first = FolderLock(tmp_path)
+    with monkeypatch.context() as context:
+        context.setattr(fcntl, "flock", late)
+        first.acquire()
+    assert FolderLock(tmp_path).try_acquire() is False
 
 
 def test_the_children_of_a_dead_saver_do_not_hold_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +154,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(RuntimeWarning, match="has no locks .*; make sure that only one run saves into this folder"):
+    with pytest.warns(RuntimeWarning, match="has no locks; make sure that only one run saves into this folder"):
         saved(tmp_path)
     assert_only(tmp_path)
 
@@ -139,12 +171,12 @@ def test_a_lock_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
     if kind == "file":
         victim.write_text("precious")
     got = "something else" if kind == "FIFO" else "a symbolic link"
-    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be opened: .*got {got}, expected a .*; choose"):
+    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be locked: .*got {got}, expected a .*; choose"):
         saved(folder)
     assert (victim.read_text() if kind == "file" else victim.exists()) == ("precious" if kind == "file" else False)
 
 
 def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).mkdir()
-    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be opened"):
+    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be locked"):
         saved(tmp_path)

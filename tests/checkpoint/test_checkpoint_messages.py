@@ -42,6 +42,28 @@ def test_keys_that_json_would_change_are_refused(tmp_path: Path) -> None:
     assert (other.last_epoch, other.get_last_lr()) == (30, [0.1])
 
 
+@pytest.mark.parametrize("kind", ["lists", "dicts", "a circle"])
+def test_endless_extras_are_refused(tmp_path: Path, kind: str) -> None:
+    """And those of a hundred levels, which every parser reads, are not."""
+    model = nn.Linear(8, 8)
+    shardopt.checkpoint.save(tmp_path, model, deep=_nested(kind, 100))
+    assert shardopt.checkpoint.load(tmp_path, model).extra == {"deep": _nested(kind, 100)}
+    circle: list[object] = []
+    circle.append(circle)
+    with pytest.raises(
+        TypeError, match=r"extra\.deep.*: got lists and dicts nested more than 100 deep, or in a circle"
+    ):
+        shardopt.checkpoint.save(tmp_path, model, deep=circle if kind == "a circle" else _nested(kind, 2000))
+    assert shardopt.checkpoint.load(tmp_path, model).extra == {"deep": _nested(kind, 100)}
+
+
+def _nested(kind: str, depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = {"a": value} if kind == "dicts" else [value]
+    return value
+
+
 def test_another_model_is_told_by_what_differs_alone(tmp_path: Path) -> None:
     shardopt.checkpoint.save(tmp_path, nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(CheckpointError) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,26 @@ def test_only_the_newest_stay(url: str) -> None:
     for step in range(4):
         shardopt.checkpoint.save(f"memory://runs/step-{step}", model, keep_last=2)
     assert [bool(names(f"/runs/step-{step}")) for step in range(4)] == [False, False, True, True]
+
+
+def test_data_that_no_save_completed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go a day later: before, another run may be saving them."""
+    model = torch.nn.Linear(3, 2)
+    for step in range(3):
+        shardopt.checkpoint.save(f"memory://runs/step-{step}", model)
+        MemoryFileSystem.store.pop(f"/runs/step-{step}/{INDEX_NAME}")
+    MemoryFileSystem().pipe_file("/runs/step-0/0123456789abcdef-1.bin", b"another rank's, a moment ago")
+    MemoryFileSystem().pipe_file("/runs/step-1/notes.txt", b"a moment ago")
+    for step in range(2):
+        file = MemoryFileSystem.store[f"/runs/step-{step}/{names(f'/runs/step-{step}')[-1 - step]}"]
+        file.modified -= datetime.timedelta(days=1, seconds=9)
+    with monkeypatch.context() as context:  # some stores do not tell
+        context.setattr(MemoryFileSystem, "modified", lambda *args: 1 / 0)
+        shardopt.checkpoint.save("memory://runs/step-3", model, keep_last=1)
+    assert [len(names(f"/runs/step-{step}")) for step in range(4)] == [2, 2, 1, 2]
+    shardopt.checkpoint.save("memory://runs/step-4", model, keep_last=1)
+    assert [len(names(f"/runs/step-{step}")) for step in range(5)] == [2, 1, 1, 0, 2]
+    assert names("/runs/step-1") == ["notes.txt"]
 
 
 def test_names_below_no_folder(url: str) -> None:

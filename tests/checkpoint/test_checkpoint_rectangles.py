@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_against_counting() -> None:
     rng = random.Random(0)
     found = {True: 0, False: 0}
     for _ in range(4000):
-        shape = [rng.randint(1, 5) for _ in range(rng.randint(1, 3))]
+        shape = [rng.randint(1, 5) for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5]))]
         rectangles = _cut_up(rng, shape)
         for _ in range(rng.choice([0, 0, 1, 2])):
             index = rng.randrange(len(rectangles))
@@ -57,6 +58,23 @@ def test_against_counting() -> None:
         assert fill(shape, rectangles) == expected, (shape, rectangles)
         found[expected] += 1
     assert min(found.values()) > 500
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_many_staggered_columns(is_turned: bool) -> None:
+    """Each of 30,000 columns is cut once, at an index of its own: each upper part lies beside all the others."""
+    count = 30_000
+    upper = [((0, i), (i + 1, 1)) for i in range(count)]
+    columns = upper + [((i + 1, i), (count - i, 1)) for i in range(count)]
+    rectangles: list[Rectangle] = [(o[::-1], e[::-1]) if is_turned else (o, e) for o, e in columns]
+    random.Random(0).shuffle(rectangles)
+    shape = (count, count + 1) if is_turned else (count + 1, count)
+    begin = time.process_time()
+    assert fill(shape, rectangles)
+    place = rectangles.index(next(each for each in rectangles if each[0] == (0, 0)))
+    rectangles[place] = ((1, 0) if is_turned else (0, 1)), rectangles[place][1]  # in the next column
+    assert not fill(shape, rectangles)
+    assert time.process_time() - begin < 6  # 0.5 s; comparing each with each takes 20 s
 
 
 @pytest.mark.parametrize(
@@ -72,6 +90,11 @@ def test_against_counting() -> None:
         ((2, 3), [((0,), (6,))], False),
         ((2, 3), [((0, 0), (2, -3))], False),
         ((4,), [((0,), (2,)), ((0,), (2,))], False),
+        (
+            (1 << 40,) * 10,
+            [((0,) * 10, (1 << 39, *(1 << 40,) * 9)), ((1 << 39, *(0,) * 9), (1 << 39, *(1 << 40,) * 9))],
+            True,
+        ),
         ((2**62, 2), [((0, 0), (2**62, 1)), ((0, 1), (2**62, 1))], True),
     ],
 )

@@ -41,10 +41,12 @@ def test_what_is_no_older_checkpoint_of_the_run_stays(tmp_path: Path) -> None:
         save(tmp_path, step)
     save(tmp_path, 1, name="other-{}")
     save(tmp_path, 1, name="{}")
-    (tmp_path / "step-0").mkdir()  # unfinished, or another program's
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "notes.txt").touch()
     (tmp_path / "step-5").write_text("a file")
     save(tmp_path, 7, keep_last=1)
     assert names(tmp_path) == ["1", "other-1", "step-0", "step-30", "step-5", "step-7"]
+    assert names(tmp_path / "step-0") == ["notes.txt"]
 
 
 def test_other_files_in_a_folder_stay(tmp_path: Path) -> None:
@@ -78,6 +80,65 @@ def test_leftovers_go_later(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-2", "step-3"]
     save(tmp_path, 4, keep_last=5)
     assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_folders_with_a_lock_or_nothing_go(tmp_path: Path) -> None:
+    """Of saves that ended before they wrote anything, unless one holds the lock."""
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step}").mkdir()
+    (tmp_path / "step-2" / "checkpoint.lock").touch()
+    lock = FolderLock(tmp_path / "step-3")
+    lock.acquire()
+    save(tmp_path, 4, keep_last=5)
+    assert names(tmp_path) == ["step-3", "step-4"]
+    lock.release()
+    save(tmp_path, 5, keep_last=5)
+    assert names(tmp_path) == ["step-4", "step-5"]
+
+
+def test_a_save_whose_folder_is_removed_as_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another run, before it holds the lock: it makes the folder again."""
+    acquire = FolderLock.acquire
+
+    def later(lock: FolderLock) -> None:
+        with monkeypatch.context() as context:
+            context.setattr(FolderLock, "acquire", acquire)
+            save(tmp_path, 2, keep_last=1)
+        assert names(tmp_path) == ["step-2"]
+        acquire(lock)
+
+    with monkeypatch.context() as context:
+        context.setattr(FolderLock, "acquire", later)
+        save(tmp_path, 1)
+    assert shardopt.checkpoint.load(tmp_path / "step-1", torch.nn.Linear(3, 2)).extra == {"step": 1}
+
+
+def test_a_folder_that_is_removed_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the system's answer that there is one and a second look."""
+    mkdir, calls = os.mkdir, []
+
+    def removed(path: Path, mode: int = 0o777) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(17, "File exists")
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", removed)
+    save(tmp_path, 1)
+    assert len(calls) == 2
+    (tmp_path / "step-2").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"step-2: cannot make this folder: .*File exists"):
+        save(tmp_path, 2)
+
+
+def test_what_cannot_be_removed_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step-2" / "checkpoint.lock").unlink()
+    (tmp_path / "step-2" / "checkpoint.lock").mkdir()
+    with pytest.warns(RuntimeWarning, match="step-2: older checkpoints cannot be removed: "):
+        save(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["step-2", "step-3"]
 
 
 def test_a_failed_save_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

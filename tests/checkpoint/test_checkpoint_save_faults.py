@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +89,7 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 def test_any_other_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     saved(tmp_path, seed=1)
     with monkeypatch.context() as context:
-        context.setattr(data_file, "_bytes_of", lambda *args: _raise(error))
+        context.setattr(data_file, "memoryview_of", lambda *args: _raise(error))
         with pytest.raises(type(error)):
             saved(tmp_path, seed=2)
     assert_only(tmp_path, seed=1)
@@ -119,6 +122,57 @@ def test_errors_that_do_not_pass_are_not_waited_for(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match="cannot be read"):
         assert_holds(tmp_path)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_system_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    """The caller's thread, or the one that there is, does all the work, and ends."""
+    start, before = threading.Thread.start, threading.active_count()
+    starts: list[threading.Thread] = []
+
+    def refusing(thread: threading.Thread) -> None:
+        starts.append(thread)
+        if len(starts) > allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    saved(tmp_path, seed=1)
+    assert len(starts) == allowed + 1
+    starts.clear()
+    assert_only(tmp_path, seed=1)
+    assert len(starts) == allowed + 1
+    assert threading.active_count() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted in /proc")
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_system_without_descriptors(tmp_path: Path, left: int) -> None:
+    """Too few for a save, which changes nothing; one is enough for a load."""
+    saved(tmp_path, seed=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd"))) + 1  # with the one that lists them
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(left)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in free:
+            os.close(descriptor)
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            saved(tmp_path, seed=2)
+        if left:
+            assert_holds(tmp_path, seed=1)
+        else:
+            with pytest.raises(CheckpointError, match="Too many open files"):
+                assert_holds(tmp_path, seed=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+    assert_holds(tmp_path, seed=1)
 
 
 def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def saved(tmp_path: Path) -> Path:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    save(tmp_path / "saved", model, optimizer, epoch=3)
+    save(tmp_path / "saved", model, optimizer, epoch=3, best=float("inf"))
     return tmp_path / "saved"
 
 
@@ -66,7 +66,8 @@ def test_tables(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(saved), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["header"]["extra"] == {"epoch": 3, "best": {"$numberDouble": "Infinity"}}
     assert found["header"]["optimizer"] == "AdamW4bit"
     assert found["problems"] == []
     assert {each["name"]: each["codec"] for each in found["parameters"]}["weight"] == "log4"

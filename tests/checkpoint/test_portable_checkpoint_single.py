@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,37 @@ def test_all_comes_back(tmp_path: Path) -> None:
     assert loaded.extra["epoch"] == 3
     assert loaded.extra["names"] == ["a", None]
     assert torch.equal(loaded.extra["rng"], torch.get_rng_state())
+
+
+def _bare(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_numbers_that_json_does_not_have(tmp_path: Path, is_old: bool) -> None:
+    """Every parser reads the index, and they come back, also from an index with Python's bare words of before."""
+    model, optimizer = trained()
+    optimizer.param_groups[0]["limits"] = (-math.inf, math.inf)
+    extra = {"best": math.inf, "losses": [1.5, math.nan, {"least": -math.inf}]}
+    alike = [
+        {"$numberDouble": "NaN"},
+        {"$$numberDouble": 1},
+        {"$numberDouble": [math.inf]},
+        {"$numberDouble": "NaN", "a": 1},
+    ]
+    shardopt.checkpoint.save(tmp_path, model, optimizer, **extra, **({} if is_old else {"alike": alike}))
+    index = tmp_path / "checkpoint.json"
+    content = json.loads(index.read_text(), parse_constant=_bare)
+    assert content["header"]["extra"]["losses"][1] == {"$numberDouble": "NaN"}
+    if is_old:
+        text = re.sub(r'\{"\$numberDouble": "(-?\w+)"\}', r"\1", index.read_text()).rpartition(",\n")[0].encode()
+        assert b'"losses": [1.5, NaN, {"least": -Infinity}]' in text
+        index.write_bytes(text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode())
+    other, fresh = trained(seed=7, steps=0)
+    found = shardopt.checkpoint.load(tmp_path, other, fresh).extra
+    assert fresh.param_groups[0]["limits"] == (-math.inf, math.inf)
+    assert math.isnan(found["losses"].pop(1))
+    assert found == {"best": math.inf, "losses": [1.5, {"least": -math.inf}], **({} if is_old else {"alike": alike})}
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -142,6 +142,8 @@ def _refused(what: str) -> None:
         model = sharded("ddp")
         shardopt.comm.quantize_gradients(model)
         shardopt.release_gradients(model, shardopt.AdamW(model.parameters()))
+    elif what == "sparse":
+        shardopt.comm.quantize_gradients(DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True))))
     elif what == "replicate":
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -160,6 +162,7 @@ def _refused(what: str) -> None:
         ("deepspeed", 'TypeError: got a DeepSpeed engine.*"zero_quantized_gradients"'),
         ("twice", "RuntimeError: got DistributedDataParallel with a communication hook"),
         ("released", "RuntimeError: .*communication hook"),
+        ("sparse", "ValueError: module.0: got Embedding with sparse=True, expected dense gradients"),
         pytest.param("replicate", r"TypeError: got replicate\(\)", marks=needs_custom_reduce_scatter),
         ("old", "RuntimeError: got PyTorch .*, expected 2.9 or newer"),
     ],

@@ -21,6 +21,7 @@ from shardopt import checkpoint
 from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, convert_command
 from shardopt.checkpoint.convert import FORMATS, convert
+from shardopt.checkpoint.folder_lock import FolderLock
 from shardopt.checkpoint.foreign import save_safetensors
 from shardopt.checkpoint.index import dump_index, load_index
 from shardopt.checkpoint.location import folder_at
@@ -267,3 +268,54 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
     command = [sys.executable, "-c", _MEMORY, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert int(done.stdout) < 64 << 20
+
+
+_KILLED = """
+import os, signal, sys
+from shardopt.checkpoint.convert import convert
+source, target, to = sys.argv[1:]
+convert(source, target, to, progress=lambda done, total: done > total // 2 and os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_a_killed_conversion_leaves_is_removed_by_the_next(saved: Path, tmp_path: Path, to: str) -> None:
+    target = tmp_path / "target"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", _KILLED, str(saved), str(target), to], check=False, cwd=tmp_path)
+        assert done.returncode == -9
+        (left,) = tmp_path.glob("target.*")
+        assert not target.exists()
+    others = [tmp_path / "target.bak", tmp_path / "target.0.unfinished", tmp_path / "other.01234567.unfinished"]
+    for path in others:
+        path.write_text("a user's")
+    mine = tmp_path / "target.01234567.unfinished"
+    mine.mkdir()
+    (mine / "notes").write_text("a user's")
+    link, linked = tmp_path / "target.aaaaaaaa.unfinished", tmp_path / "linked" / "content"
+    linked.parent.mkdir()
+    linked.write_text("a user's")
+    link.symlink_to(linked.parent)
+    unreadable = tmp_path / "target.bbbbbbbb.unfinished"  # as another user's folder
+    (unreadable / "checkpoint.lock").mkdir(parents=True)
+    held = tmp_path / "target.89abcdef.unfinished"
+    held.mkdir()
+    lock = FolderLock(held)
+    lock.acquire()
+    convert(saved, target, to, piece_numel=PIECE)
+    kept = {tmp_path / "saved", target, mine, held, link, linked.parent, unreadable, *others}
+    assert set(tmp_path.iterdir()) == kept
+    assert (mine / "notes").read_text() == linked.read_text() == "a user's"
+    assert not left.exists()
+    lock.release()
+    convert(target, tmp_path / "back", optimizer="AdamW")
+    assert (held / "checkpoint.lock").exists()  # a conversion to the same target alone looks
+
+
+def test_what_a_killed_conversion_leaves_in_an_object_store_is_no_obstacle(saved: Path) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'shardopt[object-stores]'")
+    fsspec.filesystem("memory").pipe_file("/killed/one/0123456789abcdef-0.bin", b"half")
+    convert(saved, "memory://killed/one", piece_numel=PIECE)
+    fsspec.filesystem("memory").pipe_file("/killed/two/notes", b"a user's")
+    with pytest.raises(CheckpointError, match="a target that exists"):
+        convert(saved, "memory://killed/two", piece_numel=PIECE)

@@ -160,7 +160,7 @@ def _replace(found: Any, **values: Any) -> None:
         (lambda m: _replace(m, relative_path="missing.distcp"), "cannot be opened"),
         (lambda m: _replace(m, transform_descriptors=["zstd"]), "without extensions"),
         (lambda m: _replace(m, offset=-1), "sizes"),
-        (lambda m: _replace(m, offset=3), "expected what DCP writes"),
+        (lambda m: _replace(m, offset=3), "got bool at byte 3, expected a dense tensor"),
         (lambda m: _replace(m, offset=1 << 40), "expected what DCP writes"),
         (lambda m: m.state_dict_metadata["model.uneven"].chunks.clear(), "do not fill model.uneven"),
         (lambda m: setattr(m.state_dict_metadata["model.uneven"], "size", torch.Size([1 << 50, 301])), "do not fill"),

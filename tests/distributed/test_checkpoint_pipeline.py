@@ -137,6 +137,72 @@ def test_stages_load_into_stages(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(4, _load_pipelined, tmp_path, {**of_ranks[0], **of_ranks[2]})
 
 
+class Tied(nn.Module):
+    """An embedding and a head of one weight: both share it, or a stage has one of them."""
+
+    def __init__(self, names: tuple[str, ...] = ("embed", "head"), seed: int = 0) -> None:
+        super().__init__()
+        values = torch.randn(33, WIDTH, generator=torch.Generator().manual_seed(seed))
+        weight = nn.Parameter(values)
+        for name in names:
+            module = nn.Linear(WIDTH, 33, bias=False) if name == "head" else nn.Embedding(33, WIDTH)
+            module.weight = weight
+            self.add_module(name, module)
+
+
+def _stepped(model: nn.Module, seed: int) -> shardopt.AdamW8bit:
+    """The stages' gradients are the same, as after the all-reduce of a tied weight."""
+    optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+    optimizer.step()
+    return optimizer
+
+
+def _stage() -> tuple[str, ...]:
+    return (("embed",), ("head",))[dist.get_rank()]
+
+
+def _tied_snapshot(model: nn.Module, optimizer: shardopt.AdamW8bit) -> Snapshot:
+    return snapshot({"weight": next(model.parameters())}, optimizer)
+
+
+def _save_stages(path: Path, seeds: tuple[int, int]) -> Snapshot:
+    model = Tied(_stage(), seeds[dist.get_rank()])
+    optimizer = _stepped(model, 1)
+    shardopt.checkpoint.save(path, model, optimizer)
+    return _tied_snapshot(model, optimizer)
+
+
+def _load_stages(path: Path) -> Snapshot:
+    model = Tied(_stage(), seed=5)
+    optimizer = _stepped(model, 6)
+    shardopt.checkpoint.load(path, model, optimizer)
+    return _tied_snapshot(model, optimizer)
+
+
+def test_tied_stages_load_whole_and_back(ranks: Pool, tmp_path: Path) -> None:
+    saved, _ = ranks.run(2, _save_stages, tmp_path / "stages", (0, 0))
+    whole = Tied(seed=3)
+    optimizer = _stepped(whole, 4)
+    shardopt.checkpoint.load(tmp_path / "stages", whole, optimizer)
+    assert_same(_tied_snapshot(whole, optimizer), saved)
+    shardopt.checkpoint.save(tmp_path / "whole", whole, optimizer)
+    for path in (tmp_path / "whole", tmp_path / "stages"):
+        for found in ranks.run(2, _load_stages, path):
+            assert_same(found, saved)
+
+
+def test_stages_that_are_tied_no_more_are_refused(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, _save_stages, tmp_path, (0, 1))
+    whole = Tied(seed=3)
+    optimizer = _stepped(whole, 4)
+    before = _tied_snapshot(whole, optimizer)
+    with pytest.raises(CheckpointError, match=r"embed\.weight and head\.weight with different values"):
+        shardopt.checkpoint.load(tmp_path, whole, optimizer)
+    assert_same(_tied_snapshot(whole, optimizer), before)
+
+
 class Experts(nn.Module):
     """A router on all ranks, and some of four experts."""
 

@@ -58,9 +58,9 @@ def counted() -> Iterator[list[int]]:
         sent.append(tensor.nbytes)
         return gather(self, tensor)
 
-    def counting_broadcast(self: Ranks, tensor: Tensor, source: int) -> None:
+    def counting_broadcast(self: Ranks, tensor: Tensor, source: int) -> Tensor:
         sent.append(tensor.nbytes)
-        broadcast(self, tensor, source)
+        return broadcast(self, tensor, source)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was pickled")

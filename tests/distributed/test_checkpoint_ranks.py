@@ -22,6 +22,7 @@ from checkpoint_folder import index_of
 from ranks.pool import Pool, RankFailure
 from shardopt.checkpoint import CheckpointError, read_header
 from shardopt.checkpoint.chunks import Chunk, Chunks
+from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.ranks import Ranks
@@ -329,3 +330,15 @@ def _messages(size: int) -> None:
 def test_messages(ranks: Pool, size: int) -> None:
     """Also of no bytes."""
     ranks.run(3, _messages, size)
+
+
+def test_ranks_that_are_lost_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's collectives return at once, and fail where their result is read; a meta tensor cannot be read either."""
+    monkeypatch.setattr(Ranks, "_device", torch.device("meta"))
+    for collective in ("all_gather", "broadcast"):
+        monkeypatch.setattr(dist, collective, lambda *args, **options: None)
+    ranks = Ranks()
+    ranks.size = 2
+    for call in (lambda: ranks.gathered(b"x"), lambda: ranks.from_rank(1, b"x"), lambda: ranks.agree(lambda: None)):
+        with pytest.raises(LostRanksError, match="cannot talk to each other any more"):
+            call()

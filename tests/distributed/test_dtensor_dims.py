@@ -102,3 +102,15 @@ def _scales_change_in_place() -> None:
 
 def test_scales_that_change_in_place(ranks: Pool) -> None:
     ranks.run(2, _scales_change_in_place)
+
+
+def _default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        _scales_change_in_place()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_is_not_that_of_scales(ranks: Pool) -> None:
+    ranks.run(2, _default_dtype)

@@ -55,9 +55,27 @@ def _plain_gradient() -> str:
     return _message(param, torch.ones(param.shape))
 
 
+def _plain_state() -> str:
+    param = torch.nn.Parameter(_sharded(ROW))
+    optimizer = shardopt.AdamW8bit([param])
+    for t in range(2):
+        param.grad = torch.ones_like(param)
+        if t:
+            state = optimizer.state[param]
+            state["exp_avg_codes"] = state["exp_avg_codes"].to_local().clone()
+            before = param.to_local().clone()
+            with pytest.raises(RuntimeError) as error:
+                optimizer.step()
+            assert torch.equal(param.to_local(), before)
+            return str(error.value)
+        optimizer.step()
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
+        (_plain_state, ["parameter 0 of param group 0", "state exp_avg_codes: got a plain tensor", "load_state_dict"]),
         (_partial, ["Partial", "expected Shard or Replicate", "reduce it"]),
         (_gradient_on_another_mesh, ["got a gradient on", "expected the parameter's mesh"]),
         (_wrong_part, ["got a part of shape", "of a parameter of shape (5, 130)", "pass shape= and stride="]),

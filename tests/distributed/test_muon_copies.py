@@ -68,11 +68,12 @@ def _replicas_share() -> None:
         _assert_equal(_step(model, optimizer), _stepped_alone([0]))
         assert set(sources) == set(range(dist.get_world_size()))
         optimizer.attach(model.module)
+        _assert_equal(_step(model, optimizer, 1), _stepped_alone([0, 1]))  # begins by saying that the plan is another
         sources.clear()
-        _assert_equal(_step(model, optimizer, 1), _stepped_alone([0, 1]))
+        _assert_equal(_step(model, optimizer, 2), _stepped_alone([0, 1, 2]))
         assert not sources
         optimizer.attach(model)
-        _assert_equal(_step(model, optimizer, 2), _stepped_alone([0, 1, 2]))
+        _assert_equal(_step(model, optimizer, 3), _stepped_alone([0, 1, 2, 3]))
         assert sources
 
 

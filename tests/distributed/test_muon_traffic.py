@@ -20,7 +20,10 @@ from ranks.muon import MATRICES, of_groups
 from ranks.pool import Pool
 from ranks.runs import SMALL
 from shardopt.optim import ShardedOptimizer
-from shardopt.step.matrices import padded
+from shardopt.step.matrices import BYTES, padded
+
+#: Bytes in front of a message for an owner, or by one, that say whether the ranks still agree.
+ROLL = BYTES * padded(1)
 
 
 def _of_step(model: nn.Module, optimizer: ShardedOptimizer) -> tuple[Counter[str], dict[str, int]]:
@@ -50,13 +53,13 @@ def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool) 
     shards = world_size // 2 if hybrid else world_size
     for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, "1GiB", hybrid):
         assert counts == {"alltoall_base": 2}
-        assert nbytes == {"alltoall_base": 4 * numel // shards}
+        assert nbytes == {"alltoall_base": 4 * numel // shards + 2 * shards * ROLL}
 
 
 def test_two_exchanges_per_wave(ranks: Pool) -> None:
     for counts, nbytes, numel in ranks.run(2, _equal_matrices, 1, False):
         assert counts == {"alltoall_base": 2 * 8}
-        assert nbytes == {"alltoall_base": 4 * numel // 2}
+        assert nbytes == {"alltoall_base": 4 * numel // 2 + 2 * 8 * 2 * ROLL}
 
 
 def _net(way: str) -> tuple[Counter[str], dict[str, int]]:
@@ -79,14 +82,16 @@ def test_bytes_of_a_model(ranks: Pool, world_size: int) -> None:
     """Uneven and empty shards: there and back over all ranks, rounded up; AdamW's parameters take no part."""
     found = ranks.run(world_size, _net, "fsdp")
     assert all(counts == {"alltoall_base": 2} for counts, _ in found)
-    assert sum(nbytes["alltoall_base"] for _, nbytes in found) == 2 * _padded_bytes(world_size, MATRICES)
+    assert sum(nbytes["alltoall_base"] for _, nbytes in found) == 2 * (
+        _padded_bytes(world_size, MATRICES) + world_size**2 * ROLL
+    )
 
 
 def test_bytes_of_ddp(ranks: Pool) -> None:
     """Each owner sends its matrices to the others once."""
     for counts, nbytes in ranks.run(2, _net, "ddp"):
         assert counts == {"broadcast": 2}
-        assert nbytes == {"broadcast": _padded_bytes(1, MATRICES)}
+        assert nbytes == {"broadcast": _padded_bytes(1, MATRICES) + 2 * ROLL}
 
 
 def test_a_rank_alone_sends_nothing(ranks: Pool) -> None:

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardopt
 from ranks.pool import Pool
-from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint import CheckpointError, retention
+from shardopt.checkpoint.location import folder_at
 
 needed = ("moto", "flask", "s3fs", "boto3")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -87,6 +88,13 @@ def _save(address: str, step: int) -> list[torch.Tensor]:
     return _everything(model, optimizer)
 
 
+def _save_later(address: str, step: int) -> None:
+    """Data that are older than the newest checkpoint by half a second count as abandoned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retention, "_A_DAY", 0.5)
+        _save(address, step)
+
+
 def _load(address: str, step: int) -> list[torch.Tensor]:
     _reach(address)
     model, optimizer = _model(50)
@@ -102,9 +110,17 @@ def _load_nothing(address: str, step: int) -> str:
 
 
 def test_ranks_save_and_others_load(ranks: Pool, server: str) -> None:
+    folder = "s3://runs/step-0"
+    _reach(server)
+    target = folder_at(folder).create("0123456789abcdef-0.bin")  # of a save that never completed
+    target.write(memoryview(b"data"), 0)
+    target.finish()
     saved = [ranks.run(3, _save, server, step)[0] for step in (1, 2, 3)]
+    assert folder_at(folder).names() == ["0123456789abcdef-0.bin"]  # another job might be saving it
     for step in (2, 3):
         for loaded in ranks.run(2, _load, server, step):
             assert all(torch.equal(a, b) for a, b in zip(loaded, saved[step - 1], strict=True))
     for message in ranks.run(2, _load_nothing, server, 1):
         assert "s3://runs/step-1: there is no such folder" in message
+    ranks.run(3, _save_later, server, 4)
+    assert not folder_at(folder).exists()

@@ -21,8 +21,8 @@ from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
-from shardopt.release import forward_overlap
 from shardopt.release.forward_overlap import ForwardOverlap
+from shardopt.release.fsdp_groups import fsdp_groups
 from shardopt.sharding.exchange import RanksExchange
 
 _ALL_REDUCE = RanksExchange._all_reduce
@@ -159,10 +159,11 @@ def test_gathering_without_waiting_has_other_bits(ranks: Pool) -> None:
 def _removed() -> None:
     model = _fsdp(Layers())
     optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
-    groups = list(forward_overlap._fsdp_groups(model))
+    groups = list(fsdp_groups(model))
     with shardopt.release_gradients(model, optimizer, overlap_forward=True):
-        assert all("unshard" in vars(group) for group in groups)
-    assert not any("unshard" in vars(group) for group in groups)
+        assert all(len(group.before_gather) == 1 for group in groups)
+    assert not any(group.before_gather for group in groups)
+    assert list(fsdp_groups(model)) == groups, "torch's groups are wrapped once"
 
 
 def test_removed(ranks: Pool) -> None:

@@ -114,7 +114,8 @@ def _live_gradients() -> tuple[int, int]:
     live: list[int] = []
     for param in params:
         param.register_post_accumulate_grad_hook(lambda _: live.append(sum(p.grad is not None for p in params)))
-    shardopt.release_gradients(model, shardopt.AdamW8bit(params))
+    optimizer = shardopt.AdamW8bit(params)
+    shardopt.release_gradients(model, optimizer)
     loss_of(model, make_batch(0, dist.get_rank())).backward()
     assert len(live) == len(params)
     return min(live), max(live)
@@ -167,7 +168,8 @@ def _too_early_for_another_use() -> None:
     model = nn.ParameterDict({"weight": distribute_tensor(torch.randn(64, 64), mesh, (Shard(0),))})
     x = distribute_tensor(torch.randn(2, 64), mesh, (Replicate(),)).requires_grad_(True)
     weight = model["weight"]
-    shardopt.release_gradients(model, shardopt.AdamW8bit([weight]))
+    optimizer = shardopt.AdamW8bit([weight])
+    shardopt.release_gradients(model, optimizer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (torch.tanh(x @ weight.detach()) @ weight).sum().backward()
 
@@ -304,8 +306,8 @@ def _raises(error: type[Exception], text: str, function: Callable[..., Any], *ar
         function(*args)
 
 
-def _release(model: nn.Module) -> None:
-    shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+def _release(model: nn.Module) -> shardopt.GradientRelease:
+    return shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
 
 
 def _backward_twice(model: nn.Module) -> None:

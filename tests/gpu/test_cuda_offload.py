@@ -11,6 +11,7 @@ from helpers import CODEC_NAMES
 from kernel_problem import gradients, start
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
+from shardopt.kernels.transfers_cuda import pin_memory
 from shardopt.state import residency
 from weight_formats import BF16
 
@@ -53,7 +54,7 @@ def test_state_lives_in_locked_host_memory() -> None:
 
 
 def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots, whatever the parameters take; and tables, of about a kibibyte per chunk."""
+    """Slots, whatever the parameters take; and tables, of 4,608 bytes per chunk, with a count of 512."""
     chunk = 1 << 20
     monkeypatch.setattr(residency, "CHUNK_BYTES", chunk)
     used = []
@@ -69,7 +70,7 @@ def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPa
         assert shardopt.memory_report(optimizer).device.offload_buffers == 3 * chunk
         del optimizer
     more_chunks = (8192 - 1024) * 1024 * 2.2 / chunk + 1
-    assert used[1] - used[0] < 4096 * more_chunks, used
+    assert used[1] - used[0] <= (4608 + 512) * more_chunks, used
 
 
 @pytest.mark.parametrize(("offload", "overlap"), [("state", False), ("step", False), ("step", True)])
@@ -98,6 +99,16 @@ def test_a_graph_refuses_it() -> None:
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="captured into a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
+
+
+def test_a_refused_lock_leaves_no_error_behind() -> None:
+    """CUDA keeps the error of a failed call, which the next sound kernel would raise."""
+    memory = torch.zeros(1 << 16, dtype=torch.uint8, pin_memory=True)
+    with pytest.raises(MemoryError, match=r"got CUDA error \d+ for locking"):
+        pin_memory(memory, object(), torch.device("cuda", 0))
+    assert torch.ones(3, device=CUDA).sum() == 3
+    step_on(*reversed(make_on(CUDA, "adamw", "log8", start(BF16, SHAPES))), gradients(1, BF16, SHAPES))
+    torch.cuda.synchronize()
 
 
 def test_without_locked_memory() -> None:

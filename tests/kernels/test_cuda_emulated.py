@@ -1,6 +1,7 @@
-"""The CUDA kernels and their calling equal the CPU's bit for bit, as far as a CPU can tell: lanes are coroutines.
+"""The CUDA kernels and their calling equal the CPU's bit for bit, as far as a CPU can tell.
 
-What this cannot show is how nvcc compiles them, and whatever needs a GPU: tests/gpu does.
+The fixture ``emulated`` says how they run: as nvcc compiles them, on an interpreter of PTX, or their source on
+coroutines. Neither shows what ptxas makes of the PTX, nor whatever else needs a GPU: tests/gpu does.
 """
 
 from __future__ import annotations
@@ -28,33 +29,11 @@ from weight_formats import BF16, FP32
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (33, 257), (1, 1032))
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return cuda_emulated.build(tmp_path_factory.mktemp("cuda_emulated"))
-
-
-def run(rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> tuple[Snapshot, int]:
-    params, optimizer = make(rule, codec, initial, **options)
-    with using("portable", threads=1):
-        for gradient in steps:
-            step(optimizer, params, gradient)
-    return snapshot(params, optimizer), optimizer.nonfinite_count
-
-
-def compare(emulated: ModuleType, rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> None:
-    wanted, wanted_skips = run(rule, codec, initial, steps, **options)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cuda_emulated.use(emulated, monkeypatch)
-        found, skips = run(rule, codec, initial, steps, **options)
-    assert_same(found, wanted)
-    assert skips == wanted_skips
-
-
 @pytest.mark.parametrize(("rule", "codec", "dtypes"), by_passes(product(RULES, CODEC_NAMES, ("bf16", "fp16-fp32"))))
 def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str, dtypes: str) -> None:
     param_dtype, gradient_dtype = DTYPES[dtypes]
     steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
-    compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
+    cuda_emulated.compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
 
 
 @pytest.mark.parametrize(("codec", "dtypes"), [("log8", "bf16"), ("dynamic8", "fp16-fp32"), ("fp32", "bf16")])
@@ -62,8 +41,8 @@ def test_muon(emulated: ModuleType, codec: str, dtypes: str) -> None:
     """Both of its passes; what comes between them is PyTorch's."""
     param_dtype, gradient_dtype = DTYPES[dtypes]
     steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3)]
-    compare(emulated, "muon", codec, start(param_dtype, SHAPES), steps)
-    compare(emulated, "muon_in_waves", codec, start(param_dtype, SHAPES), steps)
+    cuda_emulated.compare(emulated, "muon", codec, start(param_dtype, SHAPES), steps)
+    cuda_emulated.compare(emulated, "muon_in_waves", codec, start(param_dtype, SHAPES), steps)
 
 
 #: Of whole, aligned blocks: less than a turn, turns and a rest, several tasks.
@@ -96,9 +75,26 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     dtype, options = ALIGNED_FORMATS[weights]
     steps = [aligned_gradients(t, dtype) for t in (1, 2, 3, 4, 5, 6, 7, 8)]
     before = emulated.quick_turns()
-    compare(emulated, rule, codec, start(dtype, ALIGNED), steps, **options)
+    cuda_emulated.compare(emulated, rule, codec, start(dtype, ALIGNED), steps, **options)
     turns = len(steps) * (9 // 4 + 27 // 4 + 51 // 4)
     assert turns / 4 < emulated.quick_turns() - before < turns
+
+
+#: Whole, aligned blocks beside others: a thread block steps one, two or three tasks of the former, and the latter.
+MIXED = (((9, 128), (19, 130)), ((9, 128), (2, 128), (75, 33)), ((9, 128), (2, 128), (5, 384), (3, 1000)))
+
+
+@pytest.mark.parametrize("weights", ALIGNED_FORMATS)
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+def test_aligned_and_other_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
+    """Warps of a thread block take either kind: all kernels that step both."""
+    dtype, options = ALIGNED_FORMATS[weights]
+    for shapes in MIXED:
+        steps = [gradients(t, dtype, shapes) for t in (1, 2, 4)]
+        before = emulated.quick_turns()
+        cuda_emulated.compare(emulated, rule, codec, start(dtype, shapes), steps, **options)
+        assert emulated.quick_turns() > before
 
 
 @pytest.mark.parametrize("columns", [128, 130])
@@ -134,7 +130,7 @@ def test_misaligned_addresses(emulated: ModuleType) -> None:
     odd = [{name: at_odd_offset(x) for name, x in gradient.items()} for gradient in aligned]
     for steps, is_taken in ((odd, True), ([aligned[0], *odd[1:]], False)):
         before = emulated.quick_turns()
-        compare(emulated, "adamw", "log8", start(BF16, ALIGNED), steps)
+        cuda_emulated.compare(emulated, "adamw", "log8", start(BF16, ALIGNED), steps)
         assert (emulated.quick_turns() > before) == is_taken
 
 
@@ -171,7 +167,7 @@ def test_a_launch_per_format(emulated: ModuleType, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_C, "step_cuda", spy, raising=False)
     shapes = (*ALIGNED, (3, 130), (70, 33))
     for block_size in (128, 64):
-        run("adamw", "log8", start(BF16, shapes), [gradients(1, BF16, shapes)], block_size=block_size)
+        cuda_emulated.run("adamw", "log8", start(BF16, shapes), [gradients(1, BF16, shapes)], block_size=block_size)
     ((_, _, usual, begin, staged, end),), ((_, _, other, *_),) = batches
     assert usual >= 0
     assert begin < staged < end
@@ -183,7 +179,7 @@ def test_a_launch_per_format(emulated: ModuleType, monkeypatch: pytest.MonkeyPat
 def test_block_sizes(emulated: ModuleType, codec: str, block_size: int) -> None:
     shapes = ((2, 5000), (70, 33), (3, 257), (2, 4096))
     steps = [gradients(t, FP32, shapes) for t in (1, 3)]
-    compare(emulated, "adamw", codec, start(FP32, shapes), steps, block_size=block_size)
+    cuda_emulated.compare(emulated, "adamw", codec, start(FP32, shapes), steps, block_size=block_size)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -201,15 +197,31 @@ def test_weight_formats_and_cut_blocks(emulated: ModuleType, codec: str, weights
             assert skipped == wanted > 0, name
 
 
+def test_a_table_with_a_cut_block_of_two_blocks_is_refused(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_emulated.use(emulated, monkeypatch)
+    problem = Problem("adam", "log8", "bf16", PIECES["fragment"], 32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"entry 0: got a cut block of 45 columns from 168, .* one block of 32"):
+        problem.run(CudaCall, steps=1)
+
+
 def test_more_gradients_than_a_launch_takes(emulated: ModuleType) -> None:
     shapes = tuple((n,) for n in range(1, emulated.cuda_launched_gradients + 3))
     steps = [gradients(t, FP32, shapes) for t in (1, 2, 4)]
-    compare(emulated, "adamw", "log8", start(FP32, shapes), steps)
+    cuda_emulated.compare(emulated, "adamw", "log8", start(FP32, shapes), steps)
+
+
+def test_more_matrices_than_a_launch_takes(emulated: ModuleType) -> None:
+    """Muon's matrices alone count their steps in a launch that steps nothing else."""
+    shapes = tuple((rows, columns) for rows in range(1, 21) for columns in range(2, 27))
+    assert len(shapes) > emulated.cuda_launched_gradients
+    cuda_emulated.compare(emulated, "muon", "fp32", start(FP32, shapes), [gradients(t, FP32, shapes) for t in (1, 2)])
 
 
 def test_captured_steps_between_others(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 4, 5, 6)]
-    wanted, _ = run("adamw", "log8", start(FP32, SHAPES), steps)
+    wanted, _ = cuda_emulated.run("adamw", "log8", start(FP32, SHAPES), steps)
     cuda_emulated.use(emulated, monkeypatch)
     params, optimizer = make("adamw", "log8", start(FP32, SHAPES))
     for gradient, capturing in zip(steps, (False, True, False, False, True), strict=True):
@@ -234,7 +246,9 @@ def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
     steps = [gradients(t, dtype, SHAPES) for t in (1, 2, 3, 4)]
     asked_for = "companded8" if codec == "log4" else codec
     for block_size in (16, 128, 1024):
-        compare(emulated, "repaid_adamw", asked_for, start(dtype, SHAPES), steps, block_size=block_size, **options)
+        cuda_emulated.compare(
+            emulated, "repaid_adamw", asked_for, start(dtype, SHAPES), steps, block_size=block_size, **options
+        )
 
 
 def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,9 @@ from pairs import by_passes, of_usual_rules
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch
+from shardopt.kernels.dispatch import CpuCall
 from shardopt.optim import ShardedOptimizer
+from step_tables import PIECES, Problem
 from weight_formats import BF16, FP16, FP32
 
 VARIANTS = [(target, threads) for target in _C.cpu_targets() for threads in (1, 2)]
@@ -338,6 +340,13 @@ def test_a_step_of_nothing_keeps_every_half_precision_value(dtype: torch.dtype, 
 def test_propagate_equals_the_reference_on_finite_gradients(codec: str) -> None:
     steps = [gradients(t, FP32) for t in (1, 2, 4)]
     compare("adamw", codec, start(FP32), steps, VARIANTS, nonfinite="propagate")
+
+
+def test_a_table_with_a_cut_block_of_two_blocks_is_refused() -> None:
+    """Scales and extremes of the second one would lie beyond the end."""
+    problem = Problem("adam", "log8", "bf16", PIECES["fragment"], 32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"entry 0: got a cut block of 45 columns from 168, .* one block of 32"):
+        problem.run(lambda _, tables: CpuCall(tables), steps=1)
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:

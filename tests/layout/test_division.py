@@ -18,8 +18,6 @@ from shardopt.layout.division import ranges
 class OneRank:
     """A rank of several, which says nothing."""
 
-    device_type = "cpu"
-
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.numbers = rank, tuple(range(size))
 

@@ -84,8 +84,6 @@ def test_holders_are_those_whose_parts_overlap(shape: tuple[int, ...], partition
 class _Ranks:
     """Ranks of which this is one, with these numbers among all."""
 
-    device_type = "cpu"
-
     def __init__(self, rank: int, numbers: tuple[int, ...]) -> None:
         self.rank, self.numbers = rank, numbers
 

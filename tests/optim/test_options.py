@@ -264,3 +264,9 @@ def test_sizes_in_bytes() -> None:
     for text, nbytes in {"0": 0, "1024": 1024, "2GiB": 2 << 30, "1.5 MiB": 3 << 19, ".5KiB": 512}.items():
         assert bytes_of(text) == nbytes
     assert bytes_of("9" * 400) > 1 << 1024, "beyond the largest float"
+
+
+@pytest.mark.parametrize("names", [1.5, "weight", [1]])
+def test_param_names_are_names(names: Any) -> None:
+    with pytest.raises(ValueError, match=r"param_names: got .*, expected a list of the parameters' names"):
+        shardopt.AdamW([{"params": [Parameter(torch.ones(2))], "param_names": names}])

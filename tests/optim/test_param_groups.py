@@ -235,3 +235,13 @@ def test_a_text_for_no_decay_is_refused() -> None:
     for no_decay in ("*.bias", None):
         with pytest.raises(ValueError, match=r"no_decay: got .*write \(\"\*\.bias\",\) for one"):
             shardopt.param_groups(Net(), no_decay=no_decay)
+
+
+@pytest.mark.parametrize("groups_of", [shardopt.param_groups, shardopt.muon_groups])
+def test_what_is_no_initialized_model_is_refused(groups_of: Any) -> None:
+    params = nn.Linear(3, 3).parameters()
+    for given in (list(params), params):
+        with pytest.raises(TypeError, match="expected a model, whose parameters have names; pass the module"):
+            groups_of(given)
+    with pytest.raises(ValueError, match=r"got 0.weight of a lazy module.*; take a forward pass first"):
+        groups_of(nn.Sequential(nn.LazyLinear(3)))

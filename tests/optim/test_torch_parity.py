@@ -292,6 +292,55 @@ def test_schedulers(name: str, scheduler: str) -> None:
     assert_as_near_as_torch(scenario, PAIRS[name])
 
 
+@pytest.mark.parametrize("scheduler", ["one cycle", "cyclic"])
+@pytest.mark.parametrize("name", ["adam-l2", "amsgrad", "nadam", "nadam-decoupled", "radam", "radam-short", "adamax"])
+def test_decay_rates_change(name: str, scheduler: str) -> None:
+    """These schedulers cycle ``betas[0]``, too. The run is saved and loaded while they do."""
+
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64), run.param(257, seed=2)]
+        optimizer = run.optimizer(params)
+        schedule = SCHEDULERS[scheduler](optimizer)
+        rates = set()
+        for t in range(30):
+            if t == 11:
+                state_dict = optimizer.state_dict()
+                optimizer = run.optimizer(params)
+                optimizer.load_state_dict(state_dict)
+                schedule.optimizer = optimizer
+            rates.add(optimizer.param_groups[0]["betas"][0])
+            run.give_gradients(params, t)
+            optimizer.step()
+            schedule.step()
+        assert len(rates) > 5
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS[name])
+
+
+@pytest.mark.parametrize("scheduler", ["one cycle", "cyclic"])
+def test_nadam_goes_on_after_torch(scheduler: str) -> None:
+    """torch's state has the product of decay rates that changed, and ours gives it back."""
+
+    def scenario(run: Run) -> list[Tensor]:
+        params = [run.param(70, 64)]
+        optimizer: Optimizer = torch.optim.NAdam(params, lr=1e-2, weight_decay=0.1)
+        schedule = SCHEDULERS[scheduler](optimizer)
+        for t in range(30):
+            if t in (11, 20):
+                ours = isinstance(optimizer, shardopt.NAdam)
+                state_dict = optimizer.state_dict(dequantize=True) if ours else optimizer.state_dict()
+                optimizer = torch.optim.NAdam(params) if ours else run.optimizer(params)
+                optimizer.load_state_dict(state_dict)
+                schedule.optimizer = optimizer
+            run.give_gradients(params, t)
+            optimizer.step()
+            schedule.step()
+        return params
+
+    assert_as_near_as_torch(scenario, PAIRS["nadam"])
+
+
 def test_reduce_on_plateau() -> None:
     def scenario(run: Run) -> list[Tensor]:
         params = [run.param(70, 64)]

@@ -51,5 +51,6 @@ def _count() -> exchange.Count:
 def test_counts_of_the_exchange(ranks: Pool) -> None:
     first, second = ranks.run(2, _count)
     assert first.cut_blocks == second.cut_blocks > 0
-    assert first.round_bytes == second.round_bytes == 2 * 8 * first.cut_blocks
+    roll = 8 * (1 + first.cut_blocks)  # an entry per parameter, of which each has one
+    assert first.round_bytes == second.round_bytes == 2 * 8 * first.cut_blocks + roll
     assert first.rounds == second.rounds == 2

@@ -101,7 +101,10 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
 #: What of it is in param groups.
 IN_GROUPS = {**BY_KEYWORD, "Adam": BY_KEYWORD["AdamW"]}
 #: What the first step adds to: no arguments.
-ESTIMATES: dict[str, dict[str, Any]] = {"Prodigy": {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "k": 0}}
+ESTIMATES: dict[str, dict[str, Any]] = {
+    "NAdam": {"past_mu": (0, 1.0, None)},
+    "Prodigy": {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "k": 0},
+}
 PRESETS = {f"{name}8bit": name for name in OPTIMIZERS} | {f"{name}4bit": name for name in ("Adam", "AdamW")}
 OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")

@@ -15,6 +15,7 @@ from torch import nn
 
 import shardopt
 from ranks.offload import offload_from_cpu
+from shardopt import _C
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.internals import Internals
@@ -205,6 +206,25 @@ def test_budget_over_param_groups_is_checked_as_it_is_spent(available: list[int]
     step(optimizer, *params[:3])
     assert offloads(optimizer, *params[:3]) == [None, "state", "state"]
     optimizer.add_param_group({"params": params[3:]})  # the others have theirs now
+
+
+def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the context of the GPU that copies from it, until the owner is gone; a refusal says what to do."""
+    calls: list[tuple[object, ...]] = []
+    errors = [0, 2]
+    monkeypatch.setattr(_C, "pin_cuda", lambda *call: calls.append(call) or errors.pop(0), raising=False)
+    monkeypatch.setattr(_C, "unpin_cuda", lambda *call: calls.append(call), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # raises in a build without CUDA
+    gpu = torch.device("cuda", 1)
+    host = host_memory._HostMemory(5000, pin=gpu)
+    address, nbytes = host.memory.data_ptr(), host.memory.nbytes
+    del host
+    gc.collect()
+    assert calls == [(1, address, nbytes), (1, address)]
+    assert (address % 4096, nbytes) == (0, 8192)
+    with pytest.raises(MemoryError, match=r"got CUDA error 2 .* pin_memory=False"):
+        host_memory._HostMemory(5000, pin=gpu)
+    assert len(calls) == 3
 
 
 def test_replaced_parameters_let_their_memory_go(monkeypatch: pytest.MonkeyPatch) -> None:

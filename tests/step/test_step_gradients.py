@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import shardopt
 from helpers import RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.offload import offload_from_cpu
@@ -212,3 +213,14 @@ def test_state_that_is_a_negative_view_is_refused() -> None:
     state["exp_avg"] = torch._neg_view(state["exp_avg"].clone())
     with pytest.raises(RuntimeError, match="got a state exp_avg that is a negative view"):
         step(optimizer, 1)
+
+
+def test_a_loss_scale_of_zero_skips_all() -> None:
+    """Gradients become Inf or NaN, as in torch's fused kernels."""
+    param = Parameter(torch.ones(128))
+    param.grad = torch.arange(128.0)
+    optimizer = shardopt.AdamW([param])
+    optimizer.grad_scale = torch.zeros(())
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(128))
+    assert optimizer.nonfinite_count == 128

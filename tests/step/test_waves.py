@@ -24,7 +24,6 @@ class Group(NamedTuple):
 
     name: str
     rank: int
-    device_type: str = "cpu"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Group) and self.name == other.name

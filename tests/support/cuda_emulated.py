@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU: their source built by the host compiler, called as on a GPU."""
+"""The CUDA kernels on the CPU, called as on a GPU; here their source is built by the host compiler."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import Named, step
+from kernel_problem import make, using
+from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch_cuda
 from shardopt.step import batch
@@ -53,6 +56,7 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda_tasks", "step_cuda", "cuda_prepared_bytes", "cuda_launched_gradients"):
         monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
     monkeypatch.setattr(dispatch_cuda, "_pinned", _pageable)
+    monkeypatch.setattr(dispatch_cuda, "_on", lambda table, device: table.clone())
     monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -62,3 +66,21 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _pageable(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
+
+
+def run(rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> tuple[Snapshot, int]:
+    params, optimizer = make(rule, codec, initial, **options)
+    with using("portable", threads=1):
+        for gradient in steps:
+            step(optimizer, params, gradient)
+    return snapshot(params, optimizer), optimizer.nonfinite_count
+
+
+def compare(module: ModuleType, rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> None:
+    """Steps optimizers on the CPU and as if on a GPU: parameters, state and skipped elements have the same bits."""
+    wanted, wanted_skips = run(rule, codec, initial, steps, **options)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use(module, monkeypatch)
+        found, skips = run(rule, codec, initial, steps, **options)
+    assert_same(found, wanted)
+    assert skips == wanted_skips

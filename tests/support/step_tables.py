@@ -54,6 +54,11 @@ class Piece(NamedTuple):
     row_numel: int = 0
     offset: int = 0
 
+    def is_in_blocks(self, size: int) -> bool:
+        """Whether blocks of a size can have it: it begins where one begins, or it lies in a single one."""
+        begin = self.first_col % size
+        return begin == 0 or begin + self.cols <= size
+
 
 class Problem:
     """One rectangle with its state on a device, and the tables that step it."""
@@ -153,7 +158,7 @@ class Problem:
             call.update(t == 1, self.groups, LossScaling(None, None))
             for phase in self._phases:
                 call.run(phase)
-        return call.nonfinite(wait=True)
+        return call.skipped.count(wait=True)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Everything that a step writes."""

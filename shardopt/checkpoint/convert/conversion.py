@@ -6,18 +6,22 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.portable import read_portable, write_portable
 from shardopt.checkpoint.convert.recoding import recoded
 from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
 from shardopt.checkpoint.convert.stream import PIECE_NUMEL, Checkpoint
 from shardopt.checkpoint.convert.torch_file import read_torch, write_torch
+from shardopt.checkpoint.convert.unfinished import unfinished
 from shardopt.checkpoint.convert.universal import COMMON, read_universal
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.foreign.safetensors_reader import HEADER_BEGIN
-from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.header import dumped
+from shardopt.checkpoint.index import INDEX_NAME, is_own_name
+from shardopt.checkpoint.local_folder import LocalFolder
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.wording import few
@@ -27,6 +31,9 @@ FORMATS = ("portable", "safetensors", "torch", "dcp")
 
 #: Formats whose moments are float32.
 _FLOAT32 = ("torch",)
+
+#: Bytes of a result for each byte of a source, at most: float32 of 4 bits, and parameters with several names.
+_MOST_PER_BYTE = 64
 
 _DCP_METADATA = ".metadata"
 _ZIP = b"PK\3\4"
@@ -75,13 +82,7 @@ def convert(
         CheckpointError: the source cannot be read, is damaged or of an unknown format, the target exists already, or
             cannot hold what is in the source. Nothing is left at the target.
     """
-    writers: dict[str, Any] = {
-        "portable": _to_portable,
-        "safetensors": write_safetensors,
-        "torch": write_torch,
-        "dcp": _to_dcp,
-    }
-    if to not in writers:
+    if to not in FORMATS:
         raise CheckpointError(f"got the format {to!r}, expected one of {', '.join(FORMATS)}")
     options = {key: value for key, value in (("codec", codec), ("block_size", block_size)) if value is not None}
     if to in _FLOAT32 and options:
@@ -90,12 +91,16 @@ def convert(
         raise CheckpointError(f"got {target} for {to}, expected a path; write it to a disk, and copy it")
     _refuse_existing(target)
     with ExitStack() as closing:
-        kind = format_of(source)
-        checkpoint = _read(kind, source, optimizer, closing)
+        with refusing(os.fspath(source), "tensors and plain values where such a checkpoint has them; save it again"):
+            kind = format_of(source)
+            checkpoint = _read(kind, source, optimizer, closing)
+        if to != "safetensors":  # which has no extra values
+            _check_extra(checkpoint)
         if to in _FLOAT32 and checkpoint.optimizer is not None and not is_of_quantize_state(checkpoint.optimizer):
             options = {"codec": "fp32"}
         checkpoint, states = recoded(checkpoint, options)
         total = sum(each.nbytes for each in checkpoint.described.values())
+        _check_total(total, kind, source)
         done = 0
 
         def advance(nbytes: int) -> None:
@@ -103,7 +108,7 @@ def convert(
             done += nbytes
             progress(done, total)
 
-        writers[to](checkpoint, target, piece_numel, advance)
+        _write(to, checkpoint, target, piece_numel, advance)
     return Converted(kind, states, checkpoint.left_out)
 
 
@@ -150,7 +155,7 @@ def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack
     if kind == "dcp":
         from shardopt.checkpoint.convert.dcp import read_dcp  # imports torch.distributed.checkpoint, which takes long
 
-        return read_dcp(source, optimizer, closing)
+        return read_dcp(source, optimizer)
     if kind == "universal":
         return read_universal(source, optimizer)
     if kind == "torch":
@@ -158,17 +163,58 @@ def _read(kind: str, source: PathLike, optimizer: str | None, closing: ExitStack
     return read_safetensors(source, optimizer, closing)
 
 
-def _to_portable(checkpoint: Checkpoint, target: PathLike, numel: int, progress: Callable[[int], object]) -> None:
-    write_portable(checkpoint, folder_at(target), numel, progress)
+def _write(to: str, checkpoint: Checkpoint, target: PathLike, numel: int, progress: Callable[[int], object]) -> None:
+    folder = folder_at(target)
+    if not isinstance(folder, LocalFolder):
+        try:
+            write_portable(checkpoint, folder, numel, progress)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: got {error} while writing, expected room for it; choose another URL"
+            ) from error
+        return
+    with unfinished(Path(str(folder))) as path:
+        if to == "portable":
+            write_portable(checkpoint, LocalFolder(path), numel, progress)
+        elif to == "dcp":
+            from shardopt.checkpoint.convert.dcp import write_dcp  # imports torch.distributed.checkpoint
+
+            write_dcp(checkpoint, path, numel, progress)
+        else:
+            {"safetensors": write_safetensors, "torch": write_torch}[to](checkpoint, path, numel, progress)
 
 
-def _to_dcp(checkpoint: Checkpoint, target: PathLike, numel: int, progress: Callable[[int], object]) -> None:
-    from shardopt.checkpoint.convert.dcp import write_dcp
+def _check_total(total: int, kind: str, source: PathLike) -> None:
+    """Raises if tensors share memory, so that the result would be far larger than the source.
 
-    write_dcp(checkpoint, target, numel, progress)
+    Chunks of portable checkpoints cannot: see :mod:`shardopt.checkpoint.table`.
+    """
+    if kind in ("torch", "dcp", "universal"):
+        path = Path(source)
+        size = sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())
+        if total > _MOST_PER_BYTE * size:
+            raise CheckpointError(
+                f"{path}: got tensors that come to {total} bytes in {size} bytes, expected at most {_MOST_PER_BYTE} "
+                "times as many; save tensors that share no memory"
+            )
+
+
+def _check_extra(checkpoint: Checkpoint) -> None:
+    """Raises if extra values are nested deeper than a save allows, as in checkpoints of earlier versions."""
+    try:
+        dumped({"extra": checkpoint.extra})
+    except TypeError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
 
 def _refuse_existing(target: PathLike) -> None:
-    text = os.fspath(target)
-    if folder_at(target).exists() if "://" in text else os.path.lexists(text):
-        raise CheckpointError(f"{text}: got a target that exists, expected a new path; remove it, or choose another")
+    """Raises if the target exists; what a killed process has left in an object store does not count."""
+    folder = folder_at(target)
+    if isinstance(folder, LocalFolder):
+        exists = os.path.lexists(str(folder))
+    else:
+        exists = not all(map(is_own_name, folder.names()))
+    if exists:
+        raise CheckpointError(
+            f"{os.fspath(target)}: got a target that exists, expected a new path; remove it, or choose another"
+        )

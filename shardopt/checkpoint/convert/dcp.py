@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,24 +17,32 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from shardopt.checkpoint.convert.dcp_metadata import metadata_in, tensor_in_zip, unpickled
-from shardopt.checkpoint.convert.state_dicts import take_state_dicts
-from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt, refuse_quantize_state
+from shardopt.checkpoint.convert.dcp_metadata import METADATA, WRITTEN, Index, metadata_in
+from shardopt.checkpoint.convert.pickled import refusing
+from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, take_state_dicts
+from shardopt.checkpoint.convert.stream import (
+    Checkpoint,
+    LazyTensor,
+    elements,
+    ranges,
+    rebuilt,
+    refuse_quantize_state,
+)
+from shardopt.checkpoint.convert.torch_zip import torch_objects
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.local_folder import sync_folder
 from shardopt.checkpoint.own_files import open_own
 from shardopt.checkpoint.rectangles import fill
-from shardopt.checkpoint.wording import named, shown
+from shardopt.checkpoint.wording import kind_of, named, shown
 from shardopt.layout.partition import rectangles_of_range
 
-METADATA = ".metadata"
 _DATA_FILE = "__0_0.distcp"
 _MODEL = ("model", "model_state_dict", "app")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
 _MOST_BYTES = 1 << 26  # of a value that is no tensor
 _CHUNK_NUMEL = 1 << 21
-_MOST_OPEN = 256  # files
+_RECENT = 4  # chunks that stay mapped: a parameter's state has as many entries
 _MOST_NESTED = 16  # dicts within extra values
 
 
@@ -48,39 +56,7 @@ class _Chunk(NamedTuple):
     length: int
 
 
-class _Files:
-    """The data files of a folder, opened when they are needed."""
-
-    def __init__(self, folder: Path, closing: ExitStack) -> None:
-        self.folder, self._closing = folder, closing
-        self._open: dict[str, BinaryIO] = {}
-
-    def __getitem__(self, name: str) -> BinaryIO:
-        if name not in self._open:
-            try:
-                file = open(open_own(self.folder / name), "rb", buffering=0)  # noqa: SIM115  closed by the stack
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.folder / name}: cannot be opened: {error.strerror or error}; load another checkpoint"
-                ) from error
-            if len(self._open) == _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[name] = self._closing.enter_context(file)
-        return self._open[name]
-
-    def bytes(self, name: str, begin: int, count: int) -> bytearray:
-        """Bytes of a file."""
-        found = bytearray(count)
-        view, at = memoryview(found), 0
-        while at < count:
-            read = os.preadv(self[name].fileno(), [view[at:]], begin + at)
-            if read == 0:
-                raise CheckpointError(f"{self.folder / name}: got {begin + at} bytes, expected more; it is cut off")
-            at += read
-        return found
-
-
-def read_dcp(path: PathLike, optimizer: str | None, closing: ExitStack) -> Checkpoint:
+def read_dcp(path: PathLike, optimizer: str | None) -> Checkpoint:
     """A folder of ``dcp.save({"model": ..., "optimizer": ...})`` with the results of ``get_state_dict``.
 
     Nothing is unpickled but DCP's own classes, and data are read when they are needed. DCP has no checksums.
@@ -88,23 +64,23 @@ def read_dcp(path: PathLike, optimizer: str | None, closing: ExitStack) -> Check
     Args:
         path: the folder.
         optimizer: the optimizer's class; None to find it by options and entries.
-        closing: closes the files.
 
     Raises:
         CheckpointError: the folder is damaged, has anything else, or is of an unknown optimizer.
     """
     folder = Path(path)
     text = str(folder / METADATA)
-    found = metadata_in(text, (folder / METADATA).read_bytes())
-    files = _Files(folder, closing)
+    found = metadata_in(folder)
+    value_in = lru_cache(_RECENT)(_value_in)  # consecutive pieces often are of one chunk
     checkpoint = Checkpoint(os.fspath(path))
     model: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     has_optimizer = False
     for key, where in found.planner_data.items():
-        value = unpickled(lambda: _value(found, key, files, text), text)  # noqa: B023  called at once
-        path_in = where if isinstance(where, tuple) else (where,)
+        with refusing(text, WRITTEN):
+            value = _value(found, key, folder, value_in)
+        path_in = where if isinstance(where, tuple) and where else (where,)
         match path_in:
             case (first, *names) if first in _MODEL and names and isinstance(value, LazyTensor):
                 model[".".join(map(str, names))] = value
@@ -137,15 +113,15 @@ def read_dcp(path: PathLike, optimizer: str | None, closing: ExitStack) -> Check
     return checkpoint
 
 
-def _value(found: metadata.Metadata, key: str, files: _Files, path: str) -> Any:
+def _value(found: metadata.Metadata, key: str, folder: Path, value_in: Callable[..., Any]) -> Any:
     """A tensor, or another value, which is read at once."""
+    path = str(folder / METADATA)
     described = found.state_dict_metadata[key]
     if type(described) is metadata.BytesStorageMetadata:
-        chunk = _chunk(found, metadata.MetadataIndex(key), (), (), path)
+        chunk = _chunk(found, Index(key), (), (), path)
         if chunk.length > _MOST_BYTES:
             raise CheckpointError(f"{path}: got {chunk.length} bytes for {named(key)}, expected at most {_MOST_BYTES}")
-        data = io.BytesIO(files.bytes(chunk.file, chunk.begin, chunk.length))
-        return torch.load(data, map_location="cpu", weights_only=True)
+        return _value_in(folder, chunk)
     if type(described) is not metadata.TensorStorageMetadata:
         raise TypeError(type(described).__name__)
     dtype, shape = described.properties.dtype, _sizes(described.size)
@@ -153,17 +129,17 @@ def _value(found: metadata.Metadata, key: str, files: _Files, path: str) -> Any:
         raise TypeError(f"dtype {shown(dtype)}")
     chunks = []
     for each in described.chunks:
-        index = metadata.MetadataIndex(key, torch.Size(each.offsets))
+        index = Index(key, torch.Size(each.offsets))
         chunks.append(_chunk(found, index, _sizes(each.offsets), _sizes(each.sizes), path))
     if not fill(shape, [(chunk.offsets, chunk.shape) for chunk in chunks]):
         raise CheckpointError(f"{path}: got chunks that do not fill {named(key)} {shown(shape)}, expected all of it")
-    readers = [((chunk.offsets, chunk.shape), _reader(files, chunk, dtype)) for chunk in chunks]
+    readers = [((chunk.offsets, chunk.shape), _reader(folder, chunk, dtype, value_in)) for chunk in chunks]
     return rebuilt(dtype, shape, readers)
 
 
 def _chunk(
     found: metadata.Metadata,
-    index: metadata.MetadataIndex,
+    index: Index,
     offsets: tuple[int, ...],
     shape: tuple[int, ...],
     path: str,
@@ -191,34 +167,38 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return found
 
 
-def _reader(files: _Files, chunk: _Chunk, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
-    path = str(files.folder / chunk.file)
+def _value_in(folder: Path, chunk: _Chunk) -> Any:
+    """The tensor or the plain value that torch.save wrote, mapped into memory."""
+    path = folder / chunk.file
+    try:
+        descriptor = open_own(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be opened: {error.strerror or error}; load another checkpoint"
+        ) from error
+    try:
+        with refusing(str(path), WRITTEN):
+            return torch_objects(descriptor, chunk.begin, chunk.length, {})
+    finally:
+        os.close(descriptor)
 
+
+def _reader(folder: Path, chunk: _Chunk, dtype: torch.dtype, value_in: Callable[..., Any]) -> Callable[..., Tensor]:
     def read(first: int, end: int) -> Tensor:
-        stored = tensor_in_zip(files[chunk.file], chunk.begin, chunk.length, path)
-        if (stored.dtype, stored.shape) != (dtype, chunk.shape):
+        found = value_in(folder, chunk)
+        if not is_whole_tensor(found) or (found.dtype, tuple(found.shape)) != (dtype, chunk.shape):
+            got = f"{kind_of(found)} {shown(tuple(found.shape))}" if isinstance(found, Tensor) else kind_of(found)
             raise CheckpointError(
-                f"{path}: got {stored.dtype} {shown(stored.shape)} at byte {chunk.begin}, expected {dtype} "
+                f"{folder / chunk.file}: got {got} at byte {chunk.begin}, expected a dense tensor of {dtype} "
                 f"{shown(chunk.shape)} as {METADATA} says; save it again"
             )
-        if stored.position is None:  # not in row-major order: all of the chunk is read
-            data = io.BytesIO(files.bytes(chunk.file, chunk.begin, chunk.length))
-            whole = unpickled(lambda: torch.load(data, map_location="cpu", weights_only=True), path)
-            return whole.contiguous().reshape(-1)[first:end]  # type: ignore[no-any-return]
-        if first == end:
-            return torch.empty(0, dtype=dtype)
-        size = dtype.itemsize
-        return torch.frombuffer(
-            files.bytes(chunk.file, stored.position + first * size, (end - first) * size), dtype=dtype
-        )
+        return elements(found, first, end).clone()  # aligned, and not within a mapping that must not be written to
 
     return read
 
 
 def write_dcp(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Callable[[int], object]) -> None:
     """Writes a folder as ``dcp.save({"model": ..., "optimizer": ...})`` does with the results of ``get_state_dict``.
-
-    ``.metadata`` comes last and completes the checkpoint.
 
     Args:
         checkpoint: what to write.
@@ -227,36 +207,21 @@ def write_dcp(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Call
         progress: called with the bytes of each piece that was written.
 
     Raises:
-        CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
+        CheckpointError: the checkpoint could not be read, or the format has no place for it.
+        OSError: the system fails to write.
     """
     refuse_quantize_state(checkpoint, "load it, and save it with torch.distributed.checkpoint")
     folder = Path(path)
-    made: list[Path] = []
-    try:
-        folder.mkdir(parents=True)
-        with open(folder / _DATA_FILE, "xb") as file:
-            made.append(folder / _DATA_FILE)
-            content = _write_data(checkpoint, file, numel, progress)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary = folder / f"{METADATA}.tmp"
-        with open(temporary, "xb") as file:
-            made.append(temporary)
-            pickle.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / METADATA)
-        sync_folder(folder)
-    except BaseException as error:
-        for each in made:
-            each.unlink(missing_ok=True)
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{path}: got {error} while writing, expected room for the folder; choose another path"
-            ) from error
-        raise
+    folder.mkdir()
+    with open(folder / _DATA_FILE, "xb") as file:
+        content = _write_data(checkpoint, file, numel, progress)
+        file.flush()
+        os.fsync(file.fileno())
+    with open(folder / METADATA, "xb") as file:
+        pickle.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 def _write_data(
@@ -280,7 +245,7 @@ def _write_data(
         tensors[_dcp_key(key)] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
         if 0 in shape:
             zeros = (0,) * len(shape)
-            add(_dcp_key(key), zeros, torch.empty(shape, dtype=dtype))
+            add(_dcp_key(key), zeros, torch.empty(shape, dtype=dtype, device="cpu"))
             chunk = metadata.ChunkStorageMetadata(torch.Size(zeros), torch.Size(shape))
             tensors[_dcp_key(key)].chunks.append(chunk)
     for key, first, data in checkpoint.pieces(numel):

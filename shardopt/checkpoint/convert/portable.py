@@ -16,9 +16,7 @@ from shardopt.checkpoint import table
 from shardopt.checkpoint.convert.recoding import add_states, of_names
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt
 from shardopt.checkpoint.data_file import DataFiles
-from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder
-from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.index import (
     INDEX_NAME,
@@ -31,7 +29,6 @@ from shardopt.checkpoint.index import (
     noticing_replacement,
     unknown_content,
 )
-from shardopt.checkpoint.interrupts import deferred_interrupts, interruption_point
 from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.saving import require_little_endian
@@ -57,7 +54,7 @@ def read_portable(folder: Folder, closing: ExitStack) -> Checkpoint:
     index = load_index(folder)
     tensors = lazy_tensors(folder, index, closing)
     extra = index.header.get("extra", {})
-    checkpoint = Checkpoint(str(folder), extra=dict(extra))
+    checkpoint = Checkpoint(str(folder), extra=dict(extra), aliases=index.header.get("aliases", {}))
     checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
     if "param_groups" in index.header:
         checkpoint.optimizer = index.header.get("optimizer")
@@ -95,36 +92,27 @@ def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress:
         progress: called with the bytes of each piece that was written.
 
     Raises:
-        CheckpointError: the checkpoint could not be read or written. Nothing is left of it.
+        CheckpointError: the checkpoint could not be read.
+        OSError: the system fails to write.
     """
     require_little_endian()
     header: dict[str, Any] = {"extra": checkpoint.extra}
+    if checkpoint.aliases:
+        header["aliases"] = checkpoint.aliases
     if checkpoint.optimizer is not None:
         header |= {"optimizer": checkpoint.optimizer, "param_groups": checkpoint.groups}
     described = checkpoint.described
     tensors = {key: StoredTensor(*described[key], 0, GridPartition()) for key in sorted(described)}
     token = secrets.token_hex(8)
-    with deferred_interrupts():
-        folder.make()
-        lock = folder.lock()
-        lock.acquire()
-        try:
-            stored = _write_data(checkpoint, folder, data_file_name(token, 0), numel, progress)
-            index = Index(header, token, [stored], tensors)
-            folder.put(INDEX_NAME, f"{INDEX_NAME}.{token}", dump_index(index))
-        except BaseException as error:
-            with suppress(OSError):
-                folder.remove(data_file_name(token, 0))
-            with suppress(OSError):
-                folder.remove(LOCK_NAME)
-            lock.release()
-            folder.remove_if_empty()
-            if isinstance(error, OSError):
-                raise CheckpointError(
-                    f"{folder}: got {error} while writing, expected room for the folder; choose another path"
-                ) from error
-            raise
-        lock.release()
+    folder.make()
+    try:
+        stored = _write_data(checkpoint, folder, data_file_name(token, 0), numel, progress)
+        folder.put(INDEX_NAME, f"{INDEX_NAME}.{token}", dump_index(Index(header, token, [stored], tensors)))
+    except BaseException:
+        with suppress(OSError):
+            folder.remove(data_file_name(token, 0))
+        folder.remove_if_empty()
+        raise
 
 
 def _write_data(
@@ -138,7 +126,6 @@ def _write_data(
     target, end = folder.create(name), 0
     try:
         for key, first, data in checkpoint.pieces(numel):
-            interruption_point()
             shape, itemsize = described[key].shape, data.itemsize
             for begin, stop in ranges(shape, _CHUNK_BYTES // itemsize, first, first + data.numel()):
                 at = begin - first

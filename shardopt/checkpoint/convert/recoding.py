@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -191,15 +192,7 @@ def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpo
             states[name] = _encoded_anew(old, form, name, checkpoint.path)
         else:
             states[name] = old._replace(form=form)
-    return Checkpoint(
-        checkpoint.path,
-        checkpoint.optimizer,
-        groups,
-        checkpoint.extra,
-        checkpoint.tensors,
-        states,
-        checkpoint.left_out,
-    ), converted
+    return replace(checkpoint, groups=groups, states=states), converted
 
 
 def _encoded_anew(state: State, form: SliceState, name: str, path: str) -> State:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.foreign.safetensors_writer import DTYPES, Description, header_of
 from shardopt.checkpoint.foreign.single_file import FORMAT_VERSION, KEY, header_in
-from shardopt.checkpoint.local_folder import sync_folder
 from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.wording import few, named
 
@@ -54,16 +51,17 @@ def read_safetensors(path: PathLike, optimizer: str | None, closing: ExitStack) 
 
 
 def write_safetensors(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Callable[[int], object]) -> None:
-    """Writes a file as ``save_safetensors`` does, under a temporary name until it is complete.
+    """Writes a file as ``save_safetensors`` does.
 
     Args:
         checkpoint: what to write.
-        path: the file.
+        path: the file, which must not exist.
         numel: elements of a piece.
         progress: called with the bytes of each piece that was written.
 
     Raises:
-        CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
+        CheckpointError: the checkpoint could not be read, or the format has no place for it.
+        OSError: the system fails to write.
     """
     if checkpoint.optimizer is None or is_of_quantize_state(checkpoint.optimizer):
         raise CheckpointError(
@@ -90,25 +88,13 @@ def write_safetensors(checkpoint: Checkpoint, path: PathLike, numel: int, progre
     for key, each in in_order:
         places[key] = end
         end += each.nbytes
-    target = Path(path)
-    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb", buffering=0) as file:
-            _write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
-            for key, first, data in checkpoint.pieces(numel):
-                content = data.contiguous().view(torch.uint8).numpy().data
-                _write_at(file.fileno(), content, places[key] + first * data.itemsize)
-                progress(len(content))
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: got {error} while writing {end} bytes, expected room for them; choose another path"
-        ) from error
-    finally:
-        with suppress(OSError):  # after the renaming there is none
-            os.unlink(temporary)
+    with open(path, "xb", buffering=0) as file:
+        _write_at(file.fileno(), len(header).to_bytes(8, "little") + header, 0)
+        for key, first, data in checkpoint.pieces(numel):
+            content = data.contiguous().view(torch.uint8).numpy().data
+            _write_at(file.fileno(), content, places[key] + first * data.itemsize)
+            progress(len(content))
+        os.fsync(file.fileno())
 
 
 def leave_out_extra(checkpoint: Checkpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def take_state_dicts(
     else:
         checkpoint.optimizer = optimizer or _class_of(path, groups, entries)
         entries = {name: _in_float32(of_name) for name, of_name in entries.items()}
-        checkpoint.groups = imported_groups(checkpoint, groups, names, Peer())
+        checkpoint.groups = imported_groups(checkpoint, groups, names, Peer(), states=states)
     add_states(checkpoint, entries)
 
 
@@ -146,7 +147,7 @@ def _entries(entries: Mapping[str, Any], what: str) -> dict[str, LazyTensor]:
         if value is None or key in _DERIVED:
             continue
         if isinstance(value, int | float) and not isinstance(value, bool):
-            value = lazy(torch.tensor(float(value)))
+            value = lazy(torch.tensor(float(value), device="cpu"))
         if not isinstance(value, LazyTensor):
             raise CheckpointError(
                 f"{what}: got {named(key)} as {kind_of(value)}, expected a tensor or a number; save it again"
@@ -166,6 +167,9 @@ def names_by_group(
     if all(isinstance(key, str) for group in groups for key in group["params"]):
         names = [list(group["params"]) for group in groups]
     elif all("param_names" in group for group in groups):
+        for names_of in (group["param_names"] for group in groups):
+            if not isinstance(names_of, list | tuple) or not all(isinstance(name, str) for name in names_of):
+                raise CheckpointError(f"{path}: got param_names as {shown(names_of)}, expected names; save it again")
         names = [list(group["param_names"]) for group in groups]
         if any(len(own) != len(group["params"]) for own, group in zip(names, groups, strict=True)):
             raise CheckpointError(f"{path}: got param_names of other parameters than params, expected as many")
@@ -231,7 +235,7 @@ def _class_of(path: str, groups: Sequence[Mapping[str, Any]], entries: Mapping[s
 
 def _in_float32(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Entries as a float32 state has them. State without a step count has taken a step, as torch's SGD."""
-    found = {"step": lazy(torch.tensor(1.0)), **entries}
+    found = {"step": lazy(torch.tensor(1.0, device="cpu")), **entries}
     step = found["step"]
     if step.numel == 1:
         found["step"] = LazyTensor(torch.float32, (), lambda first, end: step.read(first, end).float())
@@ -244,12 +248,21 @@ def _as_float32(tensor: LazyTensor) -> LazyTensor:
     return LazyTensor(torch.float32, tensor.shape, lambda first, end: tensor.read(first, end).float())
 
 
+def _scalars(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The step count and what follows from it, of state that has both."""
+    if entries.keys().isdisjoint(_DERIVED):
+        return {}
+    values = {key: entries[key] for key in ("step", *_DERIVED) if entries.get(key) is not None}
+    return {key: x.whole().item() if isinstance(x, LazyTensor) and x.numel == 1 else x for key, x in values.items()}
+
+
 def imported_groups(
     checkpoint: Checkpoint,
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[str]],
     peer: Peer,
     moments: Sequence[Moment] = (),
+    states: States = MappingProxyType({}),
 ) -> list[SavedGroup]:
     """Param groups of float32 state with the hyper-parameters that the class has, as import_state takes them over.
 
@@ -259,6 +272,7 @@ def imported_groups(
         names: those of each group's parameters.
         peer: the other package.
         moments: those of its state, which tell what its hyper-parameters mean.
+        states: the state of each group's parameters, of which a group may keep what follows from the step count.
 
     Raises:
         CheckpointError: the hyper-parameters are of another optimizer, or out of range.
@@ -277,6 +291,10 @@ def imported_groups(
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names", *STATE_FORMAT)}
         with _naming(f"{checkpoint.path}: param group {index}"):
             taken, left_out = taken_hyper(optimizer, own, hyper, peer)
+            options = {**own, **taken}
+            for key in group["params"]:
+                optimizer.adopt_derived(options, group, _scalars(states.get(key, {})))
+            optimizer.check_group(options)
         checkpoint.left_out += [f"{key}={shown(value)} of param group {index}" for key, value in left_out.items()]
-        found.append(describe({**own, **taken}, params))
+        found.append(describe(options, params))
     return found

@@ -106,6 +106,7 @@ class Checkpoint:
         optimizer: the name of the optimizer's class; None without an optimizer.
         groups: the param groups, with options that describe the state; empty without an optimizer.
         extra: further values that JSON can hold.
+        aliases: other names of shared parameters, each with the name in ``tensors``; of portable checkpoints only.
         tensors: parameters and buffers, ``model.<name>``, further tensors, ``extra.<key>``, and state that no class
             describes (quantize_state's), by the names in a portable checkpoint.
         states: the state of parameters, by the parameters' names.
@@ -116,6 +117,7 @@ class Checkpoint:
     optimizer: str | None = None
     groups: list[SavedGroup] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -252,7 +254,7 @@ def rebuilt(
     """
 
     def read(first: int, end: int) -> Tensor:
-        found = torch.empty(end - first, dtype=dtype)
+        found = torch.empty(end - first, dtype=dtype, device="cpu")
         at = 0
         for offsets, extents in rectangles_of_range(shape, first, end):
             into = found[at : at + math.prod(extents)].view(extents)

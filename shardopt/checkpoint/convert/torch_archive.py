@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import secrets
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.local_folder import sync_folder
 
 _ALIGNMENT = 64  # bytes
 _LOCAL_HEADER = 30  # bytes, without the name and what follows it
@@ -72,7 +70,7 @@ class StoredTensor:
 
 
 class TorchArchive:
-    """Writes under a temporary name, and renames the complete file; a context manager.
+    """Writes a new file; a context manager.
 
     Args:
         path: the file.
@@ -80,11 +78,10 @@ class TorchArchive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         self._count = 0
 
     def __enter__(self) -> TorchArchive:
-        self._file = open(self._temporary, "xb")
+        self._file = open(self.path, "xb")
         self._zip = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
         return self
 
@@ -95,8 +92,6 @@ class TorchArchive:
             self._zip.close()
         with suppress(OSError):
             self._file.close()
-        with suppress(OSError):  # after commit there is none
-            os.unlink(self._temporary)
 
     def add(self, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[bytes | memoryview]) -> StoredTensor:
         """Writes a tensor.
@@ -120,7 +115,7 @@ class TorchArchive:
         return stored
 
     def commit(self, content: Any) -> None:
-        """Writes the objects, with :class:`StoredTensor` for tensors, and gives the complete file its name."""
+        """Writes the objects, with :class:`StoredTensor` for tensors, and completes the file."""
         pickled = io.BytesIO()
         _Pickler(pickled, protocol=2).dump(content)
         self._record("data.pkl", [pickled.getvalue()], pickled.tell())
@@ -129,9 +124,6 @@ class TorchArchive:
         self._zip.close()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self.path)
-        sync_folder(self.path.parent)
 
     def _record(self, name: str, parts: Iterable[bytes | memoryview], size: int) -> None:
         info = zipfile.ZipInfo(f"archive/{name}")

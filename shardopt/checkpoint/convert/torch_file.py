@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.contents import model_key
 from shardopt.checkpoint.convert.bitsandbytes import is_bitsandbytes, take_bitsandbytes
+from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.recoding import class_named, made_optimizer
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, lazy_tensors, take_state_dicts
 from shardopt.checkpoint.convert.stream import (
@@ -29,6 +30,7 @@ from shardopt.checkpoint.convert.stream import (
     refuse_quantize_state,
 )
 from shardopt.checkpoint.convert.torch_archive import StoredTensor, TorchArchive, bytes_of
+from shardopt.checkpoint.convert.torch_zip import torch_objects
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.foreign.structure import check_structure
@@ -82,20 +84,19 @@ def read_torch(path: PathLike, optimizer: str | None) -> Checkpoint:
     return checkpoint
 
 
-def loaded(path: PathLike) -> Any:
-    """What ``torch.save`` wrote into a file: tensors, mapped into memory, and plain values.
+def loaded(path: PathLike, classes: Mapping[tuple[str, str], Any] = MappingProxyType({})) -> Any:
+    """The objects that ``torch.save`` wrote into a file: tensors, mapped into memory, and plain values.
+
+    Args:
+        path: the file.
+        classes: what stands for further classes and functions, by module and name.
 
     Raises:
         CheckpointError: the file is damaged, or has anything else.
     """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError) as error:
-        reason = line(str(error).rpartition("WeightsUnpickler error:")[2], 160)
-        raise CheckpointError(
-            f"{os.fspath(path)}: got a file that cannot be read ({reason}), expected one of torch.save with "
-            "tensors, dicts, lists, texts and numbers only; save it again"
-        ) from None
+    expected = "one of torch.save with tensors, dicts, lists, texts and numbers only; save it again"
+    with refusing(os.fspath(path), expected), open(path, "rb") as file:
+        return torch_objects(file.fileno(), 0, os.fstat(file.fileno()).st_size, classes)
 
 
 def write_torch(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Callable[[int], object]) -> None:
@@ -106,32 +107,28 @@ def write_torch(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Ca
 
     Args:
         checkpoint: what to write, with float32 state.
-        path: the file.
+        path: the file, which must not exist.
         numel: elements of a piece.
         progress: called with the bytes of each piece that was written.
 
     Raises:
-        CheckpointError: the checkpoint could not be read or written, or the format has no place for it.
+        CheckpointError: the checkpoint could not be read, or the format has no place for it.
+        OSError: the system fails to write.
     """
     refuse_quantize_state(checkpoint, "load it, and save state_dict(dequantize=True)")
     if any(LOW_BITS in state.form.entries for state in checkpoint.states.values()):
         checkpoint.left_out.append("low bits of master weights")
-    try:
-        with TorchArchive(Path(path)) as archive:
-            model: dict[str, Any] = {}
-            extra = dict(checkpoint.extra)
-            for key, tensor in checkpoint.tensors.items():
-                kind, _, name = key.partition(".")
-                parts = _told(pieces_of_tensor(key, tensor, numel), progress)
-                (model if kind == "model" else extra)[name] = archive.add(tensor.dtype, tensor.shape, parts)
-            content = {**extra, "model": model}
-            if checkpoint.optimizer is not None:
-                content["optimizer"] = _optimizer_state(checkpoint, archive, numel, progress)
-            archive.commit(content)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: got {error} while writing, expected room for the file; choose another path"
-        ) from error
+    with TorchArchive(Path(path)) as archive:
+        model: dict[str, Any] = {}
+        extra = dict(checkpoint.extra)
+        for key, tensor in checkpoint.tensors.items():
+            kind, _, name = key.partition(".")
+            parts = _told(pieces_of_tensor(key, tensor, numel), progress)
+            (model if kind == "model" else extra)[name] = archive.add(tensor.dtype, tensor.shape, parts)
+        content = {**extra, "model": model}
+        if checkpoint.optimizer is not None:
+            content["optimizer"] = _optimizer_state(checkpoint, archive, numel, progress)
+        archive.commit(content)
 
 
 def _optimizer_state(

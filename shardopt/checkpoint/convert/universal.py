@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardopt.checkpoint.convert.pickled import Dict, Unused
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, take_state_dicts
-from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, lazy
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, elements, lazy
 from shardopt.checkpoint.convert.torch_file import loaded
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
@@ -27,38 +29,29 @@ from shardopt.state.options import STATE_FORMAT
 COMMON = "zero/optimizer_state.pt"
 _MODEL_FILES = "*model_states.pt"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_RECENT = 4  # files that stay mapped, each of which takes a descriptor: a parameter's state has as many
 _REMEDY = "make it again with deepspeed.checkpoint.ds_to_universal"
-
-
-class _Unused:
-    """Stands in for DeepSpeed's objects in a file, which are not needed."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-
-#: DeepSpeed's classes in ``optimizer_state.pt``.
 
 
 def _unused_member(kind: Any, name: Any) -> None:
     """In place of ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of an Enum."""
-    if kind is not _Unused:
+    if kind is not Unused:
         raise pickle.UnpicklingError(f"getattr of {type(kind).__name__}")
 
 
-_IGNORED: list[Any] = [
-    (_Unused, f"deepspeed.runtime.{name}")
-    for name in (
-        "fp16.loss_scaler.LossScaler",
-        "fp16.loss_scaler.DynamicLossScaler",
-        "zero.config.ZeroStageEnum",
-    )
-] + [
-    (_unused_member, "builtins.getattr"),
-    (_Unused, "shardopt.sharding.deepspeed.moment_view.MomentView"),
-    (_Unused, "shardopt.sharding.deepspeed.moment_view.SavedBuffer"),
-    (dict, "shardopt.sharding.deepspeed.moment_view.SavedState"),
-]
+_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+_MOMENT_VIEW = "shardopt.sharding.deepspeed.moment_view"
+
+#: Stand-ins for classes in ``optimizer_state.pt``.
+_CLASSES: dict[tuple[str, str], Any] = {
+    (_LOSS_SCALER, "LossScaler"): Unused,
+    (_LOSS_SCALER, "DynamicLossScaler"): Unused,
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Unused,
+    ("builtins", "getattr"): _unused_member,
+    (_MOMENT_VIEW, "MomentView"): Unused,
+    (_MOMENT_VIEW, "SavedBuffer"): Unused,
+    (_MOMENT_VIEW, "SavedState"): Dict,
+}
 
 
 def read_universal(path: PathLike, optimizer: str | None) -> Checkpoint:
@@ -74,8 +67,7 @@ def read_universal(path: PathLike, optimizer: str | None) -> Checkpoint:
         CheckpointError: the folder is damaged, or has anything else.
     """
     folder = Path(path)
-    with torch.serialization.safe_globals(_IGNORED):
-        common = _mapping(loaded(folder / COMMON), folder / COMMON)
+    common = _mapping(loaded(folder / COMMON, _CLASSES), folder / COMMON)
     model_files = sorted(folder.glob(_MODEL_FILES))
     if not model_files:
         raise CheckpointError(f"{folder}: got no {_MODEL_FILES}, expected the files of the engine's ranks; {_REMEDY}")
@@ -85,12 +77,18 @@ def read_universal(path: PathLike, optimizer: str | None) -> Checkpoint:
     checkpoint = Checkpoint(os.fspath(path))
     model: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, Any]] = {}
+    recent = lru_cache(_RECENT)(_param)
+
+    def read_again(path: Path, shape: tuple[int, ...]) -> LazyTensor:
+        found = _param(path, shape)
+        return LazyTensor(found.dtype, tuple(found.shape), lambda *where: elements(recent(path, shape), *where))
+
     for index, of_group in enumerate(shapes):
         for name, shape in of_group.items():
             own = _folder_of(folder, name)
-            model[name] = lazy(_param(own / "fp32.pt", shape))
+            model[name] = read_again(own / "fp32.pt", shape)
             if (own / "exp_avg.pt").is_file():
-                states[name] = {key: lazy(_param(own / f"{key}.pt", shape)) for key in _MOMENTS}
+                states[name] = {key: read_again(own / f"{key}.pt", shape) for key in _MOMENTS}
                 states[name]["step"] = _step(own, common, index, folder / COMMON)
     for file, of_rank in zip(model_files, models, strict=True):
         _take_others(model, of_rank, file)
@@ -108,6 +106,8 @@ def _shapes(models: Sequence[Mapping[str, Any]], path: Path) -> list[dict[str, t
         found += [{} for _ in range(len(listed) - len(found))]
         for of_group, own in zip(found, listed, strict=False):
             for name, shape in own.items():
+                if not isinstance(shape, tuple):
+                    raise CheckpointError(f"{path}: got {shown(shape)} for {named(name)}, expected a shape; {_REMEDY}")
                 of_group.setdefault(name, tuple(shape))
     return found
 
@@ -168,7 +168,7 @@ def _step(own: Path, common: Mapping[str, Any], index: int, path: Path) -> Any:
 
 
 def _number(step: Any) -> Any:
-    return lazy(step.reshape(())) if is_whole_tensor(step) and step.numel() == 1 else step
+    return lazy(step.reshape(()).clone()) if is_whole_tensor(step) and step.numel() == 1 else step
 
 
 def _take_others(model: dict[str, LazyTensor], of_rank: Mapping[str, Any], path: Path) -> None:

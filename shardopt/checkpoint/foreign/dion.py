@@ -24,7 +24,7 @@ class Dion(Peer):
         return "momentum" in state and state.keys() <= {"momentum", "variance", _STEP}
 
     def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        step = {"step": torch.tensor(float(group.get("step", 0)))}
+        step = {"step": torch.tensor(float(group.get("step", 0)), device="cpu")}
         if "variance" in state:
             return {**step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
         if group.get("algorithm") == "lion":

@@ -139,7 +139,7 @@ class SafetensorsReader:
         return stored
 
     def _bytes(self, position: int, count: int) -> Tensor:
-        buffer = torch.empty(count, dtype=torch.uint8)
+        buffer = torch.empty(count, dtype=torch.uint8, device="cpu")
         data = buffer.numpy().data
         filled = 0
         while filled < count:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.local_folder import sync_folder
+from shardopt.kernels.memory import memoryview_of
 
 #: The format's names of the dtypes.
 DTYPES = {
@@ -73,7 +74,7 @@ class SafetensorsWriter:
             if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
                 raise ValueError(f"{name}: got {tuple(tensor.shape)} of {tensor.dtype}, expected {shape} of {dtype}")
             if self.failure is None:
-                self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                self._file.write(memoryview_of(tensor))
 
     def commit(self) -> None:
         """Renames the complete file to its final name, unless there was a failure."""

@@ -59,14 +59,14 @@ def from_json(saved: Any, own: Any, key: str) -> Any:
         return tuple(values) if isinstance(own, tuple | None) else values
     try:
         if isinstance(saved, dict):
-            value = torch.tensor(saved["tensor"], dtype=_DTYPES[saved["dtype"]]).reshape(saved["shape"])
+            value = torch.tensor(saved["tensor"], dtype=_DTYPES[saved["dtype"]], device="cpu").reshape(saved["shape"])
             if value.numel() != 1 or (isinstance(own, Tensor) and own.numel() != 1):
                 raise ValueError("several elements")
             if isinstance(own, Tensor):  # of the shape that it has: the value will be copied into it
                 return _like(own, value)
             return value.item() if key == "lr" else value  # a matter of the run, as torch takes tensors in few loops
         if isinstance(own, Tensor) and own.numel() == 1 and isinstance(saved, int | float):
-            return _like(own, torch.tensor(saved))
+            return _like(own, torch.tensor(saved, device="cpu"))
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"got {key} as {saved!r:.80}, expected a number; load another checkpoint") from error
     return saved

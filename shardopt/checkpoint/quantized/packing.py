@@ -32,15 +32,15 @@ def _packed(key: str, value: Any) -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {key: value.detach()}
     if value is None:
-        return {f"{key}:none": torch.zeros(())}
+        return {f"{key}:none": torch.zeros((), device="cpu")}
     if isinstance(value, torch.dtype):
-        return {f"{key}:dtype": torch.zeros((), dtype=value)}
+        return {f"{key}:dtype": torch.zeros((), dtype=value, device="cpu")}
     if type(value) in _NUMBERS and not (isinstance(value, int) and abs(value) >= 2**63):
-        return {f"{key}:{type(value).__name__}": torch.tensor(value, dtype=_NUMBERS[type(value)])}
+        return {f"{key}:{type(value).__name__}": torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")}
     if isinstance(value, str):
-        return {f"{key}:text": torch.tensor(list(value.encode()), dtype=torch.uint8)}
+        return {f"{key}:text": torch.tensor(list(value.encode()), dtype=torch.uint8, device="cpu")}
     if type(value) in _SEQUENCES.values() and key.count(":") < _MAX_DEPTH:
-        found = {f"{key}:{type(value).__name__}": torch.tensor(len(value))}
+        found = {f"{key}:{type(value).__name__}": torch.tensor(len(value), device="cpu")}
         for index, item in enumerate(value):
             found.update(_packed(f"{key}:{index}", item))
         return found

@@ -126,7 +126,7 @@ def masters_in_memory(wrapper: Any) -> Iterator[None]:
     finally:
         for index, copy in zip(swapped, copies, strict=True):
             master = wrapper.fp32_partitioned_groups_flat[index]
-            master.data = torch.empty(0, dtype=copy.dtype)
+            master.data = torch.empty(0, dtype=copy.dtype, device="cpu")
             wrapper._optimizer_states_and_gradient_swap_in(index)
             master.data.copy_(copy)
             wrapper._optimizer_states_and_gradient_swap_out(index)

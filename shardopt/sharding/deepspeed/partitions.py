@@ -24,7 +24,7 @@ from shardopt.layout import (
 from shardopt.layout.names import parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.experts import name_experts
-from shardopt.sharding.exchange import RanksExchange
+from shardopt.sharding.exchange import RanksExchange, own_device
 
 #: Places and names of a model's parameters, by identity.
 _Names = Mapping[int, tuple[int, str]]
@@ -124,13 +124,14 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
             f"got partitions that end at {end - first} of a parameter with {numel} elements, expected all of them; "
             "this version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    shard = FlatShard.equal(shape, first, size, RanksExchange((group,), _device_type(group)))
+    shard = FlatShard.equal(shape, first, size, RanksExchange((group,), _device_of(group)))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 
-def _device_type(group: Any) -> str:
+def _device_of(group: Any) -> torch.device:
     """Where the group's back end wants its tensors."""
-    return "cuda" if dist.get_backend(group) != "gloo" and torch.cuda.is_available() else "cpu"
+    on_gpu = dist.get_backend(group) != "gloo" and torch.cuda.is_available()
+    return own_device("cuda" if on_gpu else "cpu", group)
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

@@ -128,7 +128,7 @@ struct Block {
 inline Block* running = nullptr;
 inline std::vector<std::unique_ptr<char[]>> stacks;  // of threads, kept for the next block
 
-inline std::unique_ptr<uint4[]> dynamic_shared;             // of the launch
+inline std::unique_ptr<uint4[]> dynamic_shared;  // of the launch
 
 inline int64_t agreements = 0;  // of all lanes of a warp: what they asked of each other was so
 

@@ -3,36 +3,44 @@
 #include <pybind11/pybind11.h>
 
 #include <cstring>
+#include <stdexcept>
 
 #include "comm/cuda.h"
 #include "comm/cuda_kernel.h"
 #include "step/cuda_prepare.h"
 
 namespace shardopt {
+namespace {
+
+// Runs a grid of thread blocks. CUDA refuses one of none.
+template <class F>
+void run_grid(int64_t blocks, unsigned threads, const F& kernel) {
+  if (blocks == 0) throw std::runtime_error("got a grid of 0 thread blocks, expected 1 or more");
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) emulation::run_block(threads, kernel);
+}
+
+int64_t blocks_of(int64_t count, int64_t each) { return (count + each - 1) / each; }
+
+}  // namespace
 
 void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void*) {
-  blockIdx.x = 0;
+  constexpr unsigned kThreads = emulated::kPrepareThreads;
   if (call.entry_count <= kLaunchedGradients && call.step_count <= kLaunchedGradients) {
     emulated::LaunchedGradients launched;
     std::memcpy(launched.address, gradients, sizeof(uint64_t) * static_cast<size_t>(call.entry_count));
-    emulation::run_block(emulated::kPrepareThreads, [&] { emulated::prepare(call, launched); });
-    return;
+    return run_grid(1, kThreads, [&] { emulated::prepare(call, launched); });
   }
-  const auto run = [](int64_t threads, const auto& kernel) {
-    for (blockIdx.x = 0; blockIdx.x * int64_t{emulated::kPrepareThreads} < threads; ++blockIdx.x)
-      emulation::run_block(emulated::kPrepareThreads, kernel);
-  };
-  run(call.step_count, [&] { emulated::count_steps(call); });
-  run(call.entry_count, [&] { emulated::prepare_entries(call, gradients); });
+  if (call.step_count > 0)
+    run_grid(blocks_of(call.step_count, kThreads), kThreads, [&] { emulated::count_steps(call); });
+  if (call.entry_count > 0)
+    run_grid(blocks_of(call.entry_count, kThreads), kThreads, [&] { emulated::prepare_entries(call, gradients); });
 }
 
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void*) {
   constexpr int64_t kTasks = emulated::kThreads / emulated::kWarp;
   const emulated::Kernel kernel = emulated::kernel_of(batch, batch.rule, emulated::Rules{});
   emulation::dynamic_shared = std::make_unique<uint4[]>(kernel.shared_bytes / sizeof(uint4));
-  blockIdx.x = 0;
-  for (int64_t first = batch.begin; first < batch.end; first += kTasks, ++blockIdx.x)
-    emulation::run_block(emulated::kThreads, [&] { kernel.run(call, batch); });
+  run_grid(blocks_of(batch.end - batch.begin, kTasks), emulated::kThreads, [&] { kernel.run(call, batch); });
 }
 
 void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void*) {
@@ -45,14 +53,16 @@ namespace {
 // Three thread blocks, so that each takes several turns of the kernel's loop.
 void run_message(emulated::MessageBlocks kernel, const MessageCall& call) {
   constexpr unsigned kThreadBlocks = 3;
-  for (blockIdx.x = 0; blockIdx.x < kThreadBlocks; ++blockIdx.x)
-    emulation::run_block(emulated::kMessageThreads, [&] { kernel(call, kThreadBlocks); });
+  run_grid(kThreadBlocks, emulated::kMessageThreads, [&] { kernel(call, kThreadBlocks); });
 }
 
 }  // namespace
 
 void encode_cuda(const MessageCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
 void decode_cuda(const MessageCall& call, void*) { run_message(emulated::decode_of(call.dtype), call); }
+
+int pin_cuda(uint64_t, uint64_t) { return 0; }
+void unpin_cuda(uint64_t) {}
 
 CudaDeviceGuard::CudaDeviceGuard(int) {}
 CudaDeviceGuard::~CudaDeviceGuard() {}

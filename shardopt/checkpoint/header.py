@@ -1,0 +1,85 @@
+"""The header of a checkpoint as JSON that every parser reads.
+
+JSON has no infinities and no NaN, which Python's own encoder writes as bare words that other parsers refuse. They are
+written as objects with one key, as in the extended JSON of MongoDB::
+
+    {"$numberDouble": "Infinity"}    {"$numberDouble": "-Infinity"}    {"$numberDouble": "NaN"}
+
+The key of any other object whose only key is ``$numberDouble``, perhaps after further ``$``, gets one ``$`` more. The
+bare words of checkpoints from before are still read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from shardopt.checkpoint.wording import named, shown
+
+MOST_NESTED = 100  # lists and dicts within an extra value; Python's parser fails at some 1,000, others before
+_KEY = re.compile(r"\$+numberDouble")
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def dumped(header: Any) -> str:
+    """The JSON of a header.
+
+    Raises:
+        TypeError: JSON cannot hold a value, a key is not text, or lists and dicts are nested too deep.
+    """
+    encoded = _encoded(header, "", 0)
+    try:
+        return json.dumps(encoded, allow_nan=False)
+    except (TypeError, ValueError) as error:  # ValueError: a whole number of thousands of digits
+        raise TypeError(
+            f"got a header that JSON cannot hold: {error}; pass tensors, numbers, text, and lists and dicts of the "
+            "last two, such as scheduler.state_dict()"
+        ) from error
+
+
+def loaded(text: str | bytes) -> Any:
+    """The value of JSON.
+
+    Raises:
+        ValueError: the text is no JSON.
+        RecursionError: lists or objects are nested too deep.
+    """
+    return json.loads(text, object_hook=_decoded)
+
+
+def _encoded(value: Any, name: str, depth: int) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$numberDouble": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if depth > MOST_NESTED + 1:  # the header, extra
+        raise TypeError(
+            f"{named(name)}: got lists and dicts nested more than {MOST_NESTED} deep, or in a circle, expected "
+            "fewer; save a flat list, or a tensor"
+        )
+    if not isinstance(value, dict):
+        return [_encoded(each, name, depth + 1) for each in value]
+    found = {}
+    for key, each in value.items():
+        if not isinstance(key, str):
+            raise TypeError(
+                f"{named(name)}: got the key {shown(key)}, expected text, as JSON has no other keys; leave out what "
+                "the constructor makes (milestones of MultiStepLR), or save a list of pairs"
+            )
+        found[key] = _encoded(each, f"{name}.{key}" if name else key, depth + 1)
+    if len(found) == 1 and _KEY.fullmatch(key):
+        return {f"${key}": found[key]}
+    return found
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    if len(found) != 1:
+        return found
+    [(key, value)] = found.items()
+    if not _KEY.fullmatch(key):
+        return found
+    if key.startswith("$$"):
+        return {key[1:]: value}
+    return _NUMBERS.get(value, found) if isinstance(value, str) else found

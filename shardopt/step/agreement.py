@@ -1,0 +1,272 @@
+"""Ranks that step parts of the same parameters compare what they are about to do, and raise together if it differs.
+
+Before its first step each rank describes the parameters of which others hold parts; the ranks compare a digest of the
+descriptions. From then on no collective is added: every message that ranks exchange begins with a roll, in which a rank
+says whether its description is still the agreed one, and which parameters have a gradient. A rank whose description
+changed, say by an option, first sends a message of the agreed form, whose roll says so. The ranks compare digests again
+if all of them changed, and raise if only some did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardopt.layout import Exchange
+
+_DIGEST_BYTES = 16
+_YES, _NO = 1, 2  # entries of a short roll; 0 is neither
+_GRADIENT = "a gradient"  # the line's entry that says whether a parameter has one
+
+
+class Line(NamedTuple):
+    """A parameter in a description.
+
+    Attributes:
+        tensor: the index of the optimizer's parameter in the step.
+        known_as: its name in errors, which may be another one on other ranks.
+        says: what ranks must agree on.
+        is_sized: whether the messages are longer if it has a gradient.
+        is_held: whether this rank has elements of it; another rank cannot expect a gradient otherwise.
+    """
+
+    tensor: int
+    known_as: str
+    says: dict[str, Any]
+    is_sized: bool
+    is_held: bool
+
+
+class Plan:
+    """The description of a step's parameters of which other ranks have parts.
+
+    Args:
+        lines: by the ranks that must agree, in the same order on all of them.
+        stepped: the indices of the parameters that have a gradient on this rank.
+
+    Attributes:
+        digests: by the ranks that must agree. Replaced by another object where one changes.
+    """
+
+    def __init__(self, lines: Mapping[Exchange, Sequence[Line]], stepped: Container[int]) -> None:
+        self._lines = lines
+        self.digests: dict[Exchange, bytes] = {}
+        self.step(stepped)
+
+    def step(self, stepped: Container[int]) -> None:
+        """Takes the indices of the parameters that have a gradient on this rank."""
+        self._stepped = stepped
+        if not self.digests or any(line.is_sized for lines in self._lines.values() for line in lines):
+            digests = {ranks: self._digest(lines) for ranks, lines in self._lines.items()}
+            if digests != self.digests:
+                self.digests = digests
+
+    def _digest(self, lines: Sequence[Line]) -> bytes:
+        text = [self._said(line, always=False) for line in lines]
+        return hashlib.blake2b(json.dumps(text).encode(), digest_size=_DIGEST_BYTES).digest()
+
+    def _said(self, line: Line, *, always: bool) -> dict[str, Any]:
+        if not line.is_held or not (line.is_sized or always):
+            return line.says
+        return {**line.says, _GRADIENT: line.tensor in self._stepped}
+
+    def roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
+        """This rank's entries of a roll, (1 + parameters, 2): yes and no, to "as agreed" and to "has a gradient"."""
+        is_held = {line.tensor: line.is_held for line in self._lines.get(ranks, ())}
+        answers = [(1, 0), *((i in self._stepped, i not in self._stepped) if is_held[i] else (0, 0) for i in indices)]
+        return torch.tensor(answers, dtype=torch.int32, device="cpu")
+
+    def short_roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
+        """The roll as one byte per entry, for messages that are not added up."""
+        yes, no = self.roll(ranks, indices).unbind(1)
+        return (_YES * yes + _NO * no).to(torch.uint8)
+
+    def compare(self) -> None:
+        """Compares the descriptions. All ranks must call this.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        for ranks, digest in sorted(self.digests.items(), key=lambda item: _order(item[0])):
+            words = torch.from_numpy(np.frombuffer(digest, dtype="<u2").astype(np.int32))
+            both = torch.stack([words, 0xFFFF - words])
+            ranks.all_reduce_max(both)
+            if bool((both.sum(0) != 0xFFFF).any()):
+                self.refuse(ranks)
+
+    def refuse(self, ranks: Exchange) -> NoReturn:
+        """Raises the error that names the first difference. All of these ranks must call this."""
+        own = [[line.known_as, self._said(line, always=True)] for line in self._lines.get(ranks, ())]
+        of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(own).encode()).items()}
+        raise RuntimeError(
+            f"got ranks that differ in {_difference(of_ranks)}, expected the same on all ranks that step parts of the "
+            "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
+            "and gradients to all of them or to none. Blocks that no other rank shares may have been stepped"
+        )
+
+
+def _order(ranks: Exchange) -> tuple[object, ...]:
+    """The place of some ranks in an order that is the same on all ranks, where each may be among other ones."""
+    groups = ranks.numbers_in_world
+    return (len(groups), groups[0] if len(groups) == 1 else tuple(map(len, groups)))
+
+
+def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str:
+    """The first difference among the ranks' descriptions."""
+    first, *others = sorted(of_ranks)
+    for rank in others:
+        for (name, ours), (_, theirs) in zip(of_ranks[first], of_ranks[rank], strict=False):
+            for key in [*ours, *(key for key in theirs if key not in ours)]:
+                if key == _GRADIENT and (key not in ours or key not in theirs):
+                    continue  # one has no elements
+                if ours.get(key) != theirs.get(key):
+                    return f"{key} of {name}: {ours.get(key)!r} on rank {first} and {theirs.get(key)!r} on rank {rank}"
+        counts = len(of_ranks[first]), len(of_ranks[rank])
+        if counts[0] != counts[1]:
+            return f"their parameters: {counts[0]} on rank {first} and {counts[1]} on rank {rank}"
+    return "a description that was changed back meanwhile"
+
+
+class Roll:
+    """The roll at the beginning of a message, in a view of the message.
+
+    Args:
+        plan: the description that the ranks agreed on.
+        ranks: those that exchange the message.
+        entries: the view, integers, (1 + parameters, 2).
+        indices: the parameters whose gradients the roll names.
+    """
+
+    def __init__(self, plan: Plan, ranks: Exchange, entries: Tensor, indices: Sequence[int]) -> None:
+        self._plan, self._ranks, self._entries, self._indices = plan, ranks, entries, indices
+        #: This rank's entries, on the device of the message.
+        self.own = entries.new_zeros(entries.shape)
+        self._is_new = False
+
+    def step(self) -> None:
+        """Takes the gradients that there are, of which the plan was told."""
+        self.own.copy_(self._plan.roll(self._ranks, self._indices))
+        self._is_new = True
+
+    def enter(self) -> None:
+        """Writes this rank's entries."""
+        self._entries.copy_(self.own)
+
+    def check(self) -> None:
+        """Reads all ranks' entries: on a GPU, whose stream the host would have to wait for, if this rank's are new.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        is_new, self._is_new = self._is_new, False
+        if not self._entries.is_cuda or (is_new and not torch.cuda.is_current_stream_capturing()):
+            yes, no = self._entries.cpu().numpy().T
+            if np.any((yes != 0) & (no != 0)):
+                self._plan.refuse(self._ranks)
+
+
+def heard(plan: Plan, ranks: Exchange, rolls: Tensor) -> None:
+    """Reads the rolls of all ranks, each of which sent its own.
+
+    Args:
+        plan: the description that the ranks agreed on.
+        ranks: those ranks.
+        rolls: bytes, (ranks, 1 + parameters), of :meth:`Plan.short_roll`, on the host.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    answers = rolls.numpy()
+    if np.any((answers == _YES).any(0) & (answers == _NO).any(0)):
+        plan.refuse(ranks)
+
+
+def say_no(message: Tensor, begins: Sequence[int]) -> None:
+    """Writes short rolls that only say that the description changed.
+
+    Args:
+        message: bytes, 1-D.
+        begins: where the rolls begin.
+    """
+    message[list(begins)] = _NO
+
+
+def all_say_no(message: Tensor, begins: Sequence[int]) -> bool:
+    """Whether all short rolls that begin at these places of a message say that the description changed."""
+    return bool((message[list(begins)] == _NO).all())
+
+
+class Opening(Protocol):
+    """The form of the first message of a step to some ranks."""
+
+    @property
+    def ranks(self) -> Exchange:
+        """Those ranks."""
+
+    def say_changed(self) -> bool:
+        """Sends a message that says nothing but that the description changed; whether it did on all ranks."""
+
+
+class Reduction(NamedTuple):
+    """The form of a message that is added up, or of which the maximum is taken.
+
+    Attributes:
+        ranks: those ranks.
+        numel: of the message, which begins with a roll.
+        dtype: its dtype: int32 for a maximum, int64 for a sum.
+    """
+
+    ranks: Exchange
+    numel: int
+    dtype: torch.dtype
+
+    def say_changed(self) -> bool:
+        """See :class:`Opening`."""
+        message = torch.zeros(self.numel, dtype=self.dtype, device="cpu")
+        message[1] = 1
+        if self.dtype == torch.int64:
+            self.ranks.all_reduce_sum(message)
+        else:
+            self.ranks.all_reduce_max(message)
+        return not bool(message[0])
+
+
+class Agreement:
+    """What the ranks agreed on last."""
+
+    def __init__(self) -> None:
+        self._digests: dict[Exchange, bytes] | None = None
+        self._opened: dict[Exchange, bytes] | None = None
+        self._openings: list[Opening] = []
+
+    @property
+    def was_made(self) -> bool:
+        """Whether the ranks have agreed before."""
+        return self._digests is not None
+
+    def agree(self, plan: Plan) -> None:
+        """Compares the descriptions in the first step, or if this rank's changed.
+
+        Raises:
+            RuntimeError: the descriptions differ.
+        """
+        if plan.digests is self._digests:
+            return
+        if plan.digests != self._digests:
+            changed = [(opening.ranks, opening.say_changed()) for opening in self._openings]
+            for ranks, everywhere in changed:
+                if not everywhere:
+                    plan.refuse(ranks)
+            plan.compare()
+        self._digests = plan.digests
+
+    def open_by(self, plan: Plan, openings: Callable[[], list[Opening]]) -> None:
+        """Takes the form of the first messages of a step by a plan that was agreed on."""
+        if plan.digests is not self._opened:
+            self._opened, self._openings = plan.digests, openings()

@@ -1,0 +1,120 @@
+"""Ranks that differ where they step parts of the same parameters: all of them refuse, by name, and none hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import shardopt
+from ranks.models import WAYS, make_net, set_gradients
+from ranks.pool import Pool
+from ranks.runs import SMALL
+from shardopt.layout import shard_of
+from shardopt.optim import ShardedOptimizer
+
+_RULES: dict[str, Callable[..., ShardedOptimizer]] = {
+    "adamw": shardopt.AdamW8bit,
+    "raising": lambda params, **options: shardopt.AdamW8bit(params, nonfinite="raise", **options),
+    "cautious": lambda params, **options: shardopt.AdamW8bit(params, cautious=True, **options),
+    "lamb": shardopt.LAMB8bit,
+    "prodigy": shardopt.Prodigy8bit,
+    "muon": lambda params, **options: shardopt.Muon8bit(
+        [{"params": params, "algorithm": "muon", "weight_decay": 0.0}], **options
+    ),
+}
+
+
+class _Differs:
+    """An optimizer of a model; rank 1's differs from a step on."""
+
+    def __init__(self, way: str, rule: str, option: str, value: Any, first: int) -> None:
+        self.model, self.first = WAYS[way](make_net()), first
+        self.option, self.value = option, value
+        params = [p for p in self.model.parameters() if len(shard_of(p).global_shape) > 1 or rule != "muon"]
+        if self.differs(0) and option == "order":
+            params = params[::-1]
+        options = {option: value} if self.differs(0) and option in shardopt.state.options.DEFAULTS else {}
+        self.optimizer = _RULES[rule](params, **{**SMALL, **options})
+        self.optimizer.attach(self.model)  # ranks of DDP share the work
+
+    def differs(self, step: int) -> bool:
+        return dist.get_rank() == 1 and step >= self.first
+
+    def step(self, step: int) -> None:
+        set_gradients(self.model, step)
+        if self.differs(step) and self.option == "gradient":
+            held = [p for p in self.optimizer.param_groups[0]["params"] if p.grad is not None and p.grad.numel()]
+            held[0].grad = None  # of the embedding, or of another parameter in several flat shards
+        elif self.differs(step) and self.option in self.optimizer.param_groups[0]:
+            self.optimizer.param_groups[0][self.option] = self.value
+        self.optimizer.step()
+
+
+def _refused(*case: Any) -> str:
+    run = _Differs(*case)
+    for step in range(run.first):
+        run.step(step)
+    with pytest.raises(RuntimeError) as caught:
+        run.step(run.first)
+    dist.barrier()  # no message is left over
+    return str(caught.value)
+
+
+_OPTIONS = [
+    ("codec", "companded8"),
+    ("codec", "fp32"),
+    ("block_size", 64),
+    ("min_quantized_numel", 10**9),
+    ("exact_cut_blocks", False),
+    ("order", None),
+    ("gradient", None),
+]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("option", "value"), _OPTIONS)
+@pytest.mark.parametrize(
+    ("way", "rule"),
+    [
+        ("fsdp1", "adamw"),
+        ("fsdp1 flat", "adamw"),
+        ("tp", "adamw"),
+        ("tp", "raising"),
+        ("fsdp columns", "adamw"),
+        ("fsdp1", "lamb"),
+        ("fsdp", "lamb"),
+        ("fsdp", "cautious"),
+        ("tp", "prodigy"),
+        ("fsdp", "muon"),
+        ("fsdp1", "muon"),
+        ("ddp", "muon"),
+    ],
+)
+def test_all_refuse(ranks: Pool, way: str, rule: str, option: str, value: Any, first: int) -> None:
+    if option == "order" and first:
+        pytest.skip("an optimizer's order is that of its first step")
+    for message in ranks.run(3, _refused, way, rule, option, value, first, timeout=30):
+        assert {"gradient": "a gradient of", "order": " of "}.get(option, f"{option} of") in message
+        assert "on rank 0 and" in message
+        assert "on rank 1, expected the same" in message
+
+
+def _step_without_tables(way: str, rule: str) -> None:
+    """One rank makes its tables anew in a step in which messages become shorter."""
+    run = _Differs(way, rule, "", None, 9)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            run.optimizer._internals.forget_tables()
+        set_gradients(run.model, step)
+        if step == 2:
+            next(run.model.parameters()).grad = None
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "raising"])
+@pytest.mark.parametrize("way", ["tp", "fsdp columns"])
+def test_new_tables_on_one_rank(ranks: Pool, way: str, rule: str) -> None:
+    ranks.run(2, _step_without_tables, way, rule, timeout=30)

@@ -1,0 +1,252 @@
+"""shardopt's CUDA code beside a device whose work comes late, early or in odd orders: the bits of the plain CPU run."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import textwrap
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from helpers import Named
+from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios, steps
+from late_schedule import KINDS
+from late_streams import LateDevice, late_device
+from ranks.snapshot import assert_same
+from shardopt.state import residency
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(residency, "CHUNK_BYTES", 4608)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_to_all(out: Tensor, message: Tensor, group: Peers) -> None:
+        for place in range(group.size()):
+            out[place].copy_(message[group.rank()])
+
+    def all_gather(out: Tensor, message: Tensor, group: Peers) -> None:
+        for place in range(group.size()):
+            out[place].copy_(message[0])
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", all_to_all)
+    monkeypatch.setattr("shardopt.comm.all_reduce._all_gather", all_gather)
+
+
+NAMES = list(scenarios(Path()))
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None or not hasattr(Library, "fallback"),
+    reason="needs a PyTorch without CUDA, whose place the stand-in takes, and with fallbacks of backends",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits(name: str, kind: str, tmp_path: Path) -> None:
+    scenario = scenarios(tmp_path)[name]
+    wanted = scenario(CPU)
+    with late_device(kind):
+        found = scenario(CUDA)
+    assert_same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 21))
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_in_any_order(name: str, seed: int, tmp_path: Path) -> None:
+    scenario = scenarios(tmp_path)[name]
+    with late_device("random", seed):
+        found = scenario(CUDA)
+    assert_same(found, scenario(CPU))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon(kind: str) -> None:
+    """Its matrix products have other bits on the CPU."""
+    found = []
+    for order in ("early", kind):
+        with late_device(order):
+            found.append(steps(rule="muon")(CUDA))
+    assert_same(found[1], found[0])
+
+
+class Plant(NamedTuple):
+    """A fault of the code: the text of a function in which something is missing.
+
+    Attributes:
+        where: the function, by its module and name.
+        text: the wait.
+        instead: put into its place.
+        scenarios: some that notice.
+    """
+
+    where: str
+    text: str
+    instead: str
+    scenarios: tuple[str, ...]
+
+    def grow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module_name, _, name = self.where.partition(":")
+        module = importlib.import_module(f"shardopt.{module_name}")
+        owner = module
+        for part in name.split(".")[:-1]:
+            owner = getattr(owner, part)
+        function = getattr(owner, name.split(".")[-1])
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.text) == 1, source
+        scope: dict[str, Any] = {}
+        code = source.replace(self.text, self.instead).replace("super().", f"super({name.split('.')[0]}, self).")
+        exec(compile(f"from __future__ import annotations\n{code}", self.where, "exec"), vars(module), scope)
+        monkeypatch.setattr(owner, name.split(".")[-1], scope[function.__name__])
+
+
+COPIES = "kernels.transfers_cuda:CudaTransfers"
+PLANTS = {
+    "new slots": Plant(
+        f"{COPIES}.__init__", "self._there.wait_stream(torch.cuda.current_stream(device))", "pass", ("offload a part",)
+    ),
+    "gradients computed": Plant(
+        f"{COPIES}.begin", "self._there.wait_stream(torch.cuda.current_stream(self._device))", "pass", ("offload step",)
+    ),
+    "state back before it is fetched": Plant(
+        f"{COPIES}.fetch", "self._there.wait_stream(self._back)", "pass", ("few chunks",)
+    ),
+    "slot emptied": Plant(f"{COPIES}.fetch", "(slot.emptied, after)", "(after,)", ("offload state",)),
+    "slot filled, by the host": Plant(f"{COPIES}.arrived", "slot.filled.synchronize()", "pass", ("offload step",)),
+    "slot filled": Plant(
+        f"{COPIES}.arrived", "torch.cuda.current_stream(self._device).wait_event(slot.filled)", "pass",
+        ("offload state",),
+    ),
+    "slot stepped": Plant(
+        f"{COPIES}.give_back", "self._back.wait_stream(torch.cuda.current_stream(self._device))", "pass",
+        ("offload state",),
+    ),
+    "parameters back": Plant(
+        f"{COPIES}.end", "torch.cuda.current_stream(self._device).wait_stream(self._back)", "pass", ("offload step",)
+    ),
+    "state complete": Plant(f"{COPIES}.synchronize", "self._back.synchronize()", "pass", ("offload state",)),
+    "slots given back": Plant("kernels.transfers_cuda:_drain", "stream.synchronize()", "pass", ("dropped step",)),
+    "memory unlocked": Plant(
+        "kernels.transfers_cuda:_unpin", "torch.cuda.synchronize(device)", "pass",
+        ("dropped state",),
+    ),
+    "tables": Plant("kernels.dispatch_cuda:CudaCall.run", "tensor.record_stream(stream)", "pass", ("device scalars",)),
+    "uploads of a graph": Plant(
+        "kernels.dispatch_cuda:CudaCall._upload_in_graph", "self._captured.append(staging)", "pass", ("captured",)
+    ),
+    "learning rate": Plant(
+        "step.tables:use_in_current_stream", "tensor.record_stream(stream)", "pass", ("device scalars",)
+    ),
+    "tables of a graph": Plant("step.tables:StepTables._run_on", "self._captured.append(", "tuple(", ("captured",)),
+    "skipped elements": Plant(
+        "kernels.skipped:SkippedElements.count", "torch.cuda.synchronize(device)", "pass", ("device scalars",)
+    ),
+    "state put into its place": Plant(
+        "state.residency:StateResidency.put", "self.synchronize()", "pass", ("replaced",)
+    ),
+    "checkpoint of offloaded state": Plant(
+        "state.residency:StateResidency.synchronize", "transfers.synchronize()", "pass", ("offloaded checkpoints",)
+    ),
+    "gradient complete": Plant(
+        "release.deferred:DeferredStep.take", "self._stream.wait_event(self._ready)", "pass", ("released step",)
+    ),
+    "parameter read": Plant(
+        "release.deferred:DeferredStep.wait", "self._back.synchronize()", "pass", ("released forward",)
+    ),
+    "parameters read": Plant(
+        "release.deferred:DeferredSteps.wait", "torch.cuda.current_stream(device).wait_stream(stream)", "pass",
+        ("released step",),
+    ),
+    "bucket filled": Plant(
+        "comm.all_reduce:all_reduce_8bit", "stream.wait_stream(torch.cuda.current_stream(buffer.device))", "pass",
+        ("messages",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_missing_wait_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant = PLANTS[name]
+    wanted = {name: scenarios(tmp_path / "cpu")[name](CPU) for name in plant.scenarios}
+    plant.grow(monkeypatch)
+    schedules = [*((kind, 0) for kind in KINDS), *(("random", seed) for seed in range(1, 10))]
+    for scenario, (kind, seed) in product(plant.scenarios, schedules):
+        if not is_right(scenarios(tmp_path / f"{kind} {seed}")[scenario], wanted[scenario], kind, seed):
+            return
+    pytest.fail(f"nobody noticed: {plant}")
+
+
+def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
+    try:
+        with late_device(kind, seed):
+            found = scenario(CUDA)
+        assert_same(found, wanted)
+    except (AssertionError, RuntimeError, FloatingPointError):
+        return False
+    return True
+
+
+def test_no_step_waits() -> None:
+    """Not even with another set of gradients; and the host learns of skipped elements once per step."""
+
+    def check(device: LateDevice, **options: Any) -> None:
+        problem = Problem(CUDA, **options)
+        problem.step(0)
+        for t in range(1, 5):
+            waits, copies = device.waits, device.copies_to_host
+            problem.step(t, without=(t % 3,))
+            assert device.waits == waits
+            assert device.copies_to_host == copies + 1
+
+    with late_device("late") as device:
+        check(device)
+        check(device, offload="state")
+        check(device, lr=torch.full((), 0.01, device=CUDA))
+
+
+def test_released_gradients_copy_once_per_step() -> None:
+    with late_device("late") as device:
+        before: list[int] = []
+        released(between=lambda: before.append(device.copies_to_host))(CUDA)
+        assert before[2] - before[1] == 1
+
+
+@pytest.mark.parametrize("offload", ["state", "step"])
+def test_an_optimizer_that_goes_during_a_capture(offload: str) -> None:
+    """Its finalizers wait for the device, which would spoil the capture: they wait for the next step."""
+
+    def check(device: LateDevice) -> None:
+        problem, other = Problem(CUDA, offload=offload), Problem(CUDA, offload=offload)
+        for each in (problem, other):
+            each.step(0)
+        del each
+        locked = device.locked_count
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            del problem
+            gc.collect()
+        assert device.locked_count == locked
+        other.step(1)
+        assert device.locked_count == locked - (offload == "state")
+
+    with late_device("late") as device:
+        check(device)
+
+
+def test_the_host_does_not_spin_for_gradients() -> None:
+    with late_device("late") as device:
+        steps(offload="step")(CUDA)
+        assert device.spins == 0

@@ -1,0 +1,256 @@
+"""No tensor of the package lies on the user's default device: meta tensors, which have no memory, would show it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._device import _device_constructors
+
+import shardopt
+import shardopt.checkpoint
+import wrapped
+from helpers import CASES, CODEC_NAMES, everything
+from kernel_problem import gradients, make, start
+from ranks.models import WAYS, loss_of, make_batch, make_net, set_gradients
+from ranks.offload import offload_from_cpu
+from ranks.pool import Pool
+from ranks.runs import make_optimizer, single, snapshot_of
+from ranks.snapshot import Snapshot, assert_same, snapshot
+from shardopt.checkpoint.convert import convert
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ((97, 130), (70, 33), (9, 257), (257,))
+META = torch.device("meta")
+
+
+def _calls_without_device(tree: ast.AST) -> Iterator[ast.AST]:
+    """Uses of torch's functions that make tensors on the default device if they get no ``device``."""
+    names = {function.__name__ for function in _device_constructors()}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    told = [node for node in calls if any(keyword.arg == "device" for keyword in node.keywords)]
+    right = {id(part) for node in told for part in (node.func, *node.args)}  # partial(torch.empty, device=...), too
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if node.attr in names and id(node) not in right:
+                yield node
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch" and names & {x.name for x in node.names}:
+            yield node
+
+
+def test_every_new_tensor_has_a_device() -> None:
+    """``device=None`` says that the user's default is meant."""
+    for line in ("x = torch.zeros(3)", "f = partial(torch.empty, 3)", "from torch import tensor"):
+        assert len(list(_calls_without_device(ast.parse(line)))) == 1, line
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "shardopt").rglob("*.py"))
+        for node in _calls_without_device(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found
+
+
+def test_import() -> None:
+    """Tables of codecs are made then."""
+    program = (
+        "import torch; torch.set_default_device('meta'); from shardopt.codec import CODECS; from shardopt import _C; "
+        "assert all(codec.table is None or codec.table.is_cpu for codec in CODECS.values())"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(shardopt.__file__).parents[1])
+
+
+def _run(rule: str, codec: str, device: torch.device, **options: Any) -> Snapshot:
+    """First steps, cached ones, with other gradients, with skipped elements; and one of a loaded optimizer."""
+    options = {"codec": codec, "min_quantized_numel": 0, **options}
+    params, optimizer = make(rule, initial=start(torch.bfloat16, SHAPES), **options)
+    for t in range(1, 6):
+        of_step = gradients(t, torch.bfloat16, SHAPES)
+        for i, (name, param) in enumerate(params.items()):
+            param.grad = None if i == t - 2 else of_step[name].clone()
+        with device:
+            if t == 5:
+                state, optimizer = (
+                    optimizer.state_dict(),
+                    CASES[rule].make(list(params.values()), **options),
+                )
+                optimizer.load_state_dict(state)
+            optimizer.step()
+            optimizer.synchronize()
+            shardopt.memory_report(optimizer)
+    return snapshot(params, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient elements:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("rule", "codec"),
+    [
+        *product(["adamw"], CODEC_NAMES),
+        *product(["prodigy", "lamb", "cautious_adamw", "muon", "muon_in_waves"], ["log8"]),
+    ],
+)
+def test_step(rule: str, codec: str) -> None:
+    assert_same(_run(rule, codec, META), _run(rule, codec, torch.device("cpu")))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient elements:RuntimeWarning")
+@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}, {"stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize("offload", [None, "state", "step"])
+def test_offload(offload: str | None, options: dict[str, Any]) -> None:
+    with offload_from_cpu():
+        found = _run("adamw", "log8", META, offload=offload, pin_memory=False, **options)
+    assert_same(found, _run("adamw", "log8", torch.device("cpu"), **options))
+
+
+def _trained(device: torch.device, released: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make_net()
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64)
+    if released:
+        with device:
+            shardopt.release_gradients(model, optimizer)
+    for step in range(3):
+        loss = loss_of(model, make_batch(step))
+        with device:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_release_gradients() -> None:
+    assert_same(everything(_trained(META, True)[1]), everything(_trained(META, False)[1]))
+
+
+@pytest.mark.parametrize("staged", ["save", "memory", "folder"])
+def test_checkpoint(tmp_path: Path, staged: str) -> None:
+    model, optimizer = _trained(META, False)
+    expected = everything(optimizer)
+    other, fresh = make_net(seed=1), None
+    with META:
+        if staged == "save":
+            shardopt.checkpoint.save(tmp_path / "saved", model, optimizer)
+        else:
+            options = {"staging_dir": tmp_path} if staged == "folder" else {}
+            shardopt.checkpoint.async_save(tmp_path / "saved", model, optimizer, **options).result()
+        fresh = shardopt.AdamW8bit(other.parameters(), lr=1e-2, min_quantized_numel=64)
+        shardopt.checkpoint.load(tmp_path / "saved", other, fresh)
+    assert_same(everything(fresh), expected)
+
+
+@pytest.mark.parametrize("to", ["portable", "torch", "dcp"])
+def test_convert(tmp_path: Path, to: str) -> None:
+    """There and back, to the bits of a conversion with another default device."""
+    found = []
+    for device in (META, torch.device("cpu")):
+        folder = tmp_path / device.type
+        shardopt.checkpoint.save(folder / "saved", *_trained(META, False))
+        with device:
+            convert(folder / "saved", folder / "there", to, codec=None if to == "torch" else "companded8")
+            convert(folder / "there", folder / "back", codec="dynamic8", optimizer="AdamW")
+        model = make_net(seed=1)
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, codec="dynamic8")
+        shardopt.checkpoint.load(folder / "back", model, optimizer, convert=True)
+        found.append(everything(optimizer))
+    assert_same(*found)
+
+
+def _wrapped(device: torch.device, path: Path) -> Snapshot:
+    found = []
+    for seed in range(2):
+        params = wrapped.parameters()
+        optimizer = shardopt.quantize_state(torch.optim.AdamW(params))
+        wrapped.trained(
+            optimizer, params, range(1 + seed)
+        )  # the first step is torch's own, whose counts are meta there
+        found.append((nn.ParameterList(params), optimizer))
+    for step in range(1, 4):
+        model, optimizer = found[0]
+        wrapped.set_gradients(list(model), step)
+        with device:
+            optimizer.step()
+    with device:
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
+        shardopt.memory_report(optimizer)
+        shardopt.checkpoint.save(path, *found[0])
+        shardopt.checkpoint.load(path, *found[1])
+    return everything(found[1][1])
+
+
+def test_quantize_state(tmp_path: Path) -> None:
+    assert_same(_wrapped(META, tmp_path / "a"), _wrapped(torch.device("cpu"), tmp_path / "b"))
+
+
+def test_unit_scaling() -> None:
+    """Modules lie on the default device, as PyTorch's; what they compute, where their inputs lie."""
+    with META:
+        assert shardopt.unit.Linear(32, 32).weight.is_meta
+        assert shardopt.unit.Embedding(32, 32).weight.is_meta
+    layers = nn.Sequential(shardopt.unit.Embedding(97, 32), shardopt.unit.Attention(32, 2), shardopt.unit.RMSNorm(32))
+    tokens = make_batch(0)
+    wanted, found = layers(tokens), None
+    with META:
+        found = layers(tokens)
+        found.square().mean().backward()
+    assert torch.equal(found, wanted)
+    assert all(param.grad.is_cpu for param in layers.parameters())
+
+
+def _sharded(way: str, rule: str, path: str) -> None:
+    model = WAYS[way](make_net())
+    optimizer = make_optimizer(way, model, rule)
+    for step in range(3):
+        set_gradients(model, step)
+        with META:
+            optimizer.step()
+            optimizer.zero_grad()
+    with META:
+        shardopt.checkpoint.save(path, model, optimizer)
+        shardopt.checkpoint.async_save(path + "-async", model, optimizer).result()
+        shardopt.checkpoint.load(path, model, optimizer)
+        shardopt.checkpoint.load(path + "-async", model, optimizer)
+    got = snapshot_of(model, optimizer)
+    if dist.get_rank() == 0:
+        assert_same(got, single(3, rule))
+
+
+@pytest.mark.parametrize(
+    ("way", "rule"),
+    [
+        ("fsdp1", "adamw"),
+        ("fsdp columns", "adamw"),
+        ("fsdp", "prodigy"),
+        ("fsdp columns", "muon"),
+        ("hsdp of one", "lamb"),
+    ],
+)
+def test_sharded(ranks: Pool, tmp_path: Path, way: str, rule: str) -> None:
+    ranks.run(3, _sharded, way, rule, str(tmp_path / "saved"))
+
+
+def _reduced() -> None:
+    from shardopt.comm import ReduceScatter8bit, all_reduce_8bit
+
+    gradient = torch.randn(3 * 300, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for device in (META, torch.device("cpu")):
+        chunk, whole = torch.empty(300), gradient.clone()
+        comm = ReduceScatter8bit()
+        with device:
+            comm(chunk, gradient.clone(), dist.group.WORLD, dist.ReduceOp.AVG)
+            bucket = type("Bucket", (), {"buffer": lambda self, x=whole: x})()
+            result = all_reduce_8bit(dist.group.WORLD, bucket).wait()
+        found.append((chunk, *(result if isinstance(result, list) else [result])))
+    assert all(map(torch.equal, *found))
+
+
+def test_reductions(ranks: Pool) -> None:
+    ranks.run(3, _reduced)

@@ -1,0 +1,157 @@
+"""The CUDA kernels as nvcc compiles them, run by the interpreter of PTX in tests/ptx, whose README says how."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pybind11
+import torch
+from filelock import FileLock
+
+import kernel_problem
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETER = ROOT / "tests/ptx"
+KERNELS = ("csrc/step/cuda", "csrc/step/cuda_rules", "csrc/step/cuda_sum_rules", "csrc/comm/cuda")
+HOST = ("csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
+#: sm_80 and sm_90 have the same PTX, and so have those from sm_100 on.
+ARCHS = ("75", "90", "120")
+#: As nvcc compiles the kernels for an architecture, and with the interpreter's options.
+KINDS: dict[str, tuple[str, dict[str, object]]] = {f"ptx{arch}": (arch, {}) for arch in ARCHS}
+#: Warps interrupt each other, diverged lanes go on in any order, approximations are as wrong as they may be.
+KINDS["ptx90-adverse"] = ("90", {"turn": 50, "any_path": True, "any_order": True, "approximate": "random"})
+BUILD = ROOT / "build/ptx"
+# -fno-gnu-unique: each architecture's module has variables of its own.
+FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
+EXACT = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
+
+
+def has_nvcc() -> bool:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin" if home else None) is not None
+
+
+def ptx_of(kernel_object: Path, arch: str) -> str | None:
+    """PTX for an architecture in an object of nvcc, which has it as text if it was made with --no-compress."""
+    for text in re.findall(rb"\.version [^\0]*", kernel_object.read_bytes()):
+        if re.search(rb"^\.target sm_%b\b" % arch.encode(), text, re.MULTILINE):
+            return str(text.decode())
+    return None
+
+
+@cache
+def build(arch: str) -> ModuleType:
+    """The CUDA part of ``shardopt._C`` for a virtual architecture; ``ptx`` has the modules' texts."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with FileLock(BUILD / f"lock-{arch}"):
+        objects = _kernel_objects(arch)
+    with FileLock(BUILD / "lock"):
+        library = _link(arch, objects)
+    texts = [ptx_of(path, arch) for path in objects]
+    spec = importlib.util.spec_from_file_location("cuda_emulated", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.ptx = texts
+    module.arch = arch
+    module.options = {}
+    module.load(texts)
+    return module
+
+
+def _digest(paths: Iterable[Path], *settings: str) -> str:
+    digest = hashlib.sha256("\0".join(settings).encode())
+    for path in sorted(paths):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _csrc() -> list[Path]:
+    return [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+
+
+def _kernel_objects(arch: str) -> list[Path]:
+    """Objects of the kernels: those that launch/test.sh has kept, if they are new and have the PTX, else our own."""
+    kept = [Path(sys.prefix) / "objects" / f"{name}.cu.o" for name in KERNELS]
+    changed = max(path.stat().st_mtime for path in _csrc())
+    if all(path.exists() and path.stat().st_mtime > changed and ptx_of(path, arch) for path in kept):
+        return kept
+    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout
+    folder = BUILD / f"kernels-{_digest([*_csrc(), ROOT / 'setup.py'], arch, version)}"
+    objects = [folder / f"{name}.cu.o" for name in KERNELS]
+    if all(path.exists() for path in objects):
+        return objects
+    settings = {"SHARDOPT_CUDA": "1", "SHARDOPT_CUDA_ARCHS": f"{arch}-virtual", "NVCC_APPEND_FLAGS": "--no-compress"}
+    with mock.patch.dict(os.environ, settings), mock.patch("setuptools.setup"):
+        toolkit = runpy.run_path(str(ROOT / "setup.py"))["toolkit"]
+        for name, path in zip(KERNELS, objects, strict=True):
+            made = path.with_suffix(".new.o")
+            toolkit.compile(str(ROOT / f"{name}.cu"), made, str(ROOT / "csrc"))
+            made.rename(path)
+    return objects
+
+
+def _link(arch: str, kernel_objects: list[Path]) -> Path:
+    """The extension, of the kernels' objects, the host's part and the interpreter."""
+    compiler = os.environ.get("CXX", "c++")
+    torch_folder = Path(torch.__file__).parent
+    headers = [pybind11.get_include(), sysconfig.get_paths()["include"], str(torch_folder / "include")]
+    include = [f"-I{ROOT / 'csrc'}", *(f"-isystem{h}" for h in headers)]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    # Types under names of their own: a build with CUDA has registered those of the real ones with NumPy.
+    renamed = f"-DCudaTask=InterpretedCudaTask{arch}"
+    sources = sorted(INTERPRETER.glob("*.cpp"))
+    own = _digest([*sources, *INTERPRETER.glob("*.h")], compiler, abi, torch.__version__, *EXACT)
+    bindings = _digest([*_csrc(), *kernel_objects], own, renamed)
+    commands: list[tuple[Path, list[str]]] = []
+    for source in sources:
+        commands.append((BUILD / f"{source.stem}-{own}.o", ["-std=c++20", *EXACT, str(source)]))
+    for name in HOST:
+        commands.append((BUILD / f"{Path(name).stem}-{bindings}.o", ["-std=c++17", "-O1", renamed, str(ROOT / name)]))
+    for path, arguments in commands:
+        if not path.exists():
+            made = path.with_suffix(".new")
+            command = [compiler, *FLAGS, abi, *include, *arguments, "-c", "-o", str(made)]
+            subprocess.run(command, check=True)
+            made.rename(path)
+    library = BUILD / f"cuda_interpreted_{arch}-{bindings}.so"
+    if not library.exists():
+        made = library.with_suffix(".new")
+        objects = [str(path) for path in (*(path for path, _ in commands), *kernel_objects)]
+        c10 = [f"-L{torch_folder / 'lib'}", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+        subprocess.run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *c10, "-o", str(made)], check=True)
+        made.rename(library)
+    return library
+
+
+def is_interpreter(kernels: ModuleType) -> bool:
+    return hasattr(kernels, "take_reports")
+
+
+@contextmanager
+def checked(kernels: ModuleType, **options: object) -> Iterator[None]:
+    """Lets kernels use tensors made meanwhile, and no others; with further options, of tests/ptx/machine.h."""
+    for cached in (kernel_problem.start, kernel_problem.gradients):
+        cached.cache_clear()
+    kernels.set_options(loads_for_copies=int(kernels.arch) < 80, **kernels.options, **options)
+    kernels.take_reports()
+    kernels.check_allocations(True)
+    try:
+        yield
+    finally:
+        kernels.check_allocations(False)

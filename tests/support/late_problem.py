@@ -1,0 +1,319 @@
+"""Problems for the stand-in of a CUDA device (:mod:`late_streams`), which have the same bits on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import shardopt
+from helpers import CASES, Named
+from ranks.layouts import values
+from ranks.snapshot import snapshot
+from shardopt.comm import ReduceScatter8bit, all_reduce
+from shardopt.optim import ShardedOptimizer
+from shardopt.state import residency
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16 = torch.bfloat16
+SHAPES = ((5, 130), (3, 2000), (40, 33), (257,))
+
+#: Takes steps on a device, and gives what came out, on the CPU.
+Scenario = Callable[[torch.device], Named]
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """A stream of its own, which waits for the current one, and the current one for it."""
+    if device.type == "cpu":
+        yield
+        return
+    here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        yield
+    here.wait_stream(stream)
+
+
+def on_cuda_only(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of offload, on the device."""
+    offload = ("offload", "device_state_budget", "pin_memory")
+    return {key: value for key, value in options.items() if device.type == "cuda" or key not in offload}
+
+
+class Problem:
+    """Parameters on a device and their optimizer. Gradients are computed there, in the current stream."""
+
+    def __init__(
+        self, device: torch.device, rule: str = "adamw", codec: str = "log8", strided: bool = False, **options: Any
+    ) -> None:
+        initial = [values(s, seed, BF16) for seed, s in enumerate(SHAPES)]
+        if strided:
+            initial = [x.T.contiguous().T if x.dim() == 2 else x for x in initial]
+        self.params = {str(s): Parameter(x.to(device)) for s, x in zip(SHAPES, initial, strict=True)}
+        options = on_cuda_only(device, {"min_quantized_numel": 0, **options})
+        self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), codec=codec, **options)
+        self.sources = [[values(s, 10 * t + i, BF16).to(device) for i, s in enumerate(SHAPES)] for t in range(6)]
+
+    def step(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
+        for i, (param, source) in enumerate(zip(self.params.values(), self.sources[t], strict=True)):
+            gradient = source * 0.125 + param.detach() * 0.25
+            gradient.view(-1)[:bad] = torch.nan
+            param.grad = None if i in without else gradient
+        self.optimizer.step()
+
+    def result(self) -> Named:
+        self.optimizer.synchronize()
+        return on_cpu(snapshot(self.params, self.optimizer))
+
+
+def on_cpu(tensors: Named) -> Named:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def steps(chunk: int = 4608, **options: Any) -> Scenario:
+    """Steps in changing streams, on changing sets of gradients, and again after everything was looked up anew.
+
+    Args:
+        chunk: bytes that are copied at a time.
+        options: the optimizer's.
+    """
+
+    def run(device: torch.device) -> Named:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(residency, "CHUNK_BYTES", chunk)
+            return of_chunks(device)
+
+    def of_chunks(device: torch.device) -> Named:
+        problem = Problem(device, **options)
+        problem.step(0)
+        with side_stream(device):
+            problem.step(1, without=(1,))
+        problem.step(2)
+        problem.step(5)
+        with side_stream(device):
+            problem.step(3, bad=3)
+        problem.optimizer._internals.forget_tables()
+        problem.step(4, without=(0, 2))
+        return {**problem.result(), "skipped": torch.tensor(problem.optimizer.nonfinite_count)}
+
+    return run
+
+
+def device_scalars(device: torch.device) -> Named:
+    """Learning rate and loss scale are computed on the device; tables are dropped in another stream than theirs."""
+    lr = torch.full((), 0.01, dtype=torch.float32, device=device)
+    problem = Problem(device, rule="lamb", lr=lr)
+    problem.step(0)
+    here = torch.cuda.current_stream() if device.type == "cuda" else None
+    with side_stream(device):
+        for t in (1, 2, 3):
+            lr.mul_(0.5)
+            problem.optimizer.grad_scale = torch.full((), 4.0, device=device) * 2
+            problem.optimizer.found_inf = torch.full((), float(t == 2), device=device)
+            problem.step(t, bad=t)
+            if t == 1:
+                problem.optimizer._internals.forget_tables()
+        with nullcontext() if here is None else torch.cuda.stream(here):
+            skipped = problem.optimizer.nonfinite_count
+    return {**problem.result(), "skipped": torch.tensor(skipped)}
+
+
+def replaced(device: torch.device) -> Named:
+    """State put in the place of the optimizer's, while that is on its way."""
+    problem = Problem(device, offload="state")
+    for t in range(3):
+        problem.step(t)
+        for state in problem.optimizer.state.values():
+            if "exp_avg_codes" in state:
+                state["exp_avg_codes"] = torch.full_like(state["exp_avg_codes"], 130 + t)
+    return problem.result()
+
+
+def captured(device: torch.device) -> Named:
+    """Steps in a CUDA graph, replayed, with a step of other gradients in between."""
+    lr = torch.full((), 0.01, device=device)
+    problem = Problem(device, lr=lr)
+    static = [torch.zeros_like(source) for source in problem.sources[0]]
+    graph = None
+    for t in range(6):
+        lr.mul_(0.75)
+        for to, source in zip(static, problem.sources[t], strict=True):
+            to.copy_(source * 0.125)
+        if t == 3:
+            problem.step(t)
+            problem.optimizer._internals.forget_tables()
+            continue
+        for param, gradient in zip(problem.params.values(), static, strict=True):
+            param.grad = gradient
+        if device.type == "cpu" or t == 0:
+            with side_stream(device):
+                problem.optimizer.step()
+            continue
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                problem.optimizer.step()
+        graph.replay()
+    return problem.result()
+
+
+class Layers(nn.Module):
+    """Linear layers, and their backward pass by hand: PyTorch without CUDA has none for cuda:0."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, device="meta") for a, b in ((33, 70), (70, 40), (40, 130)))
+        for seed, layer in enumerate(self.layers):
+            for name, param in list(layer.named_parameters()):
+                setattr(layer, name, Parameter((values(tuple(param.shape), seed) * 0.1).to(device)))
+        self.hooks: dict[Tensor, Callable[[Tensor], object]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs = []
+        for layer in self.layers:
+            self.inputs.append(x.detach())
+            x = layer(x)
+        return x
+
+    @torch.no_grad()
+    def backward(self, gradient: Tensor) -> None:
+        for layer, x in zip(reversed(self.layers), reversed(self.inputs), strict=True):
+            layer.weight.grad, layer.bias.grad = gradient.t() @ x, gradient.sum(0)
+            gradient = gradient @ layer.weight
+            for param in (layer.bias, layer.weight):
+                if param in self.hooks:
+                    self.hooks[param](param)
+
+    def release(self, optimizer: ShardedOptimizer, **options: Any) -> None:
+        def register(param: Tensor, hook: Callable[[Tensor], object]) -> object:
+            self.hooks[param] = hook
+            return SimpleNamespace(remove=lambda: self.hooks.pop(param))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "register_post_accumulate_grad_hook", register)
+            shardopt.release_gradients(self, optimizer, **options)
+
+
+def released(overlap: bool = False, between: Callable[[], object] = bool, **options: Any) -> Scenario:
+    """Parameters stepped during the backward pass, or the next forward pass."""
+
+    def run(device: torch.device) -> Named:
+        model = Layers(device)
+        given = on_cuda_only(device, options)
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **given)
+        if device.type == "cuda":
+            model.release(optimizer, overlap_forward=overlap)
+        batches = [values((8, 33), 50 + t).to(device) for t in range(4)]
+        for batch in batches:
+            model.backward(model(batch).detach() * 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            between()
+        optimizer.synchronize()
+        return on_cpu(snapshot(dict(model.named_parameters()), optimizer))
+
+    return run
+
+
+class Peers:
+    """A process group of ranks that all send what this one does, in the current stream."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def messages(device: torch.device) -> Named:
+    """Gradients in 8 bits, by both hooks; the bucket is read and freed right afterwards."""
+    found: Named = {}
+    for t in range(3):
+        bucket = values((1000,), t).to(device) * 0.125
+        mean = all_reduce.all_reduce_8bit(Peers(), SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
+        found[f"mean {t}"] = mean.cpu() if t == 2 else mean * 2.0
+        del mean, bucket
+        whole = values((2, 300), t).to(device) * 0.5
+        out = torch.empty(300, device=device)
+        ReduceScatter8bit()(out, whole.view(-1), Peers(), torch.distributed.ReduceOp.AVG)
+        found[f"scattered {t}"] = out
+    return on_cpu(found)
+
+
+def checkpoints(tmp_path: Path, **options: Any) -> Scenario:
+    """Saved while steps are under way, loaded into another optimizer, stepped on."""
+
+    def run(device: torch.device) -> Named:
+        found: Named = {}
+        for how in ("save", "async_save"):
+            problem, other = Problem(device, **options), Problem(device, **options)
+            models = [nn.ParameterDict({f"p{i}": p for i, p in enumerate(x.params.values())}) for x in (problem, other)]
+            for t in range(2):
+                problem.step(t)
+                other.step(t + 2)
+            path = tmp_path / f"{device.type}-{how}"
+            saving = getattr(shardopt.checkpoint, how)(path, models[0], problem.optimizer)
+            problem.step(2)
+            if saving is not None:
+                saving.result()
+            shardopt.checkpoint.load(path, models[1], other.optimizer)
+            other.step(3)
+            for key, result in (("saved", problem.result()), ("loaded", other.result())):
+                found.update({f"{how} {key} {name}": tensor for name, tensor in result.items()})
+        return found
+
+    return run
+
+
+def dropped(offload: str) -> Scenario:
+    """An optimizer goes while its copies are under way; the parameters are used on."""
+
+    def run(device: torch.device) -> Named:
+        problem = Problem(device, offload=offload)
+        problem.step(0)
+        params = problem.params
+        del problem
+        gc.collect()
+        return on_cpu({name: param.detach() for name, param in params.items()})
+
+    return run
+
+
+def scenarios(tmp_path: Path) -> dict[str, Scenario]:
+    return {
+        "steps": steps(),
+        "offload state": steps(offload="state"),
+        "offload step": steps(offload="step"),
+        "few chunks": steps(offload="state", chunk=30000),
+        "offload a part": steps(offload="state", device_state_budget=4000),
+        "pageable": steps(offload="state", pin_memory=False),
+        "strided": steps(strided=True),
+        "strided state": steps(strided=True, offload="state"),
+        "strided step": steps(strided=True, offload="step"),
+        "master weights": steps(master_weight_bits=24, offload="state"),
+        "four bits": steps(codec="log4", master_weight_bits=24),
+        "lamb": steps(rule="lamb"),
+        "lamb offloaded": steps(rule="lamb", offload="state"),
+        "prodigy": steps(rule="prodigy", offload="state"),
+        "device scalars": device_scalars,
+        "dropped state": dropped("state"),
+        "dropped step": dropped("step"),
+        "replaced": replaced,
+        "captured": captured,
+        "released": released(),
+        "released offload": released(offload="state"),
+        "released step": released(offload="step"),
+        "released forward": released(overlap=True, offload="step"),
+        "messages": messages,
+        "checkpoints": checkpoints(tmp_path),
+        "offloaded checkpoints": checkpoints(tmp_path, offload="state"),
+    }

@@ -1,0 +1,350 @@
+"""Streams, the scheduler and the memory of the stand-in for a CUDA device (:mod:`late_streams`)."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from late_memory import Block, Ranges
+
+KINDS = ("late", "early", "ahead", "behind", "random")
+CUDA = torch.device("cuda", 0)
+
+
+class Work:
+    """A piece of work: done after all that was queued in its stream before, and after what it waits for."""
+
+    def __init__(self, stream: Stream | None, run: Callable[[], object], after: Sequence[Work] = ()) -> None:
+        self.stream, self.run, self.after = stream, run, list(after)
+        self.done = False
+
+
+class Stream:
+    """Stands in for torch.cuda.Stream."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self._device = running()
+        self.device = CUDA
+        self.queue: deque[Work] = deque()
+        self.last: Work | None = None
+        self.graph: Graph | None = None  # that captures it
+        self.eagerness = self._device.new_eagerness()
+        self._device.streams.append(self)
+        self.cuda_stream = len(self._device.streams) - 1
+
+    def wait_event(self, event: Event) -> None:
+        if event.work is not None:
+            self._device.put(self, nothing, [event.work])
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._device.demand([self.last] if self.last else [])
+
+
+class Event:
+    """Stands in for torch.cuda.Event."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.work: Work | None = None
+        self._blocking = blocking
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.work = (stream or running().current_stream()).last
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or running().current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        return self.work is None or self.work.done
+
+    def synchronize(self) -> None:
+        running().spins += not self._blocking
+        running().demand([self.work] if self.work else [])
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], object]] = []
+
+    def add(self, run: Callable[[], object]) -> None:
+        self._work.append(run)
+
+    def replay(self) -> None:
+        device = running()
+        for run in self._work:
+            device.put(device.current_stream(), run)
+
+
+@contextmanager
+def capture(graph: Graph) -> Iterator[None]:
+    """Stands in for torch.cuda.graph."""
+    device = running()
+    device.synchronize()
+    stream = Stream()
+    with device.in_stream(stream):
+        stream.graph = device.graph = graph
+        try:
+            yield
+        finally:
+            stream.graph = device.graph = None
+
+
+class DeviceFuture:
+    """Stands in for torch.futures.Future(devices=...): whose waits are events."""
+
+    def __init__(self, devices: object = None) -> None:
+        self._event = Event()
+
+    def set_result(self, value: object) -> None:
+        self._value = value
+        self._event.record()
+
+    def wait(self) -> object:
+        self._event.wait()
+        return self._value
+
+
+class _GivenAway(NamedTuple):
+    """A block that was freed: its next owner writes after some work."""
+
+    block: Block
+    after: list[Work]
+    until: list[Work]
+
+
+class Device:
+    """Its streams, the scheduler, and its memory.
+
+    Args:
+        kind: one of ``KINDS``.
+        seed: for the last of them.
+
+    Attributes:
+        faults: what no order of events would allow, in words.
+        waits: how often the host waited for the device.
+        copies_to_host: how many it has issued.
+        spins: how often a core was busy waiting for an event.
+    """
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        self._kind, self._random = kind, random.Random(seed)
+        self.streams: list[Stream] = []
+        self.faults: list[str] = []
+        self.waits = self.copies_to_host = self.spins = 0
+        self.graph: Graph | None = None
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+        self._given_away: list[_GivenAway] = []
+        self._poisons = False
+        self._memory, self._pinned, self._locked = Ranges(), Ranges(), Ranges()
+        self._keeps: list[object] = []
+
+    def new_eagerness(self) -> float:
+        if self._kind == "random":
+            return self._random.choice((0.0, 0.5, 1.0))
+        return float(self._kind in ("early", "ahead" if self.streams else "behind"))
+
+    # Streams
+
+    def current_stream(self, device: object = None) -> Stream:
+        stream: Stream = getattr(self._thread, "stream", self.streams[0])
+        return stream
+
+    @contextmanager
+    def in_stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream()
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def put(self, stream: Stream, run: Callable[[], object], after: Sequence[Work] = ()) -> None:
+        """Queues work."""
+        with self._lock:
+            if stream.graph is not None:
+                if any(not work.done for work in after):
+                    raise RuntimeError("a capture that waits for work outside of it")
+                stream.graph.add(run)
+                return
+            stream.last = Work(stream, run, after)
+            stream.queue.append(stream.last)
+            self._run_ahead()
+
+    def demand(self, wanted: Sequence[Work]) -> None:
+        """The host waits."""
+        with self._lock:
+            self.refuse_in_capture()
+            self.waits += 1
+            for work in wanted:
+                self._complete(work)
+
+    def refuse_in_capture(self) -> None:
+        if self.graph is not None:
+            self.faults.append("the host waited in the middle of a capture")
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def synchronize(self, device: object = None) -> None:
+        """Stands in for torch.cuda.synchronize."""
+        streams = list(self.streams)
+        self._random.shuffle(streams)
+        self.demand([stream.last for stream in streams if stream.last])
+
+    def _complete(self, work: Work) -> None:
+        while not work.done:
+            assert work.stream is not None
+            first = work.stream.queue[0]
+            for other in first.after:
+                self._complete(other)
+            if not first.done:
+                self._run(work.stream.queue.popleft())
+
+    def _run_ahead(self) -> None:
+        again = True
+        while again:
+            again = False
+            for stream in self.streams:
+                while stream.queue and all(work.done for work in stream.queue[0].after):
+                    if self._random.random() >= stream.eagerness:
+                        break
+                    self._run(stream.queue.popleft())
+                    again = True
+
+    def _run(self, work: Work) -> None:
+        collects = gc.isenabled()
+        gc.disable()  # a finalizer may wait for the device
+        try:
+            with torch.no_grad():
+                work.run()
+        finally:
+            if collects:
+                gc.enable()
+        work.done, work.run, work.after = True, nothing, []
+        self._poison()
+
+    def _poison(self) -> None:
+        if self._poisons:
+            return
+        self._poisons = True
+        for given in list(self._given_away):
+            if all(work.done for work in given.after):
+                given.block.poison()
+                if all(work.done for work in given.until):
+                    self._given_away.remove(given)
+        self._poisons = False
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Memory of the device, uint8, which its earlier owner may still write in the order of the stream."""
+        with self._lock:
+            stream = self.current_stream()
+            block = Block(max(nbytes, 1), stream, stream.graph)
+            self._memory.add(block.address, block.end, block)
+            self.put(stream, block.poison)
+            return block.tensor(nbytes, self._freed)
+
+    def _freed(self, block: Block) -> None:
+        with self._lock:
+            if block.pool is not None:
+                if block.pool is self.graph:
+                    block.pool.add(block.poison)
+                return
+            self._give_away(block, [stream.last for stream in (block.stream, *block.users)])
+
+    def _give_away(self, block: Block, after: Sequence[Work | None]) -> None:
+        """Lets the next owner of a block write to it, again and again as long as work that uses it may be queued."""
+        until = [stream.last for stream in self.streams if stream.last is not None]
+        self._given_away.append(_GivenAway(block, [work for work in after if work is not None], until))
+        self._poison()
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Stands in for torch.Tensor.record_stream."""
+        block = self._memory.at(tensor.untyped_storage().data_ptr())
+        if block is not None and stream is not block.stream:
+            block.users.append(stream)
+
+    def pin(self, nbytes: int) -> Tensor:
+        """Page-locked memory of PyTorch's allocator, uint8."""
+        self.refuse_in_capture()
+        block = Block(max(nbytes, 1))
+        self._pinned.add(block.address, block.end, block)
+        return block.tensor(nbytes, self._unpinned)
+
+    def _unpinned(self, block: Block) -> None:
+        with self._lock:
+            self._give_away(block, block.users)
+
+    def is_locked(self, address: int) -> bool:
+        """Whether memory of the CPU is page-locked."""
+        return self._pinned.at(address) is not None or self._locked.at(address) is not None
+
+    def host_register(self, device: int, address: int, nbytes: int) -> int:
+        """Stands in for cudaHostRegister."""
+        self.refuse_in_capture()
+        users: list[Work] = []
+        self._locked.add(address, address + nbytes, users)
+        return 0
+
+    @property
+    def locked_count(self) -> int:
+        """How many pieces of memory cudaHostRegister has locked."""
+        return len(self._locked)
+
+    def host_unregister(self, device: int, address: int) -> None:
+        """Stands in for cudaHostUnregister."""
+        self.refuse_in_capture()
+        users = self._locked.pop(address)
+        if any(not work.done for work in users):
+            self.faults.append("memory was unlocked that copies were still using")
+            for work in users:
+                work.run = nothing  # the memory may be gone
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A tensor's memory as a tensor of the CPU, which does not keep the memory from being freed."""
+        address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        block = self._memory.at(address) or self._pinned.at(address)
+        if block is None:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        begin = tensor.data_ptr() - block.address
+        whole = block.memory[begin : begin + (len(block.memory) - begin) // tensor.itemsize * tensor.itemsize]
+        alias = whole.view(tensor.dtype)
+        return alias.as_strided(tensor.shape, tensor.stride(), alias.storage_offset())
+
+
+def nothing() -> None:
+    pass
+
+
+_devices: list[Device] = []
+
+
+def running() -> Device:
+    return _devices[-1]
+
+
+@contextmanager
+def running_on(device: Device) -> Iterator[None]:
+    """Makes a device the one that streams belong to."""
+    _devices.append(device)
+    try:
+        yield
+    finally:
+        _devices.pop()
