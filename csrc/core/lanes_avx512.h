@@ -65,9 +65,7 @@ SHARDOPT_HD void store(uint16_t* to, Ints a) {
 SHARDOPT_HD Ints load(const uint8_t* from, Mask m, uint8_t rest = 0) {
   return (Ints)_mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(_mm_set1_epi8(static_cast<char>(rest)), m, from));
 }
-SHARDOPT_HD Ints load(const int8_t* from, Mask m) {
-  return (Ints)_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, from));
-}
+SHARDOPT_HD Ints load(const int8_t* from, Mask m) { return (Ints)_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, from)); }
 SHARDOPT_HD Ints load(const uint16_t* from, Mask m, uint16_t rest = 0) {
   return (Ints)_mm512_cvtepu16_epi32(_mm256_mask_loadu_epi16(_mm256_set1_epi16(static_cast<short>(rest)), m, from));
 }
