@@ -85,7 +85,8 @@ constexpr bool kHasCoupledDecay = false;
 template <class Rule>
 constexpr bool kHasCoupledDecay<Rule, std::void_t<decltype(&Rule::coupled_decay)>> = true;
 
-// Factors of gradient and parameter: no update overflows as long as both products are below kLargeBits.
+// By how much a rule multiplies gradient and parameter before it squares their sum, at most. No update overflows as
+// long as both products are below kLargeBits.
 struct Gains {
   float gradient = 1.0f, param = 0.0f;
 };
@@ -94,16 +95,16 @@ template <class Rule>
 SHARDOPT_HD Gains gains_of(const Rule& rule) {
   Gains gains;
   if constexpr (kHasGain<Rule>) gains.gradient = rule.gain();
-  // Eight times, so that the sum of both stays below the root of the largest float.
+  // Eight times: a gradient below 2^63 and a decay below 2^60 have a sum whose square is finite.
   if constexpr (kHasCoupledDecay<Rule>) gains.param = 8.0f * rule.coupled_decay * gains.gradient;
   return gains;
 }
 
 // The larger one of both products' magnitudes, as bits.
 template <class F>
-SHARDOPT_HD IntOf<F> strain_bits(const Gains& gains, F gradient, F param) {
-  const auto strain = magnitude_bits(gains.gradient * gradient);
-  return gains.param == 0.0f ? strain : max_int(strain, magnitude_bits(gains.param * param));
+SHARDOPT_HD IntOf<F> largest_product(const Gains& gains, F gradient, F param) {
+  const auto largest = magnitude_bits(gains.gradient * gradient);
+  return gains.param == 0.0f ? largest : max_int(largest, magnitude_bits(gains.param * param));
 }
 
 // Whether an update is to be undone because its gradient is NaN or Inf, or because gradient or parameter are so large
@@ -111,13 +112,13 @@ SHARDOPT_HD IntOf<F> strain_bits(const Gains& gains, F gradient, F param) {
 // which can then overflow: it undoes all that are large.
 template <class Rule, class F>
 SHARDOPT_HD auto is_lost(const Rule& rule, F gradient, F param, F new_param, const F* new_moments) {
-  const auto strain = strain_bits(gains_of(rule), gradient, param);
+  const auto largest = largest_product(gains_of(rule), gradient, param);
   if constexpr (kHasGain<Rule>) {
-    return strain >= kLargeBits;
+    return largest >= kLargeBits;
   } else {
     auto worst = max_int(magnitude_bits(gradient), magnitude_bits(new_param));
     for (int k = 0; k < Rule::Kept::kCount; ++k) worst = max_int(worst, magnitude_bits(new_moments[k]));
-    return select(strain >= kLargeBits, worst, worst & 0) >= kInfinityBits;
+    return select(largest >= kLargeBits, worst, worst & 0) >= kInfinityBits;
   }
 }
 

@@ -163,7 +163,8 @@ class BlockStepper {
     return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * block.scale_index;
   }
 
-  // Whether updates may overflow. Of a master weight the parameter is looked at, which is at most twice as small.
+  // Whether updates may overflow. A master weight is at most twice its rounded parameter, which is looked at: hence the
+  // factor 2.
   SHARDOPT_HD bool has_large(const Block& block, int n) const {
     static_assert(!kHasGain<Rule>, "look at the gradient times the gain");
     if (propagates_) return false;

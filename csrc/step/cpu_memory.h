@@ -10,7 +10,9 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr uint64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-// Of the parameter.
+constexpr uint64_t bytes_of(WeightFormat format) { return format == WeightFormat::kFloat32 ? 4 : 2; }
+
+// The parameter's dtype.
 constexpr DType dtype_of(WeightFormat format) {
   switch (format) {
     case WeightFormat::kFloat32:
@@ -19,11 +21,14 @@ constexpr DType dtype_of(WeightFormat format) {
     case WeightFormat::kFloat16Plus8:
     case WeightFormat::kFloat16Plus16:
       return DType::kFloat16;
-    default:
-      return DType::kBFloat16;
+    case WeightFormat::kBFloat16:
+    case WeightFormat::kBFloat16Plus8:
+    case WeightFormat::kBFloat16Plus16:
+    case WeightFormat::kBFloat16Stochastic:
+      break;
   }
+  return DType::kBFloat16;
 }
-constexpr uint64_t bytes_of(WeightFormat format) { return format == WeightFormat::kFloat32 ? 4 : 2; }
 
 constexpr uint64_t low_bytes_of(WeightFormat format) {
   switch (format) {

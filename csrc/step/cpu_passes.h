@@ -273,7 +273,7 @@ bool load_gradients(const RunFloats& to, const char* gradient, float scale, Gain
   Ints<kEachPack> largest{};
   for (int i = 0; i < n; i += kEach) {
     const Floats<kEachPack> g = convert(load_each(from + i, n - i)) * scale;
-    largest = max_int(largest, strain_bits(gains, g, load_lanes<kEachPack>(to.param + i)));
+    largest = max_int(largest, largest_product(gains, g, load_lanes<kEachPack>(to.param + i)));
     store_lanes(to.gradient + i, g);
   }
   return any(largest >= kLargeBits);

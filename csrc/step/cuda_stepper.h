@@ -157,8 +157,8 @@ class WarpStepper {
   // Reads and updates the lane's elements of the chunk that begins there. Missing elements are zeros.
   SHARDOPT_DEVICE void compute(int begin, bool counts) {
     find_span(begin);
-    const int32_t largest_strain = update<false>(counts);
-    if (largest_strain >= kLargeBits && prepared_.skips) update<true>(counts);
+    const int32_t largest = update<false>(counts);
+    if (largest >= kLargeBits && prepared_.skips) update<true>(counts);
   }
 
   // The lane's elements of the chunk that begins there.
@@ -199,7 +199,7 @@ class WarpStepper {
   }
 
   // Nothing is written: this can be done again. kSkips: elements whose update is lost stay as they are. Returns the
-  // largest strain_bits.
+  // largest largest_product.
   template <bool kSkips>
   SHARDOPT_DEVICE int32_t update(bool counts) {
     float gradient[kLane], old[kMoments + 1][kLane];
@@ -207,11 +207,11 @@ class WarpStepper {
     load_gradients(gradient, streams_, span_);
     decode(old);
     const Gains gains = gains_of(rule_);
-    int32_t largest_strain = 0;
+    int32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const float g = gradient[i] * gradient_scale_;
-      largest_strain = max_int(largest_strain, strain_bits(gains, g, param_[i]));
+      largest = max_int(largest, largest_product(gains, g, param_[i]));
       float param = param_[i], moment[kMoments + 1], roots[kMoments + 1];
       each_of<kMoments>([&](auto k) {
         const float x = old[k()][i];
@@ -226,7 +226,7 @@ class WarpStepper {
         kept_[k()][i] = i >= span_.n ? 0.0f : lost && !Moment<k()>::kIsExact ? old[k()][i] : x;
       });
     }
-    return largest_strain;
+    return largest;
   }
 
   // The moments, or the roots of those that are coded by theirs.
