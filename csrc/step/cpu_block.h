@@ -85,7 +85,11 @@ class BlockStepper {
     const int count = count_;
     count_ = 0;
     if (count == 0) return 0;
-    return kExact || kMasksMemory || waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
+    if constexpr (kExact || kMasksMemory) {
+      return step(waiting_, count);
+    } else {
+      return waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
+    }
   }
 
  private:
