@@ -20,6 +20,19 @@ struct Block {
   Code* codes[kMoments + 1];
   int64_t scale_index;
   int n;  // elements
+
+  // A copy, member by member: as a whole it would be loaded in one piece that spans several recent stores, which takes
+  // the processor as long as half a block.
+  SHARDOPT_HD Block copy() const {
+    Block block;
+    block.weights = {weights.words, weights.low_bits, weights.noise};
+    block.gradient = gradient;
+#pragma GCC unroll 4
+    for (int k = 0; k < kMoments; ++k) block.codes[k] = codes[k];
+    block.scale_index = scale_index;
+    block.n = n;
+    return block;
+  }
 };
 
 // Asks for the cache lines of some bytes; where there are none, nothing happens. Always inline: of a function that only
@@ -48,16 +61,22 @@ class BlockStepper {
   using I = Ints<kPack>;
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
   static constexpr bool kBlockwise = Signed::kScales > 0;
+  static constexpr bool kShares = kSharesCodes<Codec>;  // all moments are in the first one's codes
+  static constexpr int kArrays = kShares ? 1 : kMoments;
+  static constexpr bool kIsRandom = kRoundsAtRandom<Unsigned>;
+  static constexpr bool kRepays = kRepaysOf<Rule> && kRelative;
+  static constexpr int kWeight = kMoments, kRandom = kMoments + 1;  // places beside the moments
   // Whether zeros of the unsigned moment are told apart, so that blocks without take the coder's cheaper way. Copies
   // are filled up with zeros.
-  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest;
+  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest && !kIsRandom;
   static constexpr int kRootScales = Unsigned::kScales + 1;
 
   // Extremes and moments of a block, kept between the passes.
   struct Kept {
     LaneExtremes extremes[kMoments + 1];
     native::UnsignedInts smallest_root;  // of lanes: its bits, where zeros are told apart
-    F x[kMoments + 1][kCapacity];        // signed moments, the unsigned one or its root
+    // Signed moments, the unsigned one or its root; weights, if the rule repays what the codes lose; random bits.
+    F x[kMoments + 1 + kIsRandom][kCapacity];
   };
 
  public:
@@ -119,9 +138,8 @@ class BlockStepper {
       if (low_bytes) fill(block.weights.low_bits = copy.low_bits, from.weights.low_bits, low_bytes);
       fill(copy.gradient, from.gradient, bytes_of(format_.gradient()));
       block.gradient = copy.gradient;
-      for (int k = 0; k < kMoments; ++k) {
-        const Code zero = k == kUnsigned ? Code{} : static_cast<Code>(Signed::kZero);
-        for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = zero;
+      for (int k = 0; k < kArrays; ++k) {
+        for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = kZeroCode[k != kUnsigned];
         copy_bytes(copy.codes[k], from.codes[k], sizeof(Code) * n);
         block.codes[k] = copy.codes[k];
       }
@@ -131,7 +149,7 @@ class BlockStepper {
       const Block& to = waiting_[b];
       copy_bytes(to.weights.words, copies[b].weights, weight_bytes * n);
       if (low_bytes) copy_bytes(to.weights.low_bits, copies[b].low_bits, low_bytes * n);
-      for (int k = 0; k < kMoments; ++k) copy_bytes(to.codes[k], copies[b].codes[k], sizeof(Code) * n);
+      for (int k = 0; k < kArrays; ++k) copy_bytes(to.codes[k], copies[b].codes[k], sizeof(Code) * n);
     }
     return nonfinite;
   }
@@ -199,7 +217,7 @@ class BlockStepper {
     fetch_lines(block.weights.words + kFetchedAhead * weight_bytes, count * weight_bytes);
     if (low_bytes) fetch_lines(block.weights.low_bits + kFetchedAhead * low_bytes, count * low_bytes);
     fetch_lines(block.gradient + kFetchedAhead * gradient_bytes, count * gradient_bytes);
-    for (int k = 0; k < kMoments; ++k) fetch_lines(block.codes[k] + kFetchedAhead, count * sizeof(Code));
+    for (int k = 0; k < kArrays; ++k) fetch_lines(block.codes[k] + kFetchedAhead, count * sizeof(Code));
   }
 
   // Updates blocks, each right after a look at its gradients, as memory delivers them; returns how many elements were
@@ -209,10 +227,10 @@ class BlockStepper {
     int64_t nonfinite = 0;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
-      const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
+      const Block block = blocks[b].copy();  // a copy: the compiler sees that no store changes it
       if constexpr (kExact && kBlockwise) fetch_ahead(block, kMost);
       if (has_large(block, n)) {
-        nonfinite += update_skipping(blocks[b], n, kept[b]);  // not the copy, which would go to memory and back
+        nonfinite += update_skipping(blocks[b], n, kept[b]);  // the copy stays in registers
       } else {
         update<false, kZeros>(block, n, kept[b]);
       }
@@ -224,7 +242,8 @@ class BlockStepper {
     return update<true, true>(block, n, kept);
   }
 
-  // Reads the block, applies the rule and writes the weights; the new moments are kept and, without blocks, encoded.
+  // Reads the block, applies the rule and writes the weights, but those of a rule that repays; the new moments are kept
+  // and, without blocks, encoded.
   // kSkips: elements whose update is lost keep weight and moments; returns how many they are. kZeros: unsigned codes
   // may be zero.
   template <bool kSkips, bool kZeros>
@@ -239,16 +258,17 @@ class BlockStepper {
     each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
       F moment[kMoments + 1], root{};
       for (int k = 0; k < kMoments; ++k) {
+        const Code* const codes = block.codes[kShares ? 0 : k] + i;
         if constexpr (!kBlockwise) {
-          moment[k] = signed_coder.decode(load_lanes<kPack>(block.codes[k] + i, lanes));
+          moment[k] = signed_coder.decode(load_lanes<kPack>(codes, lanes));
         } else if (k == kUnsigned) {
           if constexpr (!kZeros) {
-            moment[k] = unsigned_coder.decode_above_zero(load_lanes<kPack>(block.codes[k] + i));
+            moment[k] = unsigned_coder.decode_above_zero(load_lanes<kPack>(codes));
           } else {
-            moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i, lanes, 0);
+            moment[k] = unsigned_table_.decode(unsigned_coder, codes, lanes, kZeroCode[false]);
           }
         } else {
-          moment[k] = signed_table_.decode(signed_coder, block.codes[k] + i, lanes, Signed::kZero);
+          moment[k] = signed_table_.decode(signed_coder, codes, lanes, kZeroCode[true]);
         }
       }
       if constexpr (kUnsigned >= 0) {
@@ -271,7 +291,11 @@ class BlockStepper {
       } else {
         rule.update(weight, gradient, moment, &root);
       }
-      block.weights.store(weight, format_.weight(), i, lanes);
+      if constexpr (kRepays) {
+        kept.x[kWeight][i / kStep] = weight;
+      } else {
+        block.weights.store(weight, format_.weight(), i, lanes);
+      }
       for (int k = 0; k < kMoments; ++k) {
         const F x = Codec::kRoot && k == kUnsigned ? root : moment[k];
         if constexpr (!kBlockwise) {
@@ -309,18 +333,19 @@ class BlockStepper {
     }
     const Extremes of_block = extremes.over_lanes();
     Unsigned::measure(of_block, scales);
-    return usual && of_block.high < kInfinityBits && Unsigned::is_even(of_block);
+    if constexpr (kTellsZeros) return usual && of_block.high < kInfinityBits && Unsigned::is_even(of_block);
+    return false;
   }
 
-  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for. kUsual: the
-  // coder's cheaper way suffices.
+  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for, which a rule that
+  // repays finds in the roots' place. kUsual: the coder's cheaper way suffices.
   template <bool kUsual>
   SHARDOPT_HD void encode_roots(const Block* blocks, int count, int n, const float (*scales)[kRootScales],
                                 Kept* kept) const {
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
       const Unsigned coder(scales[b], table_);
-      const Block block = blocks[b];
+      const Block block = blocks[b].copy();
       LaneExtremes extremes = LaneExtremes::none();
       each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
         const F x = kept[b].x[kUnsigned][i / kStep];
@@ -329,9 +354,16 @@ class BlockStepper {
           store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit), lanes);
           moment = moment * reciprocal(unit);
         } else {
-          store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit), lanes);
+          if constexpr (kIsRandom) {
+            const I random = block.weights.noise.template bits_at<I>(lane_index<kPack>() + i);
+            kept[b].x[kRandom][i / kStep] = float_from_bits(random);
+            store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit, random), lanes);
+          } else {
+            store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit), lanes);
+          }
           moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
         }
+        if constexpr (kRepays) kept[b].x[kUnsigned][i / kStep] = unit;
         extremes.add_signed(moment);
       });
       kept[b].extremes[kSigned] = extremes;
@@ -350,19 +382,18 @@ class BlockStepper {
     }
     if constexpr (kUnsigned >= 0) {
       if constexpr (kRelative) {
-        if (kTellsZeros && usual) {
-          encode_roots<true>(blocks, count, n, unsigned_scale, kept);
-        } else {
-          encode_roots<false>(blocks, count, n, unsigned_scale, kept);
+        if constexpr (kTellsZeros) {
+          if (usual) encode_roots<true>(blocks, count, n, unsigned_scale, kept);
         }
+        if (!usual) encode_roots<false>(blocks, count, n, unsigned_scale, kept);
       } else {
 #pragma GCC unroll 1
         for (int b = 0; b < count; ++b) {
           const Unsigned coder(unsigned_scale[b], table_);
-          const Block block = blocks[b];
+          const Block block = blocks[b].copy();
           each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
             const F x = kept[b].x[kUnsigned][i / kStep];
-            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, x), lanes);
+            store_lanes(block.codes[kUnsigned] + i, coder.encode(x), lanes);
           });
         }
       }
@@ -381,10 +412,22 @@ class BlockStepper {
 #pragma GCC unroll 1
       for (int b = 0; b < count; ++b) {
         const Signed coder(signed_scale[b], table_);
-        const Block block = blocks[b];
+        const Block block = blocks[b].copy();
         each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
           const F x = kept[b].x[kSigned][i / kStep];
-          store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, x), lanes);
+          I code;
+          if constexpr (kIsRandom) {
+            code = coder.encode(x, bits(kept[b].x[kRandom][i / kStep]));
+          } else {
+            code = coder.encode(x);
+          }
+          Code* const codes = block.codes[kShares ? 0 : kSigned] + i;
+          if constexpr (kShares) code = code + load_lanes<kPack>(codes, lanes);
+          store_lanes(codes, code, lanes);
+          if constexpr (kRepays) {
+            const F unit = kept[b].x[kUnsigned][i / kStep], error = (x - signed_table_.decode(coder, code)) * unit;
+            block.weights.store(rule_.repaid(kept[b].x[kWeight][i / kStep], error, unit), format_.weight(), i, lanes);
+          }
         });
         store_scales<Signed>(kSigned, block, signed_scale[b]);
       }
@@ -396,6 +439,8 @@ class BlockStepper {
     for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment, block)[i] = scale[i];
   }
 
+  // Of a moment that is zero: of an unsigned one, of a signed one. Where they share a code, it is the same.
+  static constexpr Code kZeroCode[2] = {Code{}, static_cast<Code>(kBlockwise ? Signed::kZero : 0)};
   // For the coder of a moment that the rule does not keep, or of a codec without blocks.
   static constexpr float kNoScales[2] = {};
 

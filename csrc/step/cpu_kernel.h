@@ -72,10 +72,11 @@ CpuKernel kernel_of_format(const TensorEntry& entry) {
   const bool is_it =
       entry.weight_format == static_cast<int32_t>(kWeight) && entry.gradient_dtype == static_cast<int32_t>(kGradient);
   if (!is_it) return nullptr;
+  using Format = FixedFormat<kWeight, kGradient, kRoundsAtRandom<typename Codec::Unsigned>>;
   if constexpr (Codec::Signed::kScales > 0) {
-    return step_blocks_of_128<Rule, Codec, FixedFormat<kWeight, kGradient>>;
+    return step_blocks_of_128<Rule, Codec, Format>;
   } else {
-    return step_each<Rule, Codec, FixedFormat<kWeight, kGradient>, SHARDOPT_PACK>;
+    return step_each<Rule, Codec, Format, SHARDOPT_PACK>;
   }
 }
 
@@ -95,7 +96,7 @@ int64_t step_usual(const CpuCall& call, const TensorEntry& entry, int64_t begin,
 
 template <class Rule, class Codec>
 constexpr CpuKernel kernel_of() {
-  if constexpr (SHARDOPT_PACK > 1 && is_usual<Rule, Codec>()) {
+  if constexpr (SHARDOPT_PACK > 1 && (is_usual<Rule, Codec>() || is_usual_on_cpu<Rule, Codec>())) {
     return step_usual<Rule, Codec>;
   } else {
     return step_runs;

@@ -201,35 +201,41 @@ struct Weights {
   }
 };
 
-// The formats of weights and gradients, known when compiling or only when running.
-template <WeightFormat kWeight, DType kGradient>
+// The random bits of what begins at a column of a row.
+SHARDOPT_HD Noise noise_at(const TensorEntry& entry, int64_t row, int64_t col) {
+  const float step = *reinterpret_cast<const float*>(entry.step);
+  return Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col);
+}
+
+// The formats of weights and gradients, known when compiling or only when running. kIsRandom: codes are rounded at
+// random.
+template <WeightFormat kWeight, DType kGradient, bool kIsRandom = false>
 struct FixedFormat {
   SHARDOPT_HD explicit FixedFormat(const TensorEntry&) {}
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
 
-  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t, int64_t, int64_t offset) const {
+  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(kWeight) * offset,
-            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset, Noise{}};
+            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset,
+            kIsRandom ? noise_at(entry, row, col) : Noise{}};
   }
 };
 
 struct AnyFormat {
   WeightFormat weight_format;
   DType gradient_dtype;
-  float step;
 
   SHARDOPT_HD explicit AnyFormat(const TensorEntry& entry)
       : weight_format(static_cast<WeightFormat>(entry.weight_format)),
-        gradient_dtype(static_cast<DType>(entry.gradient_dtype)),
-        step(*reinterpret_cast<const float*>(entry.step)) {}
+        gradient_dtype(static_cast<DType>(entry.gradient_dtype)) {}
   WeightFormat weight() const { return weight_format; }
   DType gradient() const { return gradient_dtype; }
 
   SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
             reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset,
-            Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col)};
+            noise_at(entry, row, col)};
   }
 };
 
@@ -270,7 +276,8 @@ struct FastTable {
   SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes = {}, uint8_t rest = 0) const {
     return coder.decode(load_lanes<kPack>(codes, lanes, rest));
   }
-  SHARDOPT_HD auto encode(const Coder& coder, Floats<kPack> x) const { return coder.encode(x); }
+  // Of codes in the low bytes.
+  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, Ints<kPack> codes) const { return coder.decode(codes & 0xff); }
 };
 
 #if defined(SHARDOPT_BYTE_TABLES)
@@ -294,7 +301,12 @@ struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
     table.look_up(codes, lanes.mask, rest, found.x);
     return found * coder.scale;
   }
-  SHARDOPT_HD auto encode(const Coder& coder, Floats<4> x) const { return coder.encode(x); }
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, Ints<4> codes) const {
+    Floats<4> found;
+    const Ints<4> bytes = codes & 0xff;
+    table.look_up(bytes.x, found.x);
+    return found * coder.scale;
+  }
 };
 #endif
 
