@@ -337,8 +337,8 @@ class BlockStepper {
     return false;
   }
 
-  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for, which a rule that
-  // repays finds in the roots' place. kUsual: the coder's cheaper way suffices.
+  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for, which a rule
+  // that repays finds in the roots' place. kUsual: the coder's cheaper way suffices.
   template <bool kUsual>
   SHARDOPT_HD void encode_roots(const Block* blocks, int count, int n, const float (*scales)[kRootScales],
                                 Kept* kept) const {

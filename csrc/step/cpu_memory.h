@@ -234,8 +234,7 @@ struct AnyFormat {
 
   SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
-            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset,
-            noise_at(entry, row, col)};
+            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset, noise_at(entry, row, col)};
   }
 };
 
