@@ -66,6 +66,8 @@ const std::map<std::string, double> kHyper = {
     {"log_beta3", -0.001},
     {"lr_decay", 0.1},
     {"decay_base", 0.96},
+    {"past_product", 0.81},
+    {"past_steps", 1.0},
     {"least_variance", 0.001},
     {"no_prox", 0.0},
     {"scale", 0.5},
