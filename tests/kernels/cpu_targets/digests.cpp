@@ -268,7 +268,11 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
 template <class Rule, class... Codec>
 void run_codecs(int rule, const std::vector<const float*>& tables, generic::List<Codec...>) {
   int codec = 0;
-  (run<Rule, Codec>(rule, codec++, tables), ...);
+  const auto run_it = [&](auto run_codec, bool exists) {
+    if (exists) run_codec(rule, codec, tables);
+    ++codec;
+  };
+  (run_it(run<Rule, Codec>, !generic::kSharesCodes<Codec> || generic::may_share_codes<Rule>()), ...);
 }
 
 template <class... Rule>
