@@ -45,8 +45,7 @@ class DeferredStep:
                 with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
                     self._stream.wait_event(self._ready)
                     self._work()
-                # The waiting thread sleeps meanwhile.
-                back = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                back = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the core has other work
                 self._back = self._stream.record_event(back)
         except BaseException as error:
             self.taken.set_exception(error)

@@ -175,7 +175,7 @@ def _train(seed: int, number: int) -> Outcome:
                 done += _step(rng, step, way, *runs)
         except AssertionError as error:
             return fault("other bits", f"{shown(str(error))}, after {done}, {detail}")
-        except Exception as error:
+        except Exception as error:  # any error is a fault here
             return fault(f"{type(error).__name__}", f"{shown(str(error))}, after {done}, {detail}")
         left = [weakref.ref(x) for x in (runs[0].model, *runs[0].optimizers, *runs[0].params)]
         del runs

@@ -84,7 +84,8 @@ class Problem:
         for k, kind in enumerate(moments):
             zero = self._codec.zero_code(signed=kind == "signed")
             codes = torch.full((rows, cols), zero, dtype=self._codec.code_dtype)
-            self.tensors[f"codes {k}"] = self._place(codes, device)
+            has_own = k == 0 or not self._codec.shared
+            self.tensors[f"codes {k}"] = self._place(codes, device) if has_own else self.tensors["codes 0"]
             width = self._codec.scales(signed=kind == "signed") if blockwise else 0
             self.tensors[f"scales {k}"] = self._place(torch.zeros((rows, blocks, max(width, 1))), device)
             self.tensors[f"extremes {k}"] = torch.zeros((rows, blocks, 2), dtype=torch.int32, device=device)

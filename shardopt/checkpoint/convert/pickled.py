@@ -221,7 +221,7 @@ def refusing(path: str, expected: str) -> Iterator[None]:
         yield
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # of the many types that damage leads to
         reason = line(error, 160)
         reason = reason if reason.isprintable() else ascii(reason)
         raise CheckpointError(f"{path}: got {type(error).__name__}: {reason}, expected {expected}") from error

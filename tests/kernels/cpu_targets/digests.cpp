@@ -209,11 +209,12 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
       entry.low_bits = low_bits.address();
       for (int k = 0; k < kMoments; ++k) {
         const Coding coding = coding_of<Codec>(Rule::Kept::kKinds[k]);
-        codes[k].make(n * coding.code_bytes);
-        std::memset(codes[k].data(), coding.zero, codes[k].size());  // zero bytes, where a code has several
+        const int shared = generic::kSharesCodes<Codec> ? 0 : k;
+        if (shared == k) codes[k].make(n * coding.code_bytes);
+        std::memset(codes[shared].data(), coding.zero, codes[shared].size());  // zero bytes, where a code has several
         scales[k].make(blocks * sizeof(float) * static_cast<size_t>(coding.scales));
         extremes[k].make(blocks * sizeof(Extremes));
-        entry.codes[k] = codes[k].address();
+        entry.codes[k] = codes[shared].address();
         entry.scales[k] = scales[k].address();
         entry.extremes[k] = extremes[k].address();
       }
@@ -267,7 +268,11 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
 template <class Rule, class... Codec>
 void run_codecs(int rule, const std::vector<const float*>& tables, generic::List<Codec...>) {
   int codec = 0;
-  (run<Rule, Codec>(rule, codec++, tables), ...);
+  const auto run_it = [&](auto run_codec, bool exists) {
+    if (exists) run_codec(rule, codec, tables);
+    ++codec;
+  };
+  (run_it(run<Rule, Codec>, !generic::kSharesCodes<Codec> || generic::may_share_codes<Rule>()), ...);
 }
 
 template <class... Rule>
