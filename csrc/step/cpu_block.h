@@ -17,7 +17,7 @@ template <class Code, int kMoments>
 struct Block {
   Weights weights;
   const char* gradient;
-  Code* codes[kMoments + 1];
+  Code* codes[kMoments + 1];  // of each moment; where moments share a code, all are the same
   int64_t scale_index;
   int n;  // elements
 
@@ -63,12 +63,13 @@ class BlockStepper {
   static constexpr bool kBlockwise = Signed::kScales > 0;
   static constexpr bool kShares = kSharesCodes<Codec>;  // all moments are in the first one's codes
   static constexpr int kArrays = kShares ? 1 : kMoments;
+  static constexpr int array_of(int moment) { return kShares ? 0 : moment; }
   static constexpr bool kIsRandom = kRoundsAtRandom<Unsigned>;
   static constexpr bool kRepays = kRepaysOf<Rule> && kRelative;
   static constexpr int kWeight = kMoments, kRandom = kMoments + 1;  // places beside the moments
   // Whether zeros of the unsigned moment are told apart, so that blocks without take the coder's cheaper way. Copies
   // are filled up with zeros.
-  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest && !kIsRandom;
+  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest && !kIsRandom && !kRepays;
   static constexpr int kRootScales = Unsigned::kScales + 1;
 
   // Extremes and moments of a block, kept between the passes.
@@ -141,8 +142,8 @@ class BlockStepper {
       for (int k = 0; k < kArrays; ++k) {
         for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = kZeroCode[k != kUnsigned];
         copy_bytes(copy.codes[k], from.codes[k], sizeof(Code) * n);
-        block.codes[k] = copy.codes[k];
       }
+      for (int k = 0; k < kMoments; ++k) block.codes[k] = copy.codes[array_of(k)];
     }
     const int64_t nonfinite = step(blocks, count);
     for (int b = 0; b < count; ++b) {
@@ -155,7 +156,7 @@ class BlockStepper {
   }
 
   // Out of line: within a larger function the compiler makes less of it.
-  __attribute__((noinline)) int64_t step(const Block* blocks, int count) {
+  __attribute__((noinline, noclone)) int64_t step(const Block* blocks, int count) {
     const int n = kExact ? kMost : blocks[0].n;
     Kept kept[kTogether];
     int64_t nonfinite = 0;
@@ -258,7 +259,7 @@ class BlockStepper {
     each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
       F moment[kMoments + 1], root{};
       for (int k = 0; k < kMoments; ++k) {
-        const Code* const codes = block.codes[kShares ? 0 : k] + i;
+        const Code* const codes = block.codes[k] + i;
         if constexpr (!kBlockwise) {
           moment[k] = signed_coder.decode(load_lanes<kPack>(codes, lanes));
         } else if (k == kUnsigned) {
@@ -421,7 +422,7 @@ class BlockStepper {
           } else {
             code = coder.encode(x);
           }
-          Code* const codes = block.codes[kShares ? 0 : kSigned] + i;
+          Code* const codes = block.codes[kSigned] + i;
           if constexpr (kShares) code = code + load_lanes<kPack>(codes, lanes);
           store_lanes(codes, code, lanes);
           if constexpr (kRepays) {

@@ -22,7 +22,9 @@ SHARDOPT_HD void each_block(const TensorEntry& entry, int64_t begin, int64_t end
     Block<Code, kMoments> block;
     block.weights = format.weights(entry, row, col, offset);
     block.gradient = reinterpret_cast<const char*>(entry.gradient) + bytes_of(format.gradient()) * offset;
-    for (int k = 0; k < kMoments; ++k) block.codes[k] = reinterpret_cast<Code*>(entry.codes[k]) + offset;
+    for (int k = 0; k < kMoments; ++k) {
+      block.codes[k] = reinterpret_cast<Code*>(entry.codes[kSharesCodes<Codec> ? 0 : k]) + offset;
+    }
     block.scale_index = row * entry.scales_row_stride + in_row;
     block.n = static_cast<int>(left < entry.block_size ? left : entry.block_size);
     step(block);
@@ -42,8 +44,8 @@ int64_t step_each(const CpuCall& call, const TensorEntry& entry, int64_t begin, 
   return nonfinite;
 }
 
-// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends: by 16
-// elements where they are copied or have few, else by packs whose last one is masked.
+// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements;
+// where memory is masked, the usual codecs' longer ones by packs, too.
 template <class Rule, class Codec, class Format>
 int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
   constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
@@ -56,7 +58,7 @@ int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_
     });
     return nonfinite + whole.step_waiting() + rest.step_waiting();
   };
-  if constexpr (kMasksMemory) {
+  if constexpr (kMasksMemory && is_usual<Rule, Codec>()) {
     if (rest_of_row > kFew) {
       return step_all(BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 8, false>(call, entry));
     }
