@@ -56,7 +56,12 @@ def transformer(numel: int) -> list[tuple[int, ...]]:
     return [(1024, width), *layer * layers]
 
 
-SHAPES = {"one": one_tensor, "transformer": transformer}
+def small(numel: int) -> list[tuple[int, ...]]:
+    """200 matrices of 64 x 64 and 100 vectors of 64, whatever the number asked for."""
+    return [(64, 64)] * 200 + [(64,)] * 100
+
+
+SHAPES = {"one": one_tensor, "transformer": transformer, "small": small}
 
 
 def bitsandbytes_adamw(params: Params) -> torch.optim.Optimizer:
@@ -321,8 +326,7 @@ def main() -> None:
     if args.columns:
         runs = [{f"rows of {columns}": [(args.numel // columns, columns)] for columns in args.columns}]
     else:
-        numels = {"one": args.numel, "transformer": args.transformer_numel}
-        runs = [{name: SHAPES[name](numels[name])} for name in args.shapes]
+        runs = [{name: SHAPES[name](args.transformer_numel if name == "transformer" else args.numel)} for name in args.shapes]
     results: list[Result] = []
     if args.in_cache:
         results = in_cache(args.contenders, args.columns or [1024], args.rounds, dtype)
