@@ -1,10 +1,14 @@
 """Time of one optimizer step on the CPU, side by side with other optimizers in one interleaved run.
 
 The contenders take turns (A B C A B C ...), so that a machine's changes of pace hit all alike; medians are reported.
-Each contender has its own copy of the parameters; all share one set of gradients. "roofline" is a bare loop
-(roofline.c). A contender whose package or compiler is missing is left out, and standard error says so.
+Each contender has its own copy of the parameters; all share one set of gradients. "roofline" is AdamW as a bare loop,
+"memory" a bare loop that moves the bytes of log8's state (16.2 per parameter) or float32's (28) and hardly computes
+(roofline.c): an optimizer at the time of its loop is bound by memory. A contender whose package or compiler is missing
+is left out, and standard error says so.
 
     python benchmarks/step_cpu.py --shapes one transformer --threads 1 2 --json step_cpu.json
+    python benchmarks/step_cpu.py --all-cores           # from how many threads on memory binds log8
+    python benchmarks/step_cpu.py --in-cache            # the kernels alone, in one thread
     python benchmarks/step_cpu.py --dtype bfloat16 --threads 2
     python benchmarks/step_cpu.py --columns 4096 1000 448 257 130 64 33 --contenders "shardopt log8"
     pip install bitsandbytes torchao deepspeed ninja     # the peers
@@ -14,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -28,9 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import shardopt
-from shardopt.kernels.dispatch import cpu_target
+from shardopt import _C
+from shardopt.kernels.dispatch import CpuCall, cpu_target
 
 Params = list[torch.nn.Parameter]
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +56,12 @@ def transformer(numel: int) -> list[tuple[int, ...]]:
     return [(1024, width), *layer * layers]
 
 
-SHAPES = {"one": one_tensor, "transformer": transformer}
+def small(numel: int) -> list[tuple[int, ...]]:
+    """200 matrices of 64 x 64 and 100 vectors of 64, whatever the number asked for."""
+    return [(64, 64)] * 200 + [(64,)] * 100
+
+
+SHAPES = {"one": one_tensor, "transformer": transformer, "small": small}
 
 
 def bitsandbytes_adamw(params: Params) -> torch.optim.Optimizer:
@@ -73,29 +86,51 @@ def ours(codec: str, **options: Any) -> Callable[[Params], torch.optim.Optimizer
     return lambda params: shardopt.AdamW(params, lr=1e-4, codec=codec, **options)
 
 
-class Roofline(torch.optim.Optimizer):
-    """AdamW as a bare loop over float32."""
+@functools.cache
+def bare_loops() -> ctypes.CDLL:
+    """The loops of roofline.c, compiled for this processor.
 
-    def __init__(self, params: Params) -> None:
+    Raises:
+        ImportError: no compiler takes them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "roofline.so"
+        flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
+        try:
+            subprocess.run(["cc", *flags, str(ROOT / "benchmarks/roofline.c"), "-o", str(library)], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ImportError(f"it does not compile: {error}") from error
+        return ctypes.CDLL(str(library))
+
+
+class BareLoop(torch.optim.Optimizer):
+    """One of the loops of roofline.c over each parameter, its gradient and some state."""
+
+    def __init__(self, params: Params, name: str) -> None:
         super().__init__(params, {})
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "roofline.so"
-            flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
-            try:
-                subprocess.run(["cc", *flags, str(ROOT / "benchmarks/roofline.c"), "-o", str(library)], check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                raise ImportError(f"it does not compile: {error}") from error
-            self._adamw = ctypes.CDLL(str(library)).adamw
-        self._moments = [(torch.zeros_like(param), torch.zeros_like(param)) for param in params]
+        self._loop = getattr(bare_loops(), name)
+        self._name = name
+        self._state = [self._state_of(param) for param in params]
         self._steps = 0
+
+    def _state_of(self, param: Tensor) -> list[Tensor]:
+        if self._name != "move_8bit":
+            return [torch.zeros_like(param), torch.zeros_like(param)]
+        codes = [torch.zeros(param.numel(), dtype=torch.uint8) for _ in range(2)]
+        return [*codes, torch.zeros(3 * (param.numel() // 128 + 1))]
 
     def step(self, closure: Any = None) -> None:
         self._steps += 1
         scalars = (1e-4, 0.9, 0.999, 1e-8, 1e-2, 1 - 0.9**self._steps, (1 - 0.999**self._steps) ** 0.5)
-        for param, moments in zip(self.param_groups[0]["params"], self._moments, strict=True):
-            tensors = [ctypes.c_void_p(t.data_ptr()) for t in (param, param.grad, *moments)]
+        for param, state in zip(self.param_groups[0]["params"], self._state, strict=True):
+            tensors = [ctypes.c_void_p(t.data_ptr()) for t in (param, param.grad, *state)]
             numel = ctypes.c_ssize_t(param.numel())
-            self._adamw(*tensors, numel, torch.get_num_threads(), *map(ctypes.c_float, scalars))
+            further = map(ctypes.c_float, scalars) if self._name == "adamw" else ()
+            self._loop(*tensors, numel, torch.get_num_threads(), *further)
+
+
+def bare_loop(name: str) -> Callable[[Params], torch.optim.Optimizer]:
+    return lambda params: BareLoop(params, name)
 
 
 CONTENDERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -105,7 +140,9 @@ CONTENDERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "shardopt bf16": ours("bf16"),
     "shardopt fp32": ours("fp32"),
     "shardopt log8 + 24 bits": ours("log8", master_weight_bits=24),
-    "roofline": Roofline,
+    "memory, 16.2 bytes": bare_loop("move_8bit"),
+    "memory, 28 bytes": bare_loop("move_float32"),
+    "roofline": bare_loop("adamw"),
     "torch fused": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
     "torch foreach": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
     "DeepSpeedCPUAdam": deepspeed_adamw,
@@ -115,7 +152,12 @@ CONTENDERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
 
 
 #: Contenders that mean something for one dtype only.
-DTYPES = {"shardopt log8 + 24 bits": torch.bfloat16, "roofline": torch.float32}
+DTYPES = {
+    "shardopt log8 + 24 bits": torch.bfloat16,
+    "roofline": torch.float32,
+    "memory, 16.2 bytes": torch.float32,
+    "memory, 28 bytes": torch.float32,
+}
 
 
 @dataclass
@@ -141,20 +183,34 @@ def step_of(contender: str, gradients: list[torch.Tensor]) -> Callable[[], objec
     return CONTENDERS[contender](params).step
 
 
-def interleaved(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round, after two unmeasured rounds."""
+def interleaved(steps: dict[str, Callable[[], object]], rounds: int, at_once: int) -> dict[str, list[float]]:
+    """Seconds of each step in each round, after two unmeasured rounds.
+
+    Args:
+        steps: what takes turns.
+        rounds: turns that are measured.
+        at_once: steps in one turn, whose median counts.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for current in range(rounds + 2):
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
+            turn = []
+            for _ in range(at_once):
+                start = time.perf_counter()
+                step()
+                turn.append(time.perf_counter() - start)
             if current >= 2:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(statistics.median(turn))
     return seconds
 
 
 def measure(
-    contenders: list[str], shapes: dict[str, list[tuple[int, ...]]], threads: int, rounds: int, dtype: torch.dtype
+    contenders: list[str],
+    shapes: dict[str, list[tuple[int, ...]]],
+    threads: int,
+    rounds: int,
+    dtype: torch.dtype,
+    at_once: int = 1,
 ) -> list[Result]:
     """Each contender on each list of sizes, all in one interleaved run."""
     torch.set_num_threads(threads)
@@ -172,9 +228,10 @@ def measure(
             print(f"left out {contender}: {error}", file=sys.stderr)
             continue
         cases[case] = contender, name, sum(gradient.numel() for gradient in gradients[name])
+    seconds = interleaved(steps, rounds, at_once).values()
     return [
         Result(contender, threads, name, numel, statistics.median(times) * 1e3, min(times) * 1e3)
-        for (contender, name, numel), times in zip(cases.values(), interleaved(steps, rounds).values(), strict=True)
+        for (contender, name, numel), times in zip(cases.values(), seconds, strict=True)
     ]
 
 
@@ -193,6 +250,62 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def kernel_of(contender: str, gradient: Tensor) -> Callable[[], object]:
+    """The compiled part alone of the step of a contender of ours, or a bare loop."""
+    step = step_of(contender, [gradient])
+    if not contender.startswith("shardopt"):
+        return step
+    calls: list[CpuCall] = []
+    run = CpuCall.run
+    try:
+        CpuCall.run = lambda call, phase: calls.append(call)  # type: ignore[method-assign,assignment]
+        step()
+    finally:
+        CpuCall.run = run  # type: ignore[method-assign]
+    (call,) = calls
+
+    def kernel(owner: object = step) -> None:  # the call has addresses of the optimizer's tensors
+        call.run(_C.Phase.step)
+
+    return kernel
+
+
+def in_cache(contenders: list[str], columns: list[int], rounds: int, dtype: torch.dtype) -> list[Result]:
+    """The kernels alone in one thread, on 32,768 elements, which stay in the second-level cache."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kernels: dict[str, Callable[[], object]] = {}
+    cases = {}
+    for contender, length in product(contenders, columns):
+        if DTYPES.get(contender, dtype) == dtype and contender.startswith(("shardopt", "memory")):
+            gradient = torch.randn(2**15 // length, length).mul_(1e-3).to(dtype)
+            kernels[f"{contender}, {length}"] = kernel_of(contender, gradient)
+            cases[f"{contender}, {length}"] = contender, 1, f"rows of {length}", gradient.numel()
+    seconds = interleaved(kernels, rounds, at_once=50)
+    return [Result(*cases[case], statistics.median(s) * 1e3, min(s) * 1e3) for case, s in seconds.items()]
+
+
+def print_table(results: list[Result]) -> None:
+    base = results[0]
+    print(f"\n{base.numel:,} parameters, {base.threads} threads")
+    print(f"{'':42}{'ms':>10}{'fastest':>10}{'ns/param':>10}{'to the first':>14}{'fastest':>10}")
+    for result in results:
+        name = f"{result.contender}, {result.shapes}"
+        ratio = result.ns_per_parameter / base.ns_per_parameter
+        fastest = result.fastest_ms / result.numel / (base.fastest_ms / base.numel)
+        row = f"{name:42}{result.ms:10.3f}{result.fastest_ms:10.3f}{result.ns_per_parameter:10.3f}"
+        print(f"{row}{ratio:14.2f}{fastest:10.2f}")
+
+
+def print_bound(results: list[Result]) -> None:
+    """From how many threads on log8 takes at most a tenth more than the bare loop over the same bytes."""
+    of = {(result.contender, result.threads): result.ns_per_parameter for result in results}
+    ratios = {threads: of[log8, threads] / of["memory, 16.2 bytes", threads] for log8, threads in of if "log8" in log8}
+    print("\nall cores: log8's time over its memory's: " + ", ".join(f"{t} threads {r:.2f}" for t, r in ratios.items()))
+    bound = [threads for threads in ratios if all(r <= 1.1 for t, r in ratios.items() if t >= threads)]
+    print(f"memory binds log8 from {bound[0]} threads on" if bound else "memory does not bind log8 on this machine")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel", type=int, default=64 * 2**20)
@@ -203,29 +316,32 @@ def main() -> None:
     parser.add_argument("--transformer-numel", type=int, default=100_000_000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--in-cache", action="store_true", help="the kernels alone, in one thread, by --columns")
+    parser.add_argument("--all-cores", action="store_true", help="log8, fp32 and memory in 1, 2, 4, ... all threads")
     parser.add_argument("--json", type=Path, help="also write the results there")
     args = parser.parse_args()
+    if args.all_cores:
+        cores = len(os.sched_getaffinity(0))
+        args.threads = sorted({*(2**k for k in range(cores.bit_length())), cores})
+        args.contenders = ["shardopt log8", "shardopt fp32", "memory, 16.2 bytes", "memory, 28 bytes"]
 
     print(f"{machine()}, commit {commit()}, {args.dtype}, medians of {args.rounds} rounds")
     dtype = getattr(torch, args.dtype)
     if args.columns:
         runs = [{f"rows of {columns}": [(args.numel // columns, columns)] for columns in args.columns}]
     else:
-        numels = {"one": args.numel, "transformer": args.transformer_numel}
-        runs = [{name: SHAPES[name](numels[name])} for name in args.shapes]
+        runs = [{name: SHAPES[name](args.transformer_numel if name == "transformer" else args.numel)} for name in args.shapes]
     results: list[Result] = []
-    for shapes, threads in product(runs, args.threads):
-        found = measure(args.contenders, shapes, threads, args.rounds, dtype)
-        base = found[0]
-        print(f"\n{base.numel:,} parameters, {threads} threads")
-        print(f"{'':42}{'ms':>10}{'fastest':>10}{'ns/param':>10}{'to the first':>14}{'fastest':>10}")
-        for result in found:
-            name = f"{result.contender}, {result.shapes}"
-            ratio = result.ns_per_parameter / base.ns_per_parameter
-            fastest = result.fastest_ms / result.numel / (base.fastest_ms / base.numel)
-            row = f"{name:42}{result.ms:10.2f}{result.fastest_ms:10.2f}{result.ns_per_parameter:10.3f}"
-            print(f"{row}{ratio:14.2f}{fastest:10.2f}")
-        results += found
+    if args.in_cache:
+        results = in_cache(args.contenders, args.columns or [1024], args.rounds, dtype)
+        print_table(results)
+    else:
+        for shapes, threads in product(runs, args.threads):
+            found = measure(args.contenders, shapes, threads, args.rounds, dtype)
+            print_table(found)
+            results += found
+    if args.all_cores:
+        print_bound(results)
     if args.json:
         header = {"machine": machine(), "commit": commit(), "dtype": args.dtype, "command": sys.argv}
         args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))

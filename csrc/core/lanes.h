@@ -226,4 +226,54 @@ SHARDOPT_HD void store_lanes(float* to, Floats<kPack> a) {
   SHARDOPT_EACH __builtin_memcpy(to + i * kLanes, &a.x[i], sizeof a.x[i]);
 }
 
+// Which of a pack's numbers are in memory: all, or the first ones.
+struct AllLanes {};
+struct FirstLanes {
+  uint64_t mask;  // of 64 lanes, the most that a pack has
+  SHARDOPT_HD explicit FirstLanes(int count) : mask(count >= 64 ? ~0ull : (1ull << count) - 1) {}
+};
+
+template <int kPack, class T>
+SHARDOPT_HD auto load_lanes(const T* from, AllLanes, T = T{}) {
+  return load_lanes<kPack>(from);
+}
+template <class T, class V>
+SHARDOPT_HD void store_lanes(T* to, V a, AllLanes) {
+  store_lanes(to, a);
+}
+
+#if defined(SHARDOPT_MASKED_MEMORY)
+constexpr bool kMasksMemory = true;
+
+// The others are `rest`.
+template <int kPack>
+SHARDOPT_HD Floats<kPack> load_lanes(const float* from, FirstLanes lanes, float = 0.0f) {
+  Floats<kPack> r;
+  SHARDOPT_EACH r.x[i] = native::load(from + i * kLanes, static_cast<native::Mask>(lanes.mask >> (i * kLanes)));
+  return r;
+}
+template <int kPack, class T>
+SHARDOPT_HD Ints<kPack> load_lanes(const T* from, FirstLanes lanes) {
+  Ints<kPack> r;
+  SHARDOPT_EACH r.x[i] = native::load(from + i * kLanes, static_cast<native::Mask>(lanes.mask >> (i * kLanes)));
+  return r;
+}
+template <int kPack, class T>
+SHARDOPT_HD Ints<kPack> load_lanes(const T* from, FirstLanes lanes, T rest) {
+  Ints<kPack> r;
+  SHARDOPT_EACH r.x[i] = native::load(from + i * kLanes, static_cast<native::Mask>(lanes.mask >> (i * kLanes)), rest);
+  return r;
+}
+template <int kPack, class T>
+SHARDOPT_HD void store_lanes(T* to, Ints<kPack> a, FirstLanes lanes) {
+  SHARDOPT_EACH native::store(to + i * kLanes, a.x[i], static_cast<native::Mask>(lanes.mask >> (i * kLanes)));
+}
+template <int kPack>
+SHARDOPT_HD void store_lanes(float* to, Floats<kPack> a, FirstLanes lanes) {
+  SHARDOPT_EACH native::store(to + i * kLanes, a.x[i], static_cast<native::Mask>(lanes.mask >> (i * kLanes)));
+}
+#else
+constexpr bool kMasksMemory = false;
+#endif
+
 SHARDOPT_END_NAMESPACE

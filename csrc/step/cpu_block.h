@@ -9,15 +9,38 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
+// How far ahead of a block memory is asked for what follows: in elements, so that it is a page of floats.
+constexpr int64_t kFetchedAhead = 1024;
+
 // Where a block is: in the tensors, or in copies that are filled up to whole packs.
 template <class Code, int kMoments>
 struct Block {
   Weights weights;
   const char* gradient;
-  Code* codes[kMoments + 1];
+  Code* codes[kMoments + 1];  // of each moment; where moments share a code, all are the same
   int64_t scale_index;
   int n;  // elements
+
+  // A copy, member by member: as a whole it would be loaded in one piece that spans several recent stores, which takes
+  // the processor as long as half a block.
+  SHARDOPT_HD Block copy() const {
+    Block block;
+    block.weights = {weights.words, weights.low_bits, weights.noise};
+    block.gradient = gradient;
+#pragma GCC unroll 4
+    for (int k = 0; k < kMoments; ++k) block.codes[k] = codes[k];
+    block.scale_index = scale_index;
+    block.n = n;
+    return block;
+  }
 };
+
+// Asks for the cache lines of some bytes; where there are none, nothing happens. Always inline: of a function that only
+// prefetches GCC believes that it has no effect, and drops its calls.
+SHARDOPT_HD void fetch_lines(const void* from, uint64_t bytes) {
+  const auto address = reinterpret_cast<uint64_t>(from);
+  for (uint64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
+}
 
 // Steps blocks of one entry, several of one length together: the processor works on one while another waits for its
 // maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
@@ -38,16 +61,23 @@ class BlockStepper {
   using I = Ints<kPack>;
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
   static constexpr bool kBlockwise = Signed::kScales > 0;
+  static constexpr bool kShares = kSharesCodes<Codec>;  // all moments are in the first one's codes
+  static constexpr int kArrays = kShares ? 1 : kMoments;
+  static constexpr int array_of(int moment) { return kShares ? 0 : moment; }
+  static constexpr bool kIsRandom = kRoundsAtRandom<Unsigned>;
+  static constexpr bool kRepays = kRepaysOf<Rule> && kRelative;
+  static constexpr int kWeight = kMoments, kRandom = kMoments + 1;  // places beside the moments
   // Whether zeros of the unsigned moment are told apart, so that blocks without take the coder's cheaper way. Copies
   // are filled up with zeros.
-  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest;
+  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest && !kIsRandom && !kRepays;
   static constexpr int kRootScales = Unsigned::kScales + 1;
 
   // Extremes and moments of a block, kept between the passes.
   struct Kept {
     LaneExtremes extremes[kMoments + 1];
     native::UnsignedInts smallest_root;  // of lanes: its bits, where zeros are told apart
-    F x[kMoments + 1][kCapacity];        // signed moments, the unsigned one or its root
+    // Signed moments, the unsigned one or its root; weights, if the rule repays what the codes lose; random bits.
+    F x[kMoments + 1 + kIsRandom][kCapacity];
   };
 
  public:
@@ -64,6 +94,8 @@ class BlockStepper {
   // Takes a block, of as many elements as those that wait, and steps them once they are kTogether. Returns how many
   // elements were skipped.
   SHARDOPT_HD int64_t add(const Block& block) {
+    // Rather than when it is stepped: the blocks beside it will not wait.
+    if constexpr (!kExact && kBlockwise) fetch_ahead(block, block.n);
     waiting_[count_++] = block;
     return count_ == kTogether ? step_waiting() : 0;
   }
@@ -73,7 +105,11 @@ class BlockStepper {
     const int count = count_;
     count_ = 0;
     if (count == 0) return 0;
-    return kExact || waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
+    if constexpr (kExact || kMasksMemory) {
+      return step(waiting_, count);
+    } else {
+      return waiting_[0].n % kStep == 0 ? step(waiting_, count) : step_in_copies(count);
+    }
   }
 
  private:
@@ -103,30 +139,29 @@ class BlockStepper {
       if (low_bytes) fill(block.weights.low_bits = copy.low_bits, from.weights.low_bits, low_bytes);
       fill(copy.gradient, from.gradient, bytes_of(format_.gradient()));
       block.gradient = copy.gradient;
-      for (int k = 0; k < kMoments; ++k) {
-        const Code zero = k == kUnsigned ? Code{} : static_cast<Code>(Signed::kZero);
-        for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = zero;
+      for (int k = 0; k < kArrays; ++k) {
+        for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = kZeroCode[k != kUnsigned];
         copy_bytes(copy.codes[k], from.codes[k], sizeof(Code) * n);
-        block.codes[k] = copy.codes[k];
       }
+      for (int k = 0; k < kMoments; ++k) block.codes[k] = copy.codes[array_of(k)];
     }
     const int64_t nonfinite = step(blocks, count);
     for (int b = 0; b < count; ++b) {
       const Block& to = waiting_[b];
       copy_bytes(to.weights.words, copies[b].weights, weight_bytes * n);
       if (low_bytes) copy_bytes(to.weights.low_bits, copies[b].low_bits, low_bytes * n);
-      for (int k = 0; k < kMoments; ++k) copy_bytes(to.codes[k], copies[b].codes[k], sizeof(Code) * n);
+      for (int k = 0; k < kArrays; ++k) copy_bytes(to.codes[k], copies[b].codes[k], sizeof(Code) * n);
     }
     return nonfinite;
   }
 
   // Out of line: within a larger function the compiler makes less of it.
-  __attribute__((noinline)) int64_t step(const Block* blocks, int count) {
+  __attribute__((noinline, noclone)) int64_t step(const Block* blocks, int count) {
     const int n = kExact ? kMost : blocks[0].n;
     Kept kept[kTogether];
     int64_t nonfinite = 0;
     bool has_zero = !kTellsZeros;
-    for (int b = 0; b < count; ++b) has_zero = has_zero || has_zero_code(blocks[b], n);
+    for (int b = 0; b < count && kTellsZeros; ++b) has_zero |= has_zero_code(blocks[b], n);
     if (has_zero) {
       nonfinite = update_all<true>(blocks, count, n, kept);
     } else if constexpr (kTellsZeros) {
@@ -134,6 +169,16 @@ class BlockStepper {
     }
     if constexpr (kBlockwise) encode(blocks, count, n, kept);
     return nonfinite;
+  }
+
+  // Calls take(i, lanes) for each pack of n elements.
+  template <class Take>
+  SHARDOPT_HD static void each_pack(int n, Take take) {
+    int i = 0;
+    for (; i + kStep <= n; i += kStep) take(i, AllLanes{});
+    if constexpr (!kExact && kMasksMemory) {
+      if (i < n) take(i, FirstLanes{n - i});
+    }
   }
 
   template <class Coder>
@@ -159,8 +204,21 @@ class BlockStepper {
     return false;
   }
 
-  SHARDOPT_HD F gradient_at(const Block& block, int i) const {
-    return load_floats<kPack>(block.gradient, format_.gradient(), i) * gradient_scale_;
+  template <class Lanes>
+  SHARDOPT_HD F gradient_at(const Block& block, int i, Lanes lanes) const {
+    return load_floats<kPack>(block.gradient, format_.gradient(), i, lanes) * gradient_scale_;
+  }
+
+  // Has memory send what a later block of the row needs, or the next row: processors see neither beyond a page nor
+  // beyond a short block, which is left for later.
+  SHARDOPT_HD void fetch_ahead(const Block& block, int n) const {
+    const auto count = static_cast<uint64_t>(n);
+    const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
+    const uint64_t gradient_bytes = bytes_of(format_.gradient());
+    fetch_lines(block.weights.words + kFetchedAhead * weight_bytes, count * weight_bytes);
+    if (low_bytes) fetch_lines(block.weights.low_bits + kFetchedAhead * low_bytes, count * low_bytes);
+    fetch_lines(block.gradient + kFetchedAhead * gradient_bytes, count * gradient_bytes);
+    for (int k = 0; k < kArrays; ++k) fetch_lines(block.codes[k] + kFetchedAhead, count * sizeof(Code));
   }
 
   // Updates blocks, each right after a look at its gradients, as memory delivers them; returns how many elements were
@@ -170,9 +228,10 @@ class BlockStepper {
     int64_t nonfinite = 0;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
-      const Block block = blocks[b];  // a copy: the compiler sees that no store changes it
+      const Block block = blocks[b].copy();  // a copy: the compiler sees that no store changes it
+      if constexpr (kExact && kBlockwise) fetch_ahead(block, kMost);
       if (has_large(block, n)) {
-        nonfinite += update_skipping(block, n, kept[b]);
+        nonfinite += update_skipping(blocks[b], n, kept[b]);  // the copy stays in registers
       } else {
         update<false, kZeros>(block, n, kept[b]);
       }
@@ -184,7 +243,8 @@ class BlockStepper {
     return update<true, true>(block, n, kept);
   }
 
-  // Reads the block, applies the rule and writes the weights; the new moments are kept and, without blocks, encoded.
+  // Reads the block, applies the rule and writes the weights, but those of a rule that repays; the new moments are kept
+  // and, without blocks, encoded.
   // kSkips: elements whose update is lost keep weight and moments; returns how many they are. kZeros: unsigned codes
   // may be zero.
   template <bool kSkips, bool kZeros>
@@ -196,19 +256,20 @@ class BlockStepper {
     for (int k = 0; k < kMoments; ++k) extremes[k] = LaneExtremes::none();
     native::UnsignedInts smallest_root = native::UnsignedInts{} - 1;
     int64_t skipped = 0;
-    for (int i = 0; i < n; i += kStep) {
+    each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
       F moment[kMoments + 1], root{};
       for (int k = 0; k < kMoments; ++k) {
+        const Code* const codes = block.codes[k] + i;
         if constexpr (!kBlockwise) {
-          moment[k] = signed_coder.decode(load_lanes<kPack>(block.codes[k] + i));
+          moment[k] = signed_coder.decode(load_lanes<kPack>(codes, lanes));
         } else if (k == kUnsigned) {
           if constexpr (!kZeros) {
-            moment[k] = unsigned_coder.decode_above_zero(load_lanes<kPack>(block.codes[k] + i));
+            moment[k] = unsigned_coder.decode_above_zero(load_lanes<kPack>(codes));
           } else {
-            moment[k] = unsigned_table_.decode(unsigned_coder, block.codes[k] + i);
+            moment[k] = unsigned_table_.decode(unsigned_coder, codes, lanes, kZeroCode[false]);
           }
         } else {
-          moment[k] = signed_table_.decode(signed_coder, block.codes[k] + i);
+          moment[k] = signed_table_.decode(signed_coder, codes, lanes, kZeroCode[true]);
         }
       }
       if constexpr (kUnsigned >= 0) {
@@ -216,8 +277,8 @@ class BlockStepper {
         if (kRelative) moment[kSigned] = moment[kSigned] * root;
         if (Codec::kRoot) moment[kUnsigned] = root * root;
       }
-      F weight = block.weights.template load<kPack>(format_.weight(), i);
-      const F gradient = gradient_at(block, i);
+      F weight = block.weights.template load<kPack>(format_.weight(), i, lanes);
+      const F gradient = gradient_at(block, i, lanes);
       if constexpr (kSkips) {
         const F old_weight = weight, old_root = root;
         F old_moment[kMoments + 1];
@@ -231,11 +292,15 @@ class BlockStepper {
       } else {
         rule.update(weight, gradient, moment, &root);
       }
-      block.weights.store(weight, format_.weight(), i);
+      if constexpr (kRepays) {
+        kept.x[kWeight][i / kStep] = weight;
+      } else {
+        block.weights.store(weight, format_.weight(), i, lanes);
+      }
       for (int k = 0; k < kMoments; ++k) {
         const F x = Codec::kRoot && k == kUnsigned ? root : moment[k];
         if constexpr (!kBlockwise) {
-          store_lanes(block.codes[k] + i, k == kUnsigned ? unsigned_coder.encode(x) : signed_coder.encode(x));
+          store_lanes(block.codes[k] + i, k == kUnsigned ? unsigned_coder.encode(x) : signed_coder.encode(x), lanes);
         } else {
           kept.x[k][i / kStep] = x;
           if (k == kUnsigned) {
@@ -249,7 +314,7 @@ class BlockStepper {
           }
         }
       }
-    }
+    });
     for (int k = 0; k < kMoments; ++k) kept.extremes[k] = extremes[k];
     if (kTellsZeros) kept.smallest_root = smallest_root;
     return skipped;
@@ -269,31 +334,39 @@ class BlockStepper {
     }
     const Extremes of_block = extremes.over_lanes();
     Unsigned::measure(of_block, scales);
-    return usual && of_block.high < kInfinityBits && Unsigned::is_even(of_block);
+    if constexpr (kTellsZeros) return usual && of_block.high < kInfinityBits && Unsigned::is_even(of_block);
+    return false;
   }
 
-  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for. kUsual: the
-  // coder's cheaper way suffices.
+  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for, which a rule
+  // that repays finds in the roots' place. kUsual: the coder's cheaper way suffices.
   template <bool kUsual>
   SHARDOPT_HD void encode_roots(const Block* blocks, int count, int n, const float (*scales)[kRootScales],
                                 Kept* kept) const {
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
       const Unsigned coder(scales[b], table_);
-      const Block block = blocks[b];
+      const Block block = blocks[b].copy();
       LaneExtremes extremes = LaneExtremes::none();
-      for (int i = 0; i < n; i += kStep) {
+      each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
         const F x = kept[b].x[kUnsigned][i / kStep];
         F unit, &moment = kept[b].x[kSigned][i / kStep];
         if constexpr (kUsual) {
-          store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit));
+          store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit), lanes);
           moment = moment * reciprocal(unit);
         } else {
-          store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit));
+          if constexpr (kIsRandom) {
+            const I random = block.weights.noise.template bits_at<I>(lane_index<kPack>() + i);
+            kept[b].x[kRandom][i / kStep] = float_from_bits(random);
+            store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit, random), lanes);
+          } else {
+            store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit), lanes);
+          }
           moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
         }
+        if constexpr (kRepays) kept[b].x[kUnsigned][i / kStep] = unit;
         extremes.add_signed(moment);
-      }
+      });
       kept[b].extremes[kSigned] = extremes;
     }
   }
@@ -310,19 +383,19 @@ class BlockStepper {
     }
     if constexpr (kUnsigned >= 0) {
       if constexpr (kRelative) {
-        if (kTellsZeros && usual) {
-          encode_roots<true>(blocks, count, n, unsigned_scale, kept);
-        } else {
-          encode_roots<false>(blocks, count, n, unsigned_scale, kept);
+        if constexpr (kTellsZeros) {
+          if (usual) encode_roots<true>(blocks, count, n, unsigned_scale, kept);
         }
+        if (!usual) encode_roots<false>(blocks, count, n, unsigned_scale, kept);
       } else {
 #pragma GCC unroll 1
         for (int b = 0; b < count; ++b) {
           const Unsigned coder(unsigned_scale[b], table_);
-          const Block block = blocks[b];
-          for (int i = 0; i < n; i += kStep) {
-            store_lanes(block.codes[kUnsigned] + i, unsigned_table_.encode(coder, kept[b].x[kUnsigned][i / kStep]));
-          }
+          const Block block = blocks[b].copy();
+          each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
+            const F x = kept[b].x[kUnsigned][i / kStep];
+            store_lanes(block.codes[kUnsigned] + i, coder.encode(x), lanes);
+          });
         }
       }
 #pragma GCC unroll 1
@@ -340,10 +413,23 @@ class BlockStepper {
 #pragma GCC unroll 1
       for (int b = 0; b < count; ++b) {
         const Signed coder(signed_scale[b], table_);
-        const Block block = blocks[b];
-        for (int i = 0; i < n; i += kStep) {
-          store_lanes(block.codes[kSigned] + i, signed_table_.encode(coder, kept[b].x[kSigned][i / kStep]));
-        }
+        const Block block = blocks[b].copy();
+        each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
+          const F x = kept[b].x[kSigned][i / kStep];
+          I code;
+          if constexpr (kIsRandom) {
+            code = coder.encode(x, bits(kept[b].x[kRandom][i / kStep]));
+          } else {
+            code = coder.encode(x);
+          }
+          Code* const codes = block.codes[kSigned] + i;
+          if constexpr (kShares) code = code + load_lanes<kPack>(codes, lanes);
+          store_lanes(codes, code, lanes);
+          if constexpr (kRepays) {
+            const F unit = kept[b].x[kUnsigned][i / kStep], error = (x - signed_table_.decode(coder, code)) * unit;
+            block.weights.store(rule_.repaid(kept[b].x[kWeight][i / kStep], error, unit), format_.weight(), i, lanes);
+          }
+        });
         store_scales<Signed>(kSigned, block, signed_scale[b]);
       }
     }
@@ -354,6 +440,8 @@ class BlockStepper {
     for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment, block)[i] = scale[i];
   }
 
+  // Of a moment that is zero: of an unsigned one, of a signed one. Where they share a code, it is the same.
+  static constexpr Code kZeroCode[2] = {Code{}, static_cast<Code>(kBlockwise ? Signed::kZero : 0)};
   // For the coder of a moment that the rule does not keep, or of a codec without blocks.
   static constexpr float kNoScales[2] = {};
 

@@ -22,7 +22,9 @@ SHARDOPT_HD void each_block(const TensorEntry& entry, int64_t begin, int64_t end
     Block<Code, kMoments> block;
     block.weights = format.weights(entry, row, col, offset);
     block.gradient = reinterpret_cast<const char*>(entry.gradient) + bytes_of(format.gradient()) * offset;
-    for (int k = 0; k < kMoments; ++k) block.codes[k] = reinterpret_cast<Code*>(entry.codes[k]) + offset;
+    for (int k = 0; k < kMoments; ++k) {
+      block.codes[k] = reinterpret_cast<Code*>(entry.codes[kSharesCodes<Codec> ? 0 : k]) + offset;
+    }
     block.scale_index = row * entry.scales_row_stride + in_row;
     block.n = static_cast<int>(left < entry.block_size ? left : entry.block_size);
     step(block);
@@ -42,17 +44,28 @@ int64_t step_each(const CpuCall& call, const TensorEntry& entry, int64_t begin, 
   return nonfinite;
 }
 
-// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements.
+// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements;
+// where memory is masked, the usual codecs' longer ones by packs, too.
 template <class Rule, class Codec, class Format>
 int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
-  constexpr int kWhole = 128;
+  constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
+  const auto rest_of_row = static_cast<int>(entry.cols % kWhole);
   BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, entry);
-  BlockStepper<Rule, Codec, Format, 16 / kLanes, kWhole, 4, false> rest(call, entry);
-  int64_t nonfinite = 0;
-  each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) {
-    nonfinite += block.n == kWhole ? whole.add(block) : rest.add(block);
-  });
-  return nonfinite + whole.step_waiting() + rest.step_waiting();
+  const auto step_all = [&](auto&& rest) __attribute__((always_inline)) {
+    int64_t nonfinite = 0;
+    each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) __attribute__((always_inline)) {
+      nonfinite += block.n == kWhole ? whole.add(block) : rest.add(block);
+    });
+    return nonfinite + whole.step_waiting() + rest.step_waiting();
+  };
+  if constexpr (kMasksMemory && is_usual<Rule, Codec>()) {
+    if (rest_of_row > kFew) {
+      return step_all(BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 8, false>(call, entry));
+    }
+    return step_all(BlockStepper<Rule, Codec, Format, kOne, kFew, 8, false>(call, entry));
+  } else {
+    return step_all(BlockStepper<Rule, Codec, Format, kOne, kWhole, 4, false>(call, entry));
+  }
 }
 
 // The kernel of an entry in these formats, which are known when compiling; nullptr for another entry.
@@ -61,10 +74,11 @@ CpuKernel kernel_of_format(const TensorEntry& entry) {
   const bool is_it =
       entry.weight_format == static_cast<int32_t>(kWeight) && entry.gradient_dtype == static_cast<int32_t>(kGradient);
   if (!is_it) return nullptr;
+  using Format = FixedFormat<kWeight, kGradient, kRoundsAtRandom<typename Codec::Unsigned>>;
   if constexpr (Codec::Signed::kScales > 0) {
-    return step_blocks_of_128<Rule, Codec, FixedFormat<kWeight, kGradient>>;
+    return step_blocks_of_128<Rule, Codec, Format>;
   } else {
-    return step_each<Rule, Codec, FixedFormat<kWeight, kGradient>, SHARDOPT_PACK>;
+    return step_each<Rule, Codec, Format, SHARDOPT_PACK>;
   }
 }
 
@@ -84,7 +98,7 @@ int64_t step_usual(const CpuCall& call, const TensorEntry& entry, int64_t begin,
 
 template <class Rule, class Codec>
 constexpr CpuKernel kernel_of() {
-  if constexpr (SHARDOPT_PACK > 1 && is_usual<Rule, Codec>()) {
+  if constexpr (SHARDOPT_PACK > 1 && (is_usual<Rule, Codec>() || is_usual_on_cpu<Rule, Codec>())) {
     return step_usual<Rule, Codec>;
   } else {
     return step_runs;

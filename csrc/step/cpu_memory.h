@@ -43,29 +43,35 @@ constexpr uint64_t low_bytes_of(WeightFormat format) {
   }
 }
 
-template <int kPack>
-SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i) {
+template <int kPack, class Lanes = AllLanes>
+SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i, Lanes lanes = {}) {
   switch (dtype) {
     case DType::kFloat32:
-      return load_lanes<kPack>(reinterpret_cast<const float*>(from) + i);
+      return load_lanes<kPack>(reinterpret_cast<const float*>(from) + i, lanes);
     case DType::kBFloat16:
-      return float_from_bf16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i));
+      return float_from_bf16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i, lanes));
     default:
-      return float_from_fp16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i));
+      return float_from_fp16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i, lanes));
   }
 }
 
-// Whether one of `n` numbers, a whole number of packs, times `scale` has a magnitude of at least
-// float_from_bits(least), is infinite or NaN. The magnitudes' bits are ordered as they are, in every dtype.
+// Whether one of `n` numbers (a whole number of packs where memory is not masked) times `scale` has a magnitude of at
+// least float_from_bits(least), is infinite or NaN. The magnitudes' bits are ordered as they are, in every dtype.
 template <int kPack>
 SHARDOPT_HD bool any_at_least(const char* from, DType dtype, int n, float scale, int32_t least) {
   const auto is_any = [&](Floats<1> x) { return any(magnitude_bits(x * scale) >= least); };
   if (dtype == DType::kFloat32) {
     Ints<1> largest{};
-    for (int i = 0; i < n; i += kPack * kLanes) {
+    int i = 0;
+    for (; i + kPack * kLanes <= n; i += kPack * kLanes) {
       const auto b = magnitude_bits(load_floats<kPack>(from, dtype, i));
       for (int j = 0; j < kPack; ++j) largest.x[0] = native::max_int(largest.x[0], b.x[j]);
     }
+#if defined(SHARDOPT_MASKED_MEMORY)
+    for (; i < n; i += kLanes) {
+      largest = max_int(largest, magnitude_bits(load_floats<1>(from, dtype, i, FirstLanes{n - i})));
+    }
+#endif
     return is_any(float_from_bits(largest));
   }
   native::Halves largest{}, x;
@@ -74,18 +80,35 @@ SHARDOPT_HD bool any_at_least(const char* from, DType dtype, int n, float scale,
     __builtin_memcpy(&x, from + 2 * i, sizeof x);
     largest = native::max_int(largest, x & 0x7fff);
   }
+#if defined(SHARDOPT_MASKED_MEMORY)
+  for (; i < n; i += kLanes) {
+    const auto some = load_lanes<1>(reinterpret_cast<const uint16_t*>(from) + i, FirstLanes{n - i});
+    largest = native::max_int(largest, reinterpret_cast<native::Halves>(some.x[0]) & 0x7fff);
+  }
+#else
   if (i < n) {
     x = native::Halves{};
     __builtin_memcpy(&x, from + 2 * i, sizeof x / 2);
     largest = native::max_int(largest, x & 0x7fff);
   }
+#endif
   const Ints<1> both{reinterpret_cast<native::Ints>(largest)}, low = both & 0xffff, high = (both >> 16) & 0xffff;
   return dtype == DType::kBFloat16 ? is_any(float_from_bf16(low)) || is_any(float_from_bf16(high))
                                    : is_any(float_from_fp16(low)) || is_any(float_from_fp16(high));
 }
 
 // Whether one of `n` codes is zero; n: a multiple of a vector's bytes.
-inline bool any_zero(const uint8_t* codes, int n) {
+SHARDOPT_HD bool any_zero(const uint8_t* codes, int n) {
+#if defined(SHARDOPT_FINDS_ZERO_BYTES)
+  native::Bytes least;
+  __builtin_memcpy(&least, codes, sizeof least);
+  for (int i = sizeof least; i < n; i += static_cast<int>(sizeof least)) {
+    native::Bytes y;
+    __builtin_memcpy(&y, codes + i, sizeof y);
+    least = native::min_byte(least, y);
+  }
+  return native::any_zero(least);
+#else
   native::Bytes x, zeros{};
   for (int i = 0; i < n; i += static_cast<int>(sizeof x)) {
     __builtin_memcpy(&x, codes + i, sizeof x);
@@ -95,6 +118,7 @@ inline bool any_zero(const uint8_t* codes, int n) {
   __builtin_memcpy(words, &zeros, sizeof zeros);
   for (uint64_t word : words) found |= word;
   return found != 0;
+#endif
 }
 
 // Inline: most copies are of few bytes, and of as many as the one before, so that the branches are foreseen.
@@ -117,94 +141,100 @@ struct Weights {
   char* low_bits;  // of its master weights
   Noise noise;
 
-  template <int kPack>
-  SHARDOPT_HD Floats<kPack> load(WeightFormat format, int i) const {
+  template <int kPack, class Lanes = AllLanes>
+  SHARDOPT_HD Floats<kPack> load(WeightFormat format, int i, Lanes lanes = {}) const {
     const auto words16 = reinterpret_cast<const uint16_t*>(words) + i;
     switch (format) {
       case WeightFormat::kFloat32:
-        return load_lanes<kPack>(reinterpret_cast<const float*>(words) + i);
+        return load_lanes<kPack>(reinterpret_cast<const float*>(words) + i, lanes);
       case WeightFormat::kFloat16:
-        return float_from_fp16(load_lanes<kPack>(words16));
+        return float_from_fp16(load_lanes<kPack>(words16, lanes));
       case WeightFormat::kBFloat16Plus8:
-        return load_split<kPack, DType::kBFloat16, int8_t>(i);
+        return load_split<kPack, DType::kBFloat16, int8_t>(i, lanes);
       case WeightFormat::kBFloat16Plus16:
-        return load_split<kPack, DType::kBFloat16, int16_t>(i);
+        return load_split<kPack, DType::kBFloat16, int16_t>(i, lanes);
       case WeightFormat::kFloat16Plus8:
-        return load_split<kPack, DType::kFloat16, int8_t>(i);
+        return load_split<kPack, DType::kFloat16, int8_t>(i, lanes);
       case WeightFormat::kFloat16Plus16:
-        return load_split<kPack, DType::kFloat16, int16_t>(i);
+        return load_split<kPack, DType::kFloat16, int16_t>(i, lanes);
       default:
-        return float_from_bf16(load_lanes<kPack>(words16));
+        return float_from_bf16(load_lanes<kPack>(words16, lanes));
     }
   }
 
-  template <int kPack>
-  SHARDOPT_HD void store(Floats<kPack> x, WeightFormat format, int i) const {
+  template <int kPack, class Lanes = AllLanes>
+  SHARDOPT_HD void store(Floats<kPack> x, WeightFormat format, int i, Lanes lanes = {}) const {
     const auto words16 = reinterpret_cast<uint16_t*>(words) + i;
     switch (format) {
       case WeightFormat::kFloat32:
-        return store_lanes(reinterpret_cast<float*>(words) + i, x);
+        return store_lanes(reinterpret_cast<float*>(words) + i, x, lanes);
       case WeightFormat::kBFloat16:
-        return store_lanes(words16, bf16_from_float(x));
+        return store_lanes(words16, bf16_from_float(x), lanes);
       case WeightFormat::kFloat16:
-        return store_lanes(words16, fp16_from_float(x));
+        return store_lanes(words16, fp16_from_float(x), lanes);
       case WeightFormat::kBFloat16Plus8:
-        return store_split<DType::kBFloat16, uint8_t>(x, i);
+        return store_split<DType::kBFloat16, uint8_t>(x, i, lanes);
       case WeightFormat::kBFloat16Plus16:
-        return store_split<DType::kBFloat16, uint16_t>(x, i);
+        return store_split<DType::kBFloat16, uint16_t>(x, i, lanes);
       case WeightFormat::kFloat16Plus8:
-        return store_split<DType::kFloat16, uint8_t>(x, i);
+        return store_split<DType::kFloat16, uint8_t>(x, i, lanes);
       case WeightFormat::kFloat16Plus16:
-        return store_split<DType::kFloat16, uint16_t>(x, i);
+        return store_split<DType::kFloat16, uint16_t>(x, i, lanes);
       case WeightFormat::kBFloat16Stochastic:
-        return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + i)));
+        return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + i)), lanes);
     }
   }
 
  private:
-  template <int kPack, DType kDType, class Low>
-  SHARDOPT_HD Floats<kPack> load_split(int i) const {
-    const auto high = load_lanes<kPack>(reinterpret_cast<const uint16_t*>(words) + i);
-    return join_weight<kDType, 8 * sizeof(Low)>(high, load_lanes<kPack>(reinterpret_cast<const Low*>(low_bits) + i));
+  template <int kPack, DType kDType, class Low, class Lanes>
+  SHARDOPT_HD Floats<kPack> load_split(int i, Lanes lanes) const {
+    const auto high = load_lanes<kPack>(reinterpret_cast<const uint16_t*>(words) + i, lanes);
+    const auto low = load_lanes<kPack>(reinterpret_cast<const Low*>(low_bits) + i, lanes);
+    return join_weight<kDType, 8 * sizeof(Low)>(high, low);
   }
 
-  template <DType kDType, class Low, int kPack>
-  SHARDOPT_HD void store_split(Floats<kPack> x, int i) const {
+  template <DType kDType, class Low, int kPack, class Lanes>
+  SHARDOPT_HD void store_split(Floats<kPack> x, int i, Lanes lanes) const {
     const auto split = split_weight<kDType, 8 * sizeof(Low)>(x);
-    store_lanes(reinterpret_cast<uint16_t*>(words) + i, split.high);
-    store_lanes(reinterpret_cast<Low*>(low_bits) + i, split.low);
+    store_lanes(reinterpret_cast<uint16_t*>(words) + i, split.high, lanes);
+    store_lanes(reinterpret_cast<Low*>(low_bits) + i, split.low, lanes);
   }
 };
 
-// The formats of weights and gradients, known when compiling or only when running.
-template <WeightFormat kWeight, DType kGradient>
+// The random bits of what begins at a column of a row.
+SHARDOPT_HD Noise noise_at(const TensorEntry& entry, int64_t row, int64_t col) {
+  const float step = *reinterpret_cast<const float*>(entry.step);
+  return Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col);
+}
+
+// The formats of weights and gradients, known when compiling or only when running. kIsRandom: codes are rounded at
+// random.
+template <WeightFormat kWeight, DType kGradient, bool kIsRandom = false>
 struct FixedFormat {
   SHARDOPT_HD explicit FixedFormat(const TensorEntry&) {}
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
 
-  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t, int64_t, int64_t offset) const {
+  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(kWeight) * offset,
-            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset, Noise{}};
+            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset,
+            kIsRandom ? noise_at(entry, row, col) : Noise{}};
   }
 };
 
 struct AnyFormat {
   WeightFormat weight_format;
   DType gradient_dtype;
-  float step;
 
   SHARDOPT_HD explicit AnyFormat(const TensorEntry& entry)
       : weight_format(static_cast<WeightFormat>(entry.weight_format)),
-        gradient_dtype(static_cast<DType>(entry.gradient_dtype)),
-        step(*reinterpret_cast<const float*>(entry.step)) {}
+        gradient_dtype(static_cast<DType>(entry.gradient_dtype)) {}
   WeightFormat weight() const { return weight_format; }
   DType gradient() const { return gradient_dtype; }
 
   SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
-            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset,
-            Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col)};
+            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset, noise_at(entry, row, col)};
   }
 };
 
@@ -241,10 +271,12 @@ template <class Coder, int kPack, class = void>
 struct FastTable {
   SHARDOPT_HD explicit FastTable(const float*) {}
 
-  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes) const {
-    return coder.decode(load_lanes<kPack>(codes));
+  template <class Lanes = AllLanes>
+  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes = {}, uint8_t rest = 0) const {
+    return coder.decode(load_lanes<kPack>(codes, lanes, rest));
   }
-  SHARDOPT_HD auto encode(const Coder& coder, Floats<kPack> x) const { return coder.encode(x); }
+  // Of codes in the low bytes.
+  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, Ints<kPack> codes) const { return coder.decode(codes & 0xff); }
 };
 
 #if defined(SHARDOPT_BYTE_TABLES)
@@ -259,7 +291,21 @@ struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
     table.look_up(codes, found.x);
     return found * coder.scale;
   }
-  SHARDOPT_HD auto encode(const Coder& coder, Floats<4> x) const { return coder.encode(x); }
+  // Of the first codes; the others count as `rest`.
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, AllLanes, uint8_t = 0) const {
+    return decode(coder, codes);
+  }
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, FirstLanes lanes, uint8_t rest) const {
+    Floats<4> found;
+    table.look_up(codes, lanes.mask, rest, found.x);
+    return found * coder.scale;
+  }
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, Ints<4> codes) const {
+    Floats<4> found;
+    const Ints<4> bytes = codes & 0xff;
+    table.look_up(bytes.x, found.x);
+    return found * coder.scale;
+  }
 };
 #endif
 

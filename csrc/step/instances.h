@@ -84,4 +84,11 @@ constexpr bool is_usual() {
   return index_of<Rule>(UsualRules{}) < UsualRules::kCount && index_of<Codec>(UsualCodecs{}) < UsualCodecs::kCount;
 }
 
+// Further pairs that the CPU, whose runs cost more than the GPU's, has kernels of.
+template <class Rule, class Codec>
+constexpr bool is_usual_on_cpu() {
+  return (std::is_same_v<Rule, RepaidAdam> && std::is_same_v<Codec, Log8>) ||
+         (may_share_codes<Rule>() && kSharesCodes<Codec>);
+}
+
 SHARDOPT_END_NAMESPACE
