@@ -1,5 +1,5 @@
-// Bounds for the optimizers, of plain loops in place: AdamW on float32, and loops that hardly compute, whose time is the
-// memory's. benchmarks/step_cpu.py compiles them: cc -O3 -march=native -ffast-math -fopenmp -shared -fPIC
+// Bounds for the optimizers, of plain loops in place: AdamW on float32, and loops that hardly compute, whose time is
+// the memory's. benchmarks/step_cpu.py compiles them: cc -O3 -march=native -ffast-math -fopenmp -shared -fPIC
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

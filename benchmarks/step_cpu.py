@@ -330,7 +330,8 @@ def main() -> None:
     if args.columns:
         runs = [{f"rows of {columns}": [(args.numel // columns, columns)] for columns in args.columns}]
     else:
-        runs = [{name: SHAPES[name](args.transformer_numel if name == "transformer" else args.numel)} for name in args.shapes]
+        numels = {"transformer": args.transformer_numel}
+        runs = [{name: SHAPES[name](numels.get(name, args.numel))} for name in args.shapes]
     results: list[Result] = []
     if args.in_cache:
         results = in_cache(args.contenders, args.columns or [1024], args.rounds, dtype)
