@@ -9,16 +9,22 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, cpu_target
 
 #: Elements that share a scale.
-BLOCK = _C.message_block
+BLOCK: int = _C.message_block
 
 
-def encode(floats: Tensor, chunks: int, chunk_numel: int) -> Tensor:
+def chunk_bytes(numel: int) -> int:
+    """Bytes of a message's chunk of so many elements."""
+    return int(_C.message_chunk_bytes(numel))
+
+
+def encode(floats: Tensor, chunks: int, chunk_numel: int, out: Tensor | None = None) -> Tensor:
     """Codes a tensor, chunk by chunk. A chunk's last block may be short.
 
     Args:
         floats: float32, bfloat16 or float16, contiguous, on the CPU or on CUDA, there in the current stream.
         chunks: how many chunks.
         chunk_numel: elements per chunk; the last chunks hold fewer or none where the tensor ends before.
+        out: contiguous memory for the message.
 
     Returns:
         uint8, (chunks, bytes of a chunk).
@@ -29,7 +35,9 @@ def encode(floats: Tensor, chunks: int, chunk_numel: int) -> Tensor:
         ValueError: the tensor is not contiguous, or the chunks do not hold it.
     """
     _check(floats)
-    message = torch.empty(chunks, _C.message_chunk_bytes(chunk_numel), dtype=torch.uint8, device=floats.device)
+    message = out
+    if message is None:
+        message = torch.empty(chunks, chunk_bytes(chunk_numel), dtype=torch.uint8, device=floats.device)
     where = (floats.data_ptr(), _C.DType(DTYPES[floats.dtype]), floats.numel(), message.data_ptr(), chunks, chunk_numel)
     if floats.is_cuda:
         _C.encode_message_cuda(*where, *_stream(floats))
@@ -55,10 +63,10 @@ def decode_sum(message: Tensor, out: Tensor, chunk_numel: int, *, terms: int = 1
     """
     _check(out)
     chunks, left = divmod(message.shape[0], terms)
-    if left or message.shape[1] != _C.message_chunk_bytes(chunk_numel):
+    if left or message.shape[1] != chunk_bytes(chunk_numel):
         raise ValueError(
             f"got a message of shape {tuple(message.shape)}, expected a multiple of {terms} chunks of "
-            f"{_C.message_chunk_bytes(chunk_numel)} bytes; give the chunk_numel that it was encoded with"
+            f"{chunk_bytes(chunk_numel)} bytes; give the chunk_numel that it was encoded with"
         )
     where = (out.data_ptr(), _C.DType(DTYPES[out.dtype]), out.numel(), message.data_ptr(), chunks, chunk_numel)
     if out.is_cuda:

@@ -1,0 +1,46 @@
+"""Ordered sums in one process: a module's gradients are taken when a backward pass is over."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Module, Parameter
+
+from shardopt.comm.progress import Progress, rows_of
+from shardopt.comm.reduction import Reduction
+from shardopt.comm.wire import Rows, Wire, WireFormat
+
+
+class PlainReducer:
+    """Sums of the gradients of a module that is not wrapped.
+
+    Args:
+        model: the module.
+        progress: of the module.
+        wire: the format that gradients are rounded for, as if they were sent.
+    """
+
+    def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
+        self._sums: list[tuple[Parameter, Reduction]] = []
+        for param in model.parameters():
+            self._sums.append((param, Reduction(progress, Wire(wire, [Rows(*rows_of(param.shape))]), None, None)))
+            if param.requires_grad:
+                param.register_hook(lambda _: progress.begin())
+
+    def reset(self) -> None:
+        for _, reduction in self._sums:
+            reduction.reset()
+
+    @torch.no_grad()
+    def end(self, *, is_last: bool) -> None:
+        for param, reduction in self._sums:
+            if param.grad is None:
+                reduction.end()
+                continue
+            reduction.push(param.grad.reshape(1, -1))
+            reduction.end()
+            if is_last:
+                total = param.grad.new_empty(param.numel())
+                reduction.total(total)
+                param.grad.copy_(total.view_as(param.grad))
+            else:
+                param.grad.zero_()
