@@ -3,6 +3,7 @@
 Annotations here are classes, not strings: DistributedDataParallel compares those of a communication hook.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.counter import Counter
@@ -34,13 +34,13 @@ class DdpReducer:
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
         self._replica, self._progress, self._format = replica, progress, wire
         self._group = replica.process_group
-        self._of: dict[Parameter, tuple[Reduction, slice]] = {}  # its sums, and its place in their chunks
+        self._of: dict[Tensor, tuple[Reduction, slice]] = {}  # its sums, and its place in their chunks
         self._buckets: dict[tuple[int, ...], Reduction] = {}  # by their parameters
-        self._totals: list[tuple[Parameter, Tensor]] = []
+        self._totals: list[tuple[Tensor, Tensor]] = []
         for param in replica.parameters():
             if param.requires_grad:
-                param.register_hook(lambda _: self._begin())
-        replica.register_comm_hook(None, self._reduce)
+                param.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
+        replica.register_comm_hook(None, self.reduce)
 
     def _begin(self) -> None:
         if not self._replica.require_backward_grad_sync:
@@ -50,7 +50,7 @@ class DdpReducer:
             )
         self._progress.begin()
 
-    def _reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
+    def reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         if not buffer.is_cuda:
             self._sum(bucket)
@@ -84,14 +84,14 @@ class DdpReducer:
             grad.copy_(rows[: grad.numel()].view_as(grad))
             self._totals.append((param, grad))
 
-    def _reduction_of(self, params: list[Parameter]) -> Reduction:
+    def _reduction_of(self, params: Sequence[Tensor]) -> Reduction:
         """The sums of a bucket, which take over the sums of the buckets before DDP arranges them anew."""
         key = tuple(map(id, params))
         found = self._buckets.get(key)
         if found is None:
             size = self._group.size()
-            parts = [rows_of(param.shape) for param in params]
-            parts = [Rows(-(-rows // size), row_numel) for rows, row_numel in parts]
+            wholes = [rows_of(param.shape) for param in params]
+            parts = [Rows(-(-rows // size), row_numel) for rows, row_numel in wholes]
             found = self._buckets[key] = Reduction(self._progress, Wire(self._format, parts), self._group, None)
             before = [self._of[param] for param in params if param in self._of]
             if self._progress.first:

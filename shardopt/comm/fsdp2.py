@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from shardopt.comm.progress import Progress, rows_of
+from shardopt.comm.progress import Progress, is_in_backward, rows_of
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Rows, Wire, WireFormat
 
@@ -60,6 +60,7 @@ class FsdpReducer:
     def __init__(self, name: str, module: FSDPModule, progress: Progress, wire: WireFormat) -> None:
         self._name, self._progress, self._format = name, progress, wire
         (self._group,) = groups_of(module)
+        assert isinstance(module, Module)
         self._mesh = Mesh(self._group)
         self._sums: Reduction | None = None
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
@@ -70,6 +71,7 @@ class FsdpReducer:
             setattr(module, method, _always(method))
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
+        module.register_forward_pre_hook(lambda *_: self._drop_unreduced())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the reduction's input or output: from PyTorch's allocator, as without this object."""
@@ -88,8 +90,11 @@ class FsdpReducer:
             async_op: has to be False.
 
         Raises:
-            RuntimeError: the pass is one too many, or a parameter has no gradient and this PyTorch leaves it out.
+            RuntimeError: the pass is one too many, a divide factor has been set, or a parameter has no gradient and
+                this PyTorch leaves it out.
+            ValueError: a parameter is sharded along a dim other than 0, and the wire is "e4m3".
         """
+        _check_factor(self._name, self._group, 1.0)
         self._progress.begin()
         chunks = input_tensor.view(group.size(), -1)
         if self._sums is None or self._sums.wire.numel != chunks.shape[1]:
@@ -100,6 +105,13 @@ class FsdpReducer:
             self._sums.total(output_tensor)
         else:
             output_tensor.zero_()
+
+    def _drop_unreduced(self) -> None:
+        """A backward pass that raised leaves gradients behind, to which FSDP2 would add the next pass's."""
+        if not is_in_backward():
+            for param in self._group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
 
     def _take(self, gradient: Tensor) -> None:
         """Replaces one rank's gradient."""
@@ -121,7 +133,7 @@ class FsdpReducer:
                 continue
             if self._format == "e4m3":
                 raise ValueError(
-                    f"{self._name}: got a parameter sharded along dim {dim} and wire='e4m3', expected dim 0: its "
+                    f"{self._name!r}: got a parameter sharded along dim {dim} and wire='e4m3', expected dim 0: its "
                     "blocks of 128 would be others on each number of ranks; use wire='bf16'"
                 )
             shape[dim] //= size
@@ -130,9 +142,9 @@ class FsdpReducer:
 
     def _new_sums(self, numel: int) -> Reduction:
         wire = Wire(self._format, self._parts())
-        if wire.numel != numel:
+        if wire.numel != numel or (self._sums is not None and self._progress.first):
             raise RuntimeError(
-                f"{self._name}: got gradients of {numel} elements per rank, expected {wire.numel}: a parameter had "
+                f"{self._name!r}: got gradients of {numel} elements per rank, expected {wire.numel}: a parameter had "
                 "none in this micro-batch, which needs a PyTorch whose FSDPModule has set_reduce_scatter_unused_params "
                 "(2.13); use all of a module's parameters, or DistributedDataParallel"
             )
@@ -161,6 +173,14 @@ class FsdpReducer:
             start += rows * row_numel
             if param.sharded_param.grad is not None:  # zeros since an earlier pass
                 param.sharded_param.grad._local_tensor.copy_(mean)
+
+
+def _check_factor(name: str, group: Any, wanted: float | None) -> None:
+    if group.gradient_divide_factor != wanted:
+        raise RuntimeError(
+            f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), expected none: ordered "
+            "gradients are means over the micro-batches"
+        )
 
 
 def _always(method: str) -> Any:
@@ -195,11 +215,7 @@ def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
                 f"{name!r}: got a module whose reduction has been replaced ({comm}), expected FSDP2's own; call "
                 "ordered_gradients once, and set no other communication hook"
             )
-        if group.gradient_divide_factor is not None:
-            raise RuntimeError(
-                f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), expected none: ordered "
-                "gradients are means over micro-batches"
-            )
+        _check_factor(name, group, None)
         if not (group.reduce_grads and group.all_reduce_grads):
             raise RuntimeError(
                 f"{name!r}: got set_requires_gradient_sync(False) or set_requires_all_reduce(False), expected True: "

@@ -24,7 +24,7 @@ class PlainReducer:
         for param in model.parameters():
             self._sums.append((param, Reduction(progress, Wire(wire, [Rows(*rows_of(param.shape))]), None, None)))
             if param.requires_grad:
-                param.register_hook(lambda _: progress.begin())
+                param.register_hook(lambda _: progress.begin())  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         for _, reduction in self._sums:

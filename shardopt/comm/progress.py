@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -42,26 +42,26 @@ class Progress:
         self.micro_batches, self.ranks, self.rank = micro_batches, ranks, rank
         self.passes = micro_batches // ranks
         self.reducers: list[Reducer] = []
-        self._done = 0  # passes of this step that are over
+        self.done = 0  # passes of this step that are over
         self._is_running = self._has_failed = False
         self._left: Sequence[Parameter] = ()  # have a gradient since the last pass
         _all.add(self)
 
     @property
     def first(self) -> int:
-        return self._done * self.ranks
+        return self.done * self.ranks
 
     @property
     def is_last(self) -> bool:
         """Whether the running backward pass is the step's last one."""
-        return self._done == self.passes - 1
+        return self.done == self.passes - 1
 
     def watch(self, model: Module) -> None:
         """Has the model's next forward pass notice that a backward pass raised."""
         model.register_forward_pre_hook(lambda *_: self._notice_failure())
 
     def _notice_failure(self) -> None:
-        if self._is_running and torch._C._current_graph_task_id() == -1:  # not within a backward pass
+        if self._is_running and not is_in_backward():
             self._is_running, self._has_failed = False, True
 
     def begin(self) -> None:
@@ -72,7 +72,7 @@ class Progress:
         """
         if self._is_running:
             return
-        if self._done or self._has_failed:
+        if self.done or self._has_failed:
             if all(param.grad is None for param in self._left):
                 self._reset()
             elif self._has_failed:
@@ -80,13 +80,13 @@ class Progress:
                     "got a backward pass after one that raised, expected zero_grad() between them, which begins the "
                     "step's micro-batches anew"
                 )
-            elif self._done == self.passes:
+            elif self.done == self.passes:
                 raise RuntimeError(
                     f"got more than {self.passes} backward passes, expected {self.micro_batches} micro-batches on "
                     f"{self.ranks} ranks per step, and zero_grad() before the next; give ordered_gradients the number "
                     "of micro-batches, call zero_grad(set_to_none=True), and checkpoint with use_reentrant=False"
                 )
-        if not self._done:
+        if not self.done:
             for name, param in self._params.items():
                 if getattr(param, "_post_accumulate_grad_hooks", None):
                     raise RuntimeError(
@@ -100,28 +100,37 @@ class Progress:
         is_last = self.is_last
         for reducer in self.reducers:
             reducer.end(is_last=is_last)
-        self._done += 1
-        self._is_running = False
         self._left = [param for param in self._params.values() if param.grad is not None]
+        if not self._left:
+            raise RuntimeError(
+                "got no gradient in any of the parameters that ordered_gradients was given, expected some: the model "
+                "has other ones since; call ordered_gradients after to_empty() and load_state_dict(assign=True)"
+            )
+        self.done += 1
+        self._is_running = False
 
     def _reset(self) -> None:
-        self._done, self._has_failed, self._left = 0, False, ()
+        self.done, self._has_failed, self._left = 0, False, ()
         for reducer in self.reducers:
             reducer.reset()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""
         self._notice_failure()
-        if self._done in (0, self.passes) and not self._has_failed:
+        if self.done in (0, self.passes) and not self._has_failed:
             return
         own = set(map(id, self._params.values()))
         if all(param.grad is None for param in self._left):
             return  # thrown away
         if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(
-                f"got step() after {self._done} of {self.passes} backward passes, expected it after all of a step's "
+                f"got step() after {self.done} of {self.passes} backward passes, expected it after all of a step's "
                 f"{self.micro_batches} micro-batches; call zero_grad() to throw them away"
             )
+
+
+def is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _queue(callback: Any) -> None:
@@ -141,6 +150,4 @@ register_optimizer_step_pre_hook(_check_step)
 
 def rows_of(shape: Sequence[int]) -> tuple[int, int]:
     """A parameter's rows, and elements per row. A scalar is one row."""
-    numel = Tensor.numel(torch.empty(shape, device="meta"))
-    rows = shape[0] if shape else 1
-    return rows, numel // rows if rows else 0
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)

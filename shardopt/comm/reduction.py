@@ -27,6 +27,7 @@ class Reduction:
         self._progress, self.wire = progress, wire
         self._shards, self._replicas = shards, replicas
         self.counter = Counter()
+        self.counter.skip(progress.first)
         self.is_behind = True  # it has nothing of the running pass
 
     @torch.no_grad()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import reference_messages as reference
 from ranks.layouts import mesh_of
@@ -29,11 +31,14 @@ class Blocks(nn.Module):
         self.extra = nn.Linear(130, 130)
         self.head = nn.Linear(130, 3, bias=False)
 
-    def forward(self, x: Tensor, with_extra: bool = True) -> Tensor:
-        x = torch.tanh(self.down(self.norm(self.up(x))))
+    def forward(self, x: Tensor, with_extra: bool = True, is_checkpointed: bool = False) -> Tensor:
+        x = checkpoint(self._body, x, use_reentrant=False) if is_checkpointed else self._body(x)
         if with_extra:
             x = x + self.extra(x)
         return self.head(x)
+
+    def _body(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(self.norm(self.up(x))))
 
 
 def make_model(seed: int = 0) -> Blocks:
@@ -42,16 +47,20 @@ def make_model(seed: int = 0) -> Blocks:
         return Blocks()
 
 
-def loss_of(model: nn.Module, number: int, step: int = 0, *, leaves_out: Sequence[int] = ()) -> Tensor:
-    """The mean loss of a numbered micro-batch; gradients of several orders of magnitude."""
+def loss_of(
+    model: nn.Module, number: int, step: int = 0, *, leaves_out: Sequence[int] = (), is_checkpointed: bool = False
+) -> Tensor:
+    """The mean loss of a numbered micro-batch; gradients of several orders of magnitude. Some leave a layer out."""
     generator = torch.Generator().manual_seed(100 * step + number)
     x = torch.randn(5, 128, generator=generator) * 10.0 ** (number % 3)
-    return model(x, number not in leaves_out).square().mean()
+    return model(x, number not in leaves_out, is_checkpointed).square().mean()
 
 
-def _fsdp(model: nn.Module, shape: tuple[int, ...] | None = None, **options: object) -> nn.Module:
+def _fsdp(
+    model: nn.Module, shape: tuple[int, ...] | None = None, layers: Sequence[str] = ("up", "extra"), **options: object
+) -> nn.Module:
     mesh = mesh_of(shape, "replicas", "shards") if shape else mesh_of((dist.get_world_size(),))
-    for module in (model.up, model.extra, model):
+    for module in (*map(model.get_submodule, layers), model):
         fully_shard(module, mesh=mesh, **options)
     return model
 
@@ -61,9 +70,11 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
     "ddp": partial(DistributedDataParallel, bucket_cap_mb=0.05),
     "ddp views": partial(DistributedDataParallel, bucket_cap_mb=0.05, gradient_as_bucket_view=True),
+    "ddp static": partial(DistributedDataParallel, bucket_cap_mb=0.05, static_graph=True),
     "ddp unused": partial(DistributedDataParallel, bucket_cap_mb=0.05, find_unused_parameters=True),
     "fsdp": _fsdp,
     "fsdp kept": partial(_fsdp, reshard_after_forward=False),
+    "fsdp whole": partial(_fsdp, layers=()),
     "fsdp bf16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "fsdp bf16 sums": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
     "fsdp fp16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16)),
@@ -80,11 +91,11 @@ def needs_custom_reduce_scatter(way: str) -> bool:
 can_replace_reduce_scatter = hasattr(FSDPModule, "set_custom_reduce_scatter")
 
 
-def backward(model: nn.Module, step: int = 0, *, passes: int | None = None, leaves_out: Sequence[int] = ()) -> None:
+def backward(model: nn.Module, step: int = 0, *, passes: int | None = None, **options: Any) -> None:
     """A step's backward passes, or the first few."""
     ranks = dist.get_world_size()
     for index in range(MICRO_BATCHES // ranks if passes is None else passes):
-        loss_of(model, index * ranks + dist.get_rank(), step, leaves_out=leaves_out).backward()
+        loss_of(model, index * ranks + dist.get_rank(), step, **options).backward()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
