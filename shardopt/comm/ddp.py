@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardopt.comm.counter import Counter
 from shardopt.comm.progress import Progress, rows_of
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Rows, Wire, WireFormat
+from shardopt.comm.wire import Wire, WireFormat
 
 #: Its name since PyTorch 2.13, whose old name warns.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -70,12 +70,12 @@ class DdpReducer:
         params, grads = bucket.parameters(), bucket.gradients()
         reduction = self._reduction_of(params)
         size = self._group.size()
-        reduction.push(torch._chunk_cat([g if g.dim() else g.view(1) for g in grads], dim=0, num_chunks=size))
+        chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads], dim=0, num_chunks=size)
+        own = chunks[self._group.rank()]
+        reduction.push(chunks, own)
         if not self._progress.is_last:
             bucket.buffer().zero_()
             return
-        own = grads[0].new_empty(reduction.wire.numel)
-        reduction.total(own)
         total = own.new_empty(size * reduction.wire.numel)
         _all_gather(total, own, group=self._group)
         total = total.view(size, -1)
@@ -91,7 +91,7 @@ class DdpReducer:
         if found is None:
             size = self._group.size()
             wholes = [rows_of(param.shape) for param in params]
-            parts = [Rows(-(-rows // size), row_numel) for rows, row_numel in wholes]
+            parts = [(-(-rows // size), row_numel) for rows, row_numel in wholes]
             found = self._buckets[key] = Reduction(self._progress, Wire(self._format, parts), self._group, None)
             before = [self._of[param] for param in params if param in self._of]
             if self._progress.first:

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from shardopt.comm.progress import Progress, is_in_backward, rows_of
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Rows, Wire, WireFormat
+from shardopt.comm.wire import Wire, WireFormat
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -99,12 +99,8 @@ class FsdpReducer:
         chunks = input_tensor.view(group.size(), -1)
         if self._sums is None or self._sums.wire.numel != chunks.shape[1]:
             self._sums = self._new_sums(chunks.shape[1])
-        self._sums.push(chunks)
+        self._sums.push(chunks, output_tensor)
         self._like = output_tensor.new_empty(0)  # for its dtype and device
-        if self._progress.is_last:
-            self._sums.total(output_tensor)
-        else:
-            output_tensor.zero_()
 
     def _drop_unreduced(self) -> None:
         """A backward pass that raised leaves gradients behind, to which FSDP2 would add the next pass's."""
@@ -121,7 +117,7 @@ class FsdpReducer:
         """FSDP2's parameters that have gradients."""
         return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
 
-    def _parts(self) -> list[Rows]:
+    def _parts(self) -> list[tuple[int, int]]:
         """What a rank's chunk has of each parameter."""
         size = self._mesh.shards.size()
         parts = []
@@ -129,7 +125,7 @@ class FsdpReducer:
             shape, dim = list(param._orig_size), param.fsdp_placement.dim
             if dim == 0:
                 rows, row_numel = rows_of(shape)
-                parts.append(Rows(-(-rows // size), row_numel))
+                parts.append((-(-rows // size), row_numel))
                 continue
             if self._format == "e4m3":
                 raise ValueError(
@@ -137,7 +133,7 @@ class FsdpReducer:
                     "blocks of 128 would be others on each number of ranks; use wire='bf16'"
                 )
             shape[dim] //= size
-            parts.append(Rows(*rows_of(shape)))
+            parts.append(rows_of(shape))
         return parts
 
     def _new_sums(self, numel: int) -> Reduction:
@@ -161,10 +157,10 @@ class FsdpReducer:
             return
         was_reduced = not sums.is_behind
         sums.end()
-        if not is_last or was_reduced or all(x is None for _, x in sums.counter.sums):
+        if not is_last or was_reduced or sums.counter.is_zero:
             return
         out = self._like.new_empty(sums.wire.numel)
-        sums.total(out)
+        sums.finish(out)
         if self._mesh.replicas is not None:
             dist.all_reduce(out, group=self._mesh.replicas)
         start = 0

@@ -7,7 +7,7 @@ from torch.nn import Module, Parameter
 
 from shardopt.comm.progress import Progress, rows_of
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Rows, Wire, WireFormat
+from shardopt.comm.wire import Wire, WireFormat
 
 
 class PlainReducer:
@@ -22,7 +22,7 @@ class PlainReducer:
     def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
         self._sums: list[tuple[Parameter, Reduction]] = []
         for param in model.parameters():
-            self._sums.append((param, Reduction(progress, Wire(wire, [Rows(*rows_of(param.shape))]), None, None)))
+            self._sums.append((param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None)))
             if param.requires_grad:
                 param.register_hook(lambda _: progress.begin())  # type: ignore[no-untyped-call]
 
@@ -33,14 +33,10 @@ class PlainReducer:
     @torch.no_grad()
     def end(self, *, is_last: bool) -> None:
         for param, reduction in self._sums:
-            if param.grad is None:
-                reduction.end()
-                continue
-            reduction.push(param.grad.reshape(1, -1))
+            grad = param.grad
+            if grad is not None:
+                flat = grad.reshape(1, -1)
+                reduction.push(flat, flat[0])
+                if flat.data_ptr() != grad.data_ptr():  # a copy, of strided memory
+                    grad.copy_(flat.view_as(grad))
             reduction.end()
-            if is_last:
-                total = param.grad.new_empty(param.numel())
-                reduction.total(total)
-                param.grad.copy_(total.view_as(param.grad))
-            else:
-                param.grad.zero_()

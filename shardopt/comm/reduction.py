@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.distributed import ProcessGroup
 from shardopt.comm.counter import Counter, levels_of
 from shardopt.comm.progress import Progress
 from shardopt.comm.wire import Wire
+from shardopt.kernels.messages import Layout, Part
 
 
 class Reduction:
@@ -19,23 +22,28 @@ class Reduction:
         progress: which micro-batch it is.
         wire: a chunk's parts.
         shards: the ranks that own a chunk each; None for this rank alone.
-        replicas: HSDP's ranks that own one and the same chunk; None without. Sums over the shards go to a part of the
-            chunk per replica.
+        replicas: HSDP's ranks that have one and the same chunk, and own a part of it each; None without.
     """
 
-    def __init__(self, progress: Progress, wire: Wire, shards: ProcessGroup | None, replicas: ProcessGroup | None):
+    def __init__(
+        self, progress: Progress, wire: Wire, shards: ProcessGroup | None, replicas: ProcessGroup | None
+    ) -> None:
         self._progress, self.wire = progress, wire
         self._shards, self._replicas = shards, replicas
-        self.counter = Counter()
+        self._own = wire.numel if replicas is None else -(-wire.numel // replicas.size())  # elements of a sum
+        self._plain = Layout([Part(1, self._own, False)])
+        self.counter = Counter(self._own)
         self.counter.skip(progress.first)
         self.is_behind = True  # it has nothing of the running pass
 
     @torch.no_grad()
-    def push(self, chunks: Tensor) -> None:
-        """Adds the ranks' micro-batches.
+    def push(self, chunks: Tensor, out: Tensor) -> None:
+        """Adds a micro-batch of each rank.
 
         Args:
-            chunks: this rank's gradient, (ranks that own a chunk, elements), in a floating dtype.
+            chunks: this rank's gradient, (ranks that own a chunk, elements).
+            out: this rank's chunk. In the step's last pass, gets the mean over its micro-batches, rounded once to the
+                dtype, of HSDP's the part that this rank owns; else zeros. May be ``chunks``.
         """
         self.is_behind = False
         message = self.wire.encode(chunks)
@@ -44,50 +52,48 @@ class Reduction:
             pieces = torch.empty_like(message)
             dist.all_to_all_single(pieces, message, group=self._shards)
         if self._replicas is None:
-            for piece in pieces:
-                self.counter.push(self.wire.decode(piece))
+            self._add(pieces, self.wire.layout, 0, out if self._progress.is_last else None)
         else:
-            self._push_replicas(pieces)
+            received, levels = self._from_replicas(pieces)
+            begin = 0
+            for level, group in groupby(levels):  # of terms that are added at once
+                end = begin + len(list(group))
+                is_last = self._progress.is_last and end == len(levels)
+                self._add(received[begin:end], self._plain, level, out if is_last else None)
+                begin = end
+        if not self._progress.is_last:
+            out.zero_()
 
-    def _push_replicas(self, pieces: Tensor) -> None:
-        """Sums this replica's micro-batches, and sends each replica its part of the sums."""
+    def _add(self, terms: Tensor, layout: Layout, level: int, out: Tensor | None) -> None:
+        if out is None:
+            self.counter.push(terms, layout, level)
+            return
+        mean = out
+        if self._replicas is not None:
+            mean = out.new_empty(self._own)
+        self.counter.finish(terms, layout, mean, self._progress.micro_batches, level)
+        if self._replicas is not None:
+            own = out.zero_()[self._replicas.rank() * self._own :][: self._own]
+            own.copy_(mean[: len(own)])
+
+    def _from_replicas(self, pieces: Tensor) -> tuple[Tensor, list[int]]:
+        """Sums this replica's micro-batches, and sends each replica its part of the sums; what it gets, and levels."""
         assert self._replicas is not None
-        replicas, shards = self._replicas.size(), len(pieces)
-        first = self._progress.first
-        inner = Counter(first + self._replicas.rank() * shards)
-        for piece in pieces:
-            inner.push(self.wire.decode(piece))
-        part = -(-self.wire.numel // replicas)
-        sums = [torch.nn.functional.pad(x, (0, part * replicas - len(x))) for _, x in inner.sums if x is not None]
-        message = torch.stack([x.view(replicas, part) for x in sums], 1)
+        replicas, shards, first = self._replicas.size(), len(pieces), self._progress.first
+        inner = Counter(self._own * replicas, first + self._replicas.rank() * shards)
+        inner.push(pieces, self.wire.layout)
+        message = torch.stack([x.view(replicas, self._own) for _, x in inner.sums if x is not None], 1)
         levels = [levels_of(first + replica * shards, shards) for replica in range(replicas)]
-        received = message.new_empty(sum(map(len, levels)), part)
-        sizes = [len(sums)] * replicas
-        dist.all_to_all_single(
-            received, message.view(-1, part), [len(level) for level in levels], sizes, group=self._replicas
-        )
-        for piece, level in zip(received, (level for each in levels for level in each), strict=True):
-            self.counter.push(piece, level)
+        received = message.new_empty(sum(map(len, levels)), self._own)
+        sizes = list(map(len, levels))
+        sent = [message.shape[1]] * replicas
+        dist.all_to_all_single(received, message.view(-1, self._own), sizes, sent, group=self._replicas)
+        return received, [level for each in levels for level in each]
 
     @torch.no_grad()
-    def total(self, out: Tensor) -> bool:
-        """Writes the mean over the step's micro-batches; of HSDP's, this replica's part of it, zeros elsewhere.
-
-        Args:
-            out: this rank's chunk. The mean is rounded once to its dtype.
-
-        Returns:
-            Whether there is any but zeros, of which no memory was taken.
-        """
-        out.zero_()
-        total = self.counter.total()
-        if total is None:
-            return False
-        total.div_(self._progress.micro_batches).add_(0.0)  # -0 becomes +0
-        start = 0 if self._replicas is None else self._replicas.rank() * len(total)
-        own = out[start : start + len(total)]
-        own.copy_(total[: len(own)])
-        return True
+    def finish(self, out: Tensor) -> None:
+        """Writes the mean where the last pass had no gradient here. The others of HSDP's replicas have zeros."""
+        self._add(out.new_empty(0, self._own, dtype=torch.float32), self._plain, 0, out)
 
     def end(self) -> None:
         """Adds zeros for a pass that had no gradient here."""
@@ -96,5 +102,5 @@ class Reduction:
         self.is_behind = True
 
     def reset(self) -> None:
-        self.counter = Counter()
+        self.counter = Counter(self._own)
         self.is_behind = True

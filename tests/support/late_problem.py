@@ -21,7 +21,7 @@ from ranks.snapshot import snapshot
 from shardopt.comm.ddp import DdpReducer
 from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Rows, Wire
+from shardopt.comm.wire import Wire
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import residency
 
@@ -244,7 +244,7 @@ def messages(device: torch.device) -> Named:
     progress = Progress([("weight", param)], micro_batches=4, ranks=2, rank=0)
     replica = SimpleNamespace(process_group=Peers(), parameters=list, register_comm_hook=lambda *_: None)
     reducer = DdpReducer(replica, progress, "e4m3")  # type: ignore[arg-type]
-    scattered = Reduction(progress, Wire("e4m3", [Rows(3, 100)]), Peers(), None)  # type: ignore[arg-type]
+    scattered = Reduction(progress, Wire("e4m3", [(2, 150)]), Peers(), None)  # type: ignore[arg-type]
     for t in range(2):
         progress.done = t
         bucket = values((1000,), t).to(device) * 0.125
@@ -254,9 +254,9 @@ def messages(device: torch.device) -> Named:
         found[f"mean {t}"] = mean.cpu() if t == 1 else mean * 2.0
         del mean, bucket, grads, holder
         whole = values((2, 300), t).to(device) * 0.5
-        scattered.push(whole)
-    found["scattered"] = torch.empty(300, device=device)
-    scattered.total(found["scattered"])
+        out = torch.empty(300, device=device)
+        scattered.push(whole, out)
+        found[f"scattered {t}"] = out
     return on_cpu(found)
 
 

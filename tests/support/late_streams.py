@@ -295,6 +295,6 @@ def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         "pin_cuda": device.host_register,
         "unpin_cuda": device.host_unregister,
         "encode_message_cuda": device.message_kernel("encode_message"),
-        "decode_message_cuda": device.message_kernel("decode_message"),
+        "sum_message_cuda": device.message_kernel("sum_message"),
     }.items():
         patch.setattr(_C, name, value, raising=False)

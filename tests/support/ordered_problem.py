@@ -120,16 +120,7 @@ def rounded(gradient: Tensor, wire: WireFormat) -> Tensor:
         return gradient.float()
     if wire == "bf16":
         return gradient.bfloat16().float()
-    coded = reference.encode(rows.reshape(-1), *rows.shape)
-    return reference.decode_sum(coded, rows.numel(), torch.float32).view_as(gradient)
-
-
-def sum_of(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of numbered terms: of the largest power of two of them, and of the others."""
-    if len(terms) == 1:
-        return terms[0]
-    half = 1 << (len(terms) - 1).bit_length() - 1
-    return sum_of(terms[:half]) + sum_of(terms[half:])
+    return reference.decode(reference.encode(rows)).view_as(gradient)
 
 
 def wanted_gradients(
@@ -146,4 +137,10 @@ def wanted_gradients(
             terms.setdefault(name, []).append(
                 rounded(torch.zeros_like(param) if param.grad is None else param.grad, wire)
             )
-    return {name: sum_of(each) / micro_batches + 0.0 if name in used else None for name, each in terms.items()}
+        return {name: _mean(each) if name in used else None for name, each in terms.items()}
+
+
+def _mean(terms: Sequence[Tensor]) -> Tensor:
+    known = {range(number, number + 1): term for number, term in enumerate(terms)}
+    sums = [reference.sum_over(numbers, known) for numbers in reference.ranges(0, len(terms))]
+    return reference.mean(sums, len(terms))
