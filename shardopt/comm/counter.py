@@ -29,9 +29,9 @@ class Counter:
         self.sums: list[tuple[int, Tensor | None]] = []
 
     @property
-    def is_zero(self) -> bool:
-        """Whether all terms so far are zeros."""
-        return all(x is None for _, x in self.sums)
+    def tensors(self) -> list[Tensor]:
+        """The sums of terms that are not all zeros."""
+        return [x for _, x in self.sums if x is not None]
 
     def push(self, terms: Tensor, layout: Layout, level: int = 0) -> None:
         """Adds terms.

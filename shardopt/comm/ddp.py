@@ -36,7 +36,7 @@ class DdpReducer:
         self._group = replica.process_group
         self._of: dict[Tensor, tuple[Reduction, slice]] = {}  # its sums, and its place in their chunks
         self._buckets: dict[tuple[int, ...], Reduction] = {}  # by their parameters
-        self._totals: list[tuple[Tensor, Tensor]] = []
+        self._means: dict[Tensor, Tensor] = {}  # of parameters, in their buckets
         for param in replica.parameters():
             if param.requires_grad:
                 param.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class DdpReducer:
         for param, grad in zip(params, grads, strict=True):
             rows = total[:, self._of[param][1]].reshape(-1)
             grad.copy_(rows[: grad.numel()].view_as(grad))
-            self._totals.append((param, grad))
+            self._means[param] = grad
 
     def _reduction_of(self, params: Sequence[Tensor]) -> Reduction:
         """The sums of a bucket, which take over the sums of the buckets before DDP arranges them anew."""
@@ -101,10 +101,8 @@ class DdpReducer:
                 self._of[param] = found, slice(start, start := start + rows * row_numel)
         return found
 
-    def reset(self) -> None:
-        self._totals.clear()
-        for reduction in self._buckets.values():
-            reduction.reset()
+    def reductions(self) -> list[Reduction]:
+        return list(self._buckets.values())
 
     @torch.no_grad()
     def end(self, *, is_last: bool) -> None:
@@ -113,10 +111,10 @@ class DdpReducer:
         self._buckets = {key: found for key, found in self._buckets.items() if id(found) in current}
         for reduction in self._buckets.values():
             reduction.end()
-        for param, total in self._totals:
-            if param.grad is not None and self._replica.find_unused_parameters:
-                param.grad.copy_(total)
-        self._totals.clear()
+        if is_last and self._replica.find_unused_parameters:
+            for param, mean in self._means.items():
+                if param.grad is not None:
+                    param.grad.copy_(mean)
 
 
 @cache

@@ -146,9 +146,8 @@ class FsdpReducer:
             )
         return Reduction(self._progress, wire, self._mesh.shards, self._mesh.replicas)
 
-    def reset(self) -> None:
-        if self._sums is not None:
-            self._sums.reset()
+    def reductions(self) -> list[Reduction]:
+        return [] if self._sums is None else [self._sums]
 
     @torch.no_grad()
     def end(self, *, is_last: bool) -> None:
@@ -157,7 +156,7 @@ class FsdpReducer:
             return
         was_reduced = not sums.is_behind
         sums.end()
-        if not is_last or was_reduced or sums.counter.is_zero:
+        if not is_last or was_reduced or not sums.tensors:
             return
         out = self._like.new_empty(sums.wire.numel)
         sums.finish(out)

@@ -26,9 +26,8 @@ class PlainReducer:
             if param.requires_grad:
                 param.register_hook(lambda _: progress.begin())  # type: ignore[no-untyped-call]
 
-    def reset(self) -> None:
-        for _, reduction in self._sums:
-            reduction.reset()
+    def reductions(self) -> list[Reduction]:
+        return [reduction for _, reduction in self._sums]
 
     @torch.no_grad()
     def end(self, *, is_last: bool) -> None:

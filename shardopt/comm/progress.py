@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardopt.report.memory import keepers_of_sums
 
-class Reducer(Protocol):
-    """Sums of some parameters' gradients."""
+
+class Sums(Protocol):
+    """Of micro-batches' gradients."""
+
+    @property
+    def tensors(self) -> Iterable[Tensor]: ...
 
     def reset(self) -> None:
-        """Forgets the step's sums."""
+        """Forgets them."""
+
+
+class Reducer(Protocol):
+    """Adds up some parameters' gradients."""
+
+    def reductions(self) -> Iterable[Sums]: ...
 
     def end(self, *, is_last: bool) -> None:
         """Is called when a backward pass is over, and PyTorch has done with it."""
@@ -46,6 +58,7 @@ class Progress:
         self._is_running = self._has_failed = False
         self._left: Sequence[Parameter] = ()  # have a gradient since the last pass
         _all.add(self)
+        keepers_of_sums.add(self)
 
     @property
     def first(self) -> int:
@@ -112,7 +125,15 @@ class Progress:
     def _reset(self) -> None:
         self.done, self._has_failed, self._left = 0, False, ()
         for reducer in self.reducers:
-            reducer.reset()
+            for sums in reducer.reductions():
+                sums.reset()
+
+    def sums_of(self, params: Container[int]) -> Iterator[Tensor]:
+        """See :class:`shardopt.report.memory.KeepsSums`."""
+        if any(id(param) in params for param in self._params.values()):
+            for reducer in self.reducers:
+                for sums in reducer.reductions():
+                    yield from sums.tensors
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""

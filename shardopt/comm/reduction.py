@@ -82,7 +82,7 @@ class Reduction:
         replicas, shards, first = self._replicas.size(), len(pieces), self._progress.first
         inner = Counter(self._own * replicas, first + self._replicas.rank() * shards)
         inner.push(pieces, self.wire.layout)
-        message = torch.stack([x.view(replicas, self._own) for _, x in inner.sums if x is not None], 1)
+        message = torch.stack([x.view(replicas, self._own) for x in inner.tensors], 1)
         levels = [levels_of(first + replica * shards, shards) for replica in range(replicas)]
         received = message.new_empty(sum(map(len, levels)), self._own)
         sizes = list(map(len, levels))
@@ -100,6 +100,11 @@ class Reduction:
         if self.is_behind:
             self.counter.skip(self._progress.ranks)
         self.is_behind = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The sums so far."""
+        return self.counter.tensors
 
     def reset(self) -> None:
         self.counter = Counter(self._own)
