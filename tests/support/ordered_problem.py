@@ -137,7 +137,7 @@ def wanted_gradients(
             terms.setdefault(name, []).append(
                 rounded(torch.zeros_like(param) if param.grad is None else param.grad, wire)
             )
-        return {name: _mean(each) if name in used else None for name, each in terms.items()}
+    return {name: _mean(each) if name in used else None for name, each in terms.items()}
 
 
 def _mean(terms: Sequence[Tensor]) -> Tensor:
