@@ -42,9 +42,19 @@ inline SumCall sum_call(const LayoutArguments& layout, uint64_t message, DType r
                                 " terms from number " + std::to_string(first) + " on, and " +
                                 std::to_string(out.size()) + " afterwards, which do not fit");
   }
-  SumCall call{message_layout(layout), reinterpret_cast<const uint8_t*>(message), terms, first, begin,
-               static_cast<int32_t>(in.size()), static_cast<int32_t>(out.size()), {}, {},
-               reinterpret_cast<void*>(mean), divisor, dtype, raw};
+  SumCall call{message_layout(layout),
+               reinterpret_cast<const uint8_t*>(message),
+               terms,
+               first,
+               begin,
+               static_cast<int32_t>(in.size()),
+               static_cast<int32_t>(out.size()),
+               {},
+               {},
+               reinterpret_cast<void*>(mean),
+               divisor,
+               dtype,
+               raw};
   for (size_t i = 0; i < in.size(); ++i) call.in[i] = reinterpret_cast<const float*>(in[i]);
   for (size_t i = 0; i < out.size(); ++i) call.out[i] = reinterpret_cast<float*>(out[i]);
   return call;

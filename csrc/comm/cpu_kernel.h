@@ -151,7 +151,8 @@ void encode(const EncodeCall& call, int64_t begin, int64_t end) {
     uint8_t* const codes = message + place.byte;
     if (!place.is_coded) {
       for (int i = 0; i < place.n; ++i) {
-        store_float<DType::kFloat32>(reinterpret_cast<char*>(codes) + 4 * i, load_float<kDType>(from + i * kBytes<kDType>));
+        store_float<DType::kFloat32>(reinterpret_cast<char*>(codes) + 4 * i,
+                                     load_float<kDType>(from + i * kBytes<kDType>));
       }
       return;
     }
@@ -251,8 +252,7 @@ SHARDOPT_HD void sum_block(const SumCall& call, const BlockPlace& place, Term te
       const int64_t element = place.element + i;
       add_terms(
           call, sums, [&](const float* from) { return load_lanes<kPack>(from + element); },
-          [&](int64_t t) { return term(t, i); },
-          [&](float* to, Floats<kPack> x) { store_lanes(to + element, x); },
+          [&](int64_t t) { return term(t, i); }, [&](float* to, Floats<kPack> x) { store_lanes(to + element, x); },
           [&](Floats<kPack> x) { store_mean(call, element, x); });
     }
     return;

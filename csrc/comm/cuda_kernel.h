@@ -1,4 +1,5 @@
-// The kernels that code messages and add them up on CUDA: a warp takes a block of 128, each lane four successive elements.
+// The kernels that code messages and add them up on CUDA: a warp takes a block of 128, each lane four successive
+// elements.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,6 +1,6 @@
 // Gradients on the wire, and their sums. A message has chunks of equal size, one for or from each rank; a chunk has the
-// parts of several parameters. A part is coded, or has floats as they are. A coded part has rows one after another: E4M3
-// codes, a byte per element, and behind them a scale per block of 128 elements, a byte too.
+// parts of several parameters. A part is coded, or has floats as they are. A coded part has rows one after another:
+// E4M3 codes, a byte per element, and behind them a scale per block of 128 elements, a byte too.
 //
 // A scale is the biased exponent of a power of two (E8M0 of OCP MX), the smallest that leaves no finite element of the
 // block above 448, within 2^-124 (whose smallest code is the smallest bfloat16) and 2^119. A code is the nearest E4M3
@@ -46,18 +46,18 @@ struct EncodeCall {
   DType dtype;  // of the floats
 };
 
-// A message's chunks are numbered terms, which are added pairwise: two sums of 2^k terms, the first of which begins at a
-// multiple of 2^(k+1), become one of 2^(k+1). Sums are float32, as many elements as a chunk has.
+// A message's chunks are numbered terms, which are added pairwise: two sums of 2^k terms, the first of which begins at
+// a multiple of 2^(k+1), become one of 2^(k+1). Sums are float32, as many elements as a chunk has.
 struct SumCall {
   MessageLayout layout;
   const uint8_t* message;
   int64_t terms;
-  int64_t first;                // number of the first term
-  int64_t begin;                // no sum has a term before this number
-  int32_t taken, left;          // how many sums the terms are added to, and how many there are then
-  const float* in[kMostSums];   // the sums before, oldest first; null for zeros
-  float* out[kMostSums];        // the sums afterwards, which may be those before
-  void* mean;                   // if not null, has the sum of all, over `divisor`, and `out` is not written
+  int64_t first;               // number of the first term
+  int64_t begin;               // no sum has a term before this number
+  int32_t taken, left;         // how many sums the terms are added to, and how many there are then
+  const float* in[kMostSums];  // the sums before, oldest first; null for zeros
+  float* out[kMostSums];       // the sums afterwards, which may be those before
+  void* mean;                  // if not null, has the sum of all, over `divisor`, and `out` is not written
   float divisor;
   DType dtype;  // of the mean
   DType raw;    // of parts that are not coded

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from message_problem import assert_same_bits
+from message_problem import assert_same_bits, bytes_sent
 from ordered_problem import (
     MICRO_BATCHES,
     WAYS,
@@ -158,6 +159,29 @@ def test_tensor_parallelism_beside_it(ranks: Pool, wire: str) -> None:
     assert_same(ranks.run(4, _tensor_parallel, 2, wire)[0], ranks.run(2, _tensor_parallel, 2, wire)[0])
 
 
+def _sends(way: str, wire: str) -> tuple[int, int, int]:
+    """Bytes of a pass, of float32's reduce-scatter, and elements in rows too short to be coded."""
+    model = ordered(way, wire)
+    backward(model, passes=1)
+    sent = bytes_sent(lambda: loss_of(model, 0).backward())
+    shapes = [param.shape for param in make_model().parameters()]
+    size = dist.get_world_size()
+    rows = [(-(-shape[0] // size), shape[1:].numel()) for shape in shapes]  # of each owner
+    short = sum(n * row_numel for n, row_numel in rows if row_numel < 128)
+    return sent // (size - 1), sum(n * row_numel for n, row_numel in rows), short
+
+
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_bytes_on_the_wire(ranks: Pool, way: str) -> None:
+    """Those of a reduce-scatter in the format; rows of 128 and 130 elements take 144 and 160 bytes in E4M3."""
+    sent = {wire: ranks.run(3, _sends, way, wire)[0] for wire in WIRES}
+    for wire, itemsize in (("fp32", 4), ("bf16", 2)):
+        nbytes, elements, _ = sent[wire]
+        assert nbytes == itemsize * elements
+    nbytes, elements, short = sent["e4m3"]
+    assert 4 * short <= nbytes <= 4 * short + 16 * 9 + (elements - short) * 160 / 128
+
+
 def _precision(way: str) -> dict[str, Tensor | None]:
     model = ordered(way, "e4m3")
     backward(model)
@@ -172,6 +196,11 @@ def test_mixed_precision(ranks: Pool, way: str) -> None:
         assert_same(ranks.run(world_size, _precision, way)[0], wanted)
 
 
+def _reset(model: nn.Module) -> None:
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+
+
 def _thrown_away(way: str, when: str) -> None:
     """Some passes, perhaps one that raises, then zero_grad() and a whole step."""
     model = ordered(way)
@@ -182,12 +211,10 @@ def _thrown_away(way: str, when: str) -> None:
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         handle.remove()
-        if hasattr(model, "reset_iter_state"):
-            model.reset_iter_state()
+        _reset(model)
         with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
             loss_of(model, dist.get_rank()).backward()
-        if hasattr(model, "reset_iter_state"):
-            model.reset_iter_state()
+        _reset(model)
     model.zero_grad()
     backward(model)
     assert_same(gradients(model), wanted_gradients("fp32"))
@@ -201,7 +228,12 @@ def test_zero_grad_begins_anew(ranks: Pool, way: str, world_size: int) -> None:
     ranks.run(world_size, _thrown_away, way, "after two")
 
 
-@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), pytest.param("fsdp", 2, marks=needs_fsdp2)])
+needs_reset = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 cannot go on after a pass that raised before 2.13"
+)
+
+
+@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), pytest.param("fsdp", 2, marks=needs_reset)])
 def test_zero_grad_after_a_pass_that_raised(ranks: Pool, way: str, world_size: int) -> None:
     """DDP itself takes no pass after one that raised."""
     ranks.run(world_size, _thrown_away, way, "raised")
@@ -339,7 +371,23 @@ def test_refused_in_one_process(ranks: Pool) -> None:
     ranks.run(1, _refused_in_one_process)
 
 
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
 def _refused_in_one_process() -> None:
+    nested = _Nested()
+    shardopt.comm.ordered_gradients(nested, micro_batches=2)
+    nested(torch.randn(4, requires_grad=True)).sum().backward()  # of two passes within, each of which counts
+    with pytest.raises(RuntimeError, match=r"got more than 2 backward passes.*use_reentrant=False"):
+        nested(torch.randn(4, requires_grad=True)).sum().backward()
     model = ordered("plain")
     optimizer = shardopt.AdamW8bit(model.parameters())
     backward(model, passes=2)
