@@ -103,11 +103,11 @@ def check_sums(message: Tensor, layout: messages.Layout, terms: Tensor, first: i
     taken = [x for numbers, x in sums if numbers not in kept]
     room = [x for x in taken if x is not None]
     out = [room.pop() if room else torch.full((layout.numel,), torch.nan) for _ in after[len(kept) :]]
-    for dtype in DTYPES:
+    for dtype, divisor in zip(DTYPES, (12, 8, 1), strict=True):
         mean = torch.empty(layout.numel, dtype=dtype)
         before = [x for _, x in sums]
-        messages.add_up(message, layout, first=first, begin=begin, sums=before, mean=mean, divisor=12)
-        assert_same_bits(mean, reference.mean(wanted, 12).to(dtype))
+        messages.add_up(message, layout, first=first, begin=begin, sums=before, mean=mean, divisor=divisor)
+        assert_same_bits(mean, reference.mean(wanted, divisor).to(dtype))
     messages.add_up(message, layout, first=first, begin=begin, sums=taken, out=out)
     for found, expected in zip(out, wanted[len(kept) :], strict=True):
         assert_same_bits(found, expected)
