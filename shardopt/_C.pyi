@@ -60,9 +60,10 @@ max_hyper: int
 sum_lowest_bit: int
 sum_words: int
 message_block: int
+message_most_sums: int
 with_cuda: bool
 
-# With CUDA only, up to decode_message_cuda.
+# With CUDA only, up to sum_message_cuda.
 cuda_prepared_bytes: int
 cuda_launched_gradients: int
 
@@ -98,36 +99,54 @@ def step_cuda(
 def pin_cuda(device: int, address: int, nbytes: int) -> int: ...
 def unpin_cuda(device: int, address: int) -> None: ...
 def encode_message_cuda(
-    floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, device: int, stream: int
-) -> None: ...
-def decode_message_cuda(
+    layout: tuple[int, int, int, int, int],
     floats: int,
     dtype: DType,
-    numel: int,
     message: int,
     chunks: int,
-    chunk_numel: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def sum_message_cuda(
+    layout: tuple[int, int, int, int, int],
+    message: int,
+    raw: DType,
     terms: int,
-    factor: float,
+    first: int,
+    begin: int,
+    sums: list[int],
+    out: list[int],
+    mean: int,
+    dtype: DType,
+    divisor: float,
     device: int,
     stream: int,
 ) -> None: ...
 def copy_ranges(
     to: npt.NDArray[np.uint64], source: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.int64], threads: int
 ) -> None: ...
-def message_chunk_bytes(numel: int) -> int: ...
+def message_row_bytes(numel: int) -> int: ...
 def encode_message(
-    floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, threads: int, target: str
-) -> None: ...
-def decode_message(
+    layout: tuple[int, int, int, int, int],
     floats: int,
     dtype: DType,
-    numel: int,
     message: int,
     chunks: int,
-    chunk_numel: int,
+    threads: int,
+    target: str,
+) -> None: ...
+def sum_message(
+    layout: tuple[int, int, int, int, int],
+    message: int,
+    raw: DType,
     terms: int,
-    factor: float,
+    first: int,
+    begin: int,
+    sums: list[int],
+    out: list[int],
+    mean: int,
+    dtype: DType,
+    divisor: float,
     threads: int,
     target: str,
 ) -> None: ...

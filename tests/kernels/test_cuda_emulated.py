@@ -23,6 +23,7 @@ from shardopt import _C
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
+from shardopt.kernels.messages import Layout, Part
 from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import BF16, FP32
 
@@ -253,11 +254,13 @@ def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
 
 def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients as bytes: the kernels of csrc/comm."""
-    for name in ("encode_message", "decode_message"):
+    for name in ("encode_message", "sum_message"):
         kernel = getattr(emulated, f"{name}_cuda")
         monkeypatch.setattr(_C, name, lambda *args, kernel=kernel: kernel(*args[:-2], device=0, stream=0))
     for dtype in message_problem.DTYPES:
-        for numel, chunks, chunk_numel in message_problem.SHAPES:
-            for _, floats in message_problem.numbers(dtype, numel, numel):
-                message_problem.check(floats, chunks, chunk_numel)
-        message_problem.check(torch.randn(1001).to(dtype)[1:], 2, 500)
+        for parts, chunks in message_problem.LAYOUTS:
+            for _, floats in message_problem.numbers(dtype, chunks * Layout(parts).numel, chunks):
+                message_problem.check(floats, parts, chunks)
+        unaligned = torch.randn(1001).to(dtype)[1:]
+        message_problem.check(unaligned, [Part(2, 250, True)], 2)
+        message_problem.check_floats(unaligned, 3)

@@ -41,10 +41,10 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def all_gather(out: Tensor, message: Tensor, group: Peers) -> None:
         for place in range(group.size()):
-            out[place].copy_(message[0])
+            out.view(group.size(), -1)[place].copy_(message)
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", all_to_all)
-    monkeypatch.setattr("shardopt.comm.all_reduce._all_gather", all_gather)
+    monkeypatch.setattr("shardopt.comm.ddp._all_gather", all_gather)
 
 
 NAMES = list(scenarios(Path()))
@@ -172,7 +172,7 @@ PLANTS = {
         ("released step",),
     ),
     "bucket filled": Plant(
-        "comm.all_reduce:all_reduce_8bit", "stream.wait_stream(torch.cuda.current_stream(buffer.device))", "pass",
+        "comm.ddp:DdpReducer.reduce", "stream.wait_stream(torch.cuda.current_stream(buffer.device))", "pass",
         ("messages",),
     ),
 }  # fmt: skip

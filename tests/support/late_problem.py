@@ -18,7 +18,10 @@ import shardopt
 from helpers import CASES, Named
 from ranks.layouts import values
 from ranks.snapshot import snapshot
-from shardopt.comm import ReduceScatter8bit, all_reduce
+from shardopt.comm.ddp import DdpReducer
+from shardopt.comm.progress import Progress
+from shardopt.comm.reduction import Reduction
+from shardopt.comm.wire import Wire
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import residency
 
@@ -235,16 +238,24 @@ class Peers:
 
 
 def messages(device: torch.device) -> Named:
-    """Gradients in 8 bits, by both hooks; the bucket is read and freed right afterwards."""
+    """Ordered sums of two passes, by both hooks; the bucket is read and freed right afterwards."""
     found: Named = {}
-    for t in range(3):
+    param = Parameter(torch.empty(4, 250))
+    progress = Progress([("weight", param)], micro_batches=4, ranks=2, rank=0)
+    replica = SimpleNamespace(process_group=Peers(), parameters=list, register_comm_hook=lambda *_: None)
+    reducer = DdpReducer(replica, progress, "e4m3")  # type: ignore[arg-type]
+    scattered = Reduction(progress, Wire("e4m3", [(2, 150)]), Peers(), None)  # type: ignore[arg-type]
+    for t in range(2):
+        progress.done = t
         bucket = values((1000,), t).to(device) * 0.125
-        mean = all_reduce.all_reduce_8bit(Peers(), SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
-        found[f"mean {t}"] = mean.cpu() if t == 2 else mean * 2.0
-        del mean, bucket
+        grads = [bucket.view(4, 250)]
+        holder = SimpleNamespace(buffer=lambda b=bucket: b, parameters=lambda: [param], gradients=lambda g=grads: g)
+        mean = reducer.reduce(None, holder).wait()  # type: ignore[arg-type]
+        found[f"mean {t}"] = mean.cpu() if t == 1 else mean * 2.0
+        del mean, bucket, grads, holder
         whole = values((2, 300), t).to(device) * 0.5
         out = torch.empty(300, device=device)
-        ReduceScatter8bit()(out, whole.view(-1), Peers(), torch.distributed.ReduceOp.AVG)
+        scattered.push(whole, out)
         found[f"scattered {t}"] = out
     return on_cpu(found)
 

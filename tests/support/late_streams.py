@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_map_only
 from late_memory import bytes_at, let_cuda_pass
 from late_schedule import Device, DeviceFuture, Event, Graph, Stream, capture, running_on
 from shardopt import _C
-from shardopt.comm import all_reduce
+from shardopt.comm import ddp
 from shardopt.kernels.dispatch import cpu_target
 
 
@@ -215,7 +215,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
     """
     let_cuda_pass()
     device = LateDevice(kind, seed)
-    all_reduce._side_stream.cache_clear()
+    ddp._side_stream.cache_clear()
     others, aten = Library("_", "IMPL"), Library("aten", "IMPL")
     with running_on(device), pytest.MonkeyPatch.context() as patch:
         Stream()
@@ -240,7 +240,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
             gc.unfreeze()
             aten._destroy()
             others._destroy()
-            all_reduce._side_stream.cache_clear()
+            ddp._side_stream.cache_clear()
 
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -277,7 +277,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(torch, "empty", empty_or_pinned)
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
     patch.setattr(Tensor, "is_pinned", lambda tensor: device.is_locked(tensor.data_ptr()))
-    patch.setattr("shardopt.comm.all_reduce.Future", DeviceFuture)
+    patch.setattr("shardopt.comm.ddp.Future", DeviceFuture)
     patch.setattr("shardopt.kernels.dispatch_cuda._table_copies", {})
 
 
@@ -295,6 +295,6 @@ def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         "pin_cuda": device.host_register,
         "unpin_cuda": device.host_unregister,
         "encode_message_cuda": device.message_kernel("encode_message"),
-        "decode_message_cuda": device.message_kernel("decode_message"),
+        "sum_message_cuda": device.message_kernel("sum_message"),
     }.items():
         patch.setattr(_C, name, value, raising=False)

@@ -51,15 +51,16 @@ void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, 
 namespace {
 
 // Three thread blocks, so that each takes several turns of the kernel's loop.
-void run_message(emulated::MessageBlocks kernel, const MessageCall& call) {
+template <class Call>
+void run_message(void (*kernel)(const Call, int64_t), const Call& call) {
   constexpr unsigned kThreadBlocks = 3;
   run_grid(kThreadBlocks, emulated::kMessageThreads, [&] { kernel(call, kThreadBlocks); });
 }
 
 }  // namespace
 
-void encode_cuda(const MessageCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
-void decode_cuda(const MessageCall& call, void*) { run_message(emulated::decode_of(call.dtype), call); }
+void encode_cuda(const EncodeCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
+void sum_cuda(const SumCall& call, void*) { run_message(emulated::sum_of(call.raw), call); }
 
 int pin_cuda(uint64_t, uint64_t) { return 0; }
 void unpin_cuda(uint64_t) {}
