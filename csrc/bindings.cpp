@@ -11,6 +11,7 @@
 #include "core/exact_sum.h"
 #include "entries.h"
 #include "inputs.h"
+#include "norm/cpu.h"
 #include "step/cpu.h"
 #include "step/instances.h"
 #include "threads/copies.h"
@@ -103,14 +104,14 @@ class CpuStepOfTables {
   CpuStep step_;
 };
 
-double sum_value(const Table<int64_t>& words) {
+ExactSum exact_sum(const Table<int64_t>& words) {
   if (words.size() * sizeof(int64_t) != sizeof(ExactSum)) {
     throw std::invalid_argument("got a sum of " + std::to_string(words.size()) + " words, expected " +
                                 std::to_string(sizeof(ExactSum) / sizeof(int64_t)));
   }
   ExactSum sum;
   __builtin_memcpy(&sum, words.data(), sizeof sum);
-  return generic::value_of(sum);
+  return sum;
 }
 
 }  // namespace
@@ -137,7 +138,26 @@ PYBIND11_MODULE(_C, m) {
   m.attr("max_hyper") = kMaxHyper;
   m.attr("sum_lowest_bit") = generic::kLowestBit;
   m.attr("sum_words") = sizeof(ExactSum) / sizeof(int64_t);
-  m.def("sum_value", &sum_value, py::arg("words"), "An exact sum, rounded once; NaN if a term was NaN or infinite.");
+  m.def(
+      "sum_value", [](const Table<int64_t>& words) { return generic::value_of(exact_sum(words)); }, py::arg("words"),
+      "An exact sum, rounded once; NaN if a term was NaN or infinite.");
+  m.def(
+      "sum_root", [](const Table<int64_t>& words) { return generic::root_of(exact_sum(words)); }, py::arg("words"),
+      "The root of an exact sum of squares, rounded once to float32; infinite or NaN if a term was.");
+  py::enum_<NormPass>(m, "NormPass")
+      .value("squares", NormPass::kSquares)
+      .value("largest", NormPass::kLargest)
+      .value("scale", NormPass::kScale);
+  m.def(
+      "norm",
+      [](const py::array& entries, NormPass pass, float factor, int threads, const std::string& target) {
+        if (!is_column<TensorEntry>(entries)) throw py::type_error("got entries of another dtype than tensor_entry");
+        const NormCall call{static_cast<const TensorEntry*>(entries.data()), entries.size(), pass};
+        const py::gil_scoped_release release;
+        norm_cpu(call, factor, threads, target);
+      },
+      py::arg("entries"), py::arg("norm_pass"), py::arg("factor"), py::arg("threads"), py::arg("target"),
+      "Takes one pass over gradients.");
   m.def("power", &generic::power, py::arg("base"), py::arg("exponent"),
         "A power for a whole exponent, which all machines round alike.");
   py::enum_<DType>(m, "DType")

@@ -1,0 +1,84 @@
+"""Clipping by the norm of all gradients, with the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, MutableMapping
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardopt import _C
+from shardopt.step.gradient_norm import GradientNorm
+
+#: The tables of the last call, by the first of its parameters.
+_norms: MutableMapping[Tensor, GradientNorm] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Multiplies gradients so that their norm is at most ``max_norm``: ``torch.nn.utils.clip_grad_norm_``, exactly.
+
+    The norm is the root of an exact sum of squares over the whole model, rounded once: it has the same bits however the
+    parameters are sharded, on any number of ranks, threads and devices, where torch adds up in an order that depends on
+    them. Elements that several ranks hold copies of count once. Gradients are read once; each set of ranks that
+    parameters are divided among exchanges one message of 200 bytes. On CUDA nothing waits for the device.
+
+    All ranks that hold parts of the same parameters call it, with these in the same order.
+
+    Args:
+        parameters: those of the model, plain or as DDP, FSDP1, FSDP2, HSDP or tensor parallelism have them: float32,
+            bfloat16 or float16, and gradients of their dtype or float32.
+        max_norm: gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
+        norm_type: 2, or ``inf`` for the largest magnitude.
+        error_if_nonfinite: raise where the norm is NaN or infinite, which waits for the device. Otherwise an infinite
+            gradient turns the others into 0, and NaN all into NaN, as in torch.
+        foreach: accepted for torch's sake, without effect.
+
+    Returns:
+        The norm: float32, 0-d, on the first parameter's device. Infinite if an element is, NaN if one is.
+
+    Raises:
+        ValueError: another ``norm_type``.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; or a gradient is sparse, or of another dtype;
+            or nothing says what shard a parameter is. Gradients are unchanged.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if float(norm_type) not in (2.0, math.inf):
+        raise ValueError(
+            f"norm_type: got {norm_type}, expected 2 or inf, whose results do not depend on the order of the elements; "
+            "use torch.nn.utils.clip_grad_norm_ for others"
+        )
+    if not params:
+        return torch.tensor(0.0)
+    norm = _norm_of(params)
+    try:
+        total = norm.total(largest=math.isinf(norm_type))
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; look for the "
+                "cause with shardopt.check_numerics, or pass error_if_nonfinite=False"
+            )
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if total.is_cuda or float(coefficient) != 1.0:
+            norm.scale(coefficient)
+            _C.increment_versions([param.grad for param in norm.with_gradient])
+    finally:
+        norm.forget_gradients()
+    return total
+
+
+def _norm_of(params: list[Tensor]) -> GradientNorm:
+    """The tables of these parameters, which have read the gradients of now."""
+    known = _norms.get(params[0])
+    if known is None or not known.read(params):
+        known = GradientNorm(params)
+    _norms[params[0]] = known
+    return known
