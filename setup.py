@@ -39,7 +39,13 @@ ARM = {"cpu_neon.cpp": []}
 TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
 
-CUDA_SOURCES = ("csrc/step/cuda.cu", "csrc/step/cuda_rules.cu", "csrc/step/cuda_sum_rules.cu", "csrc/comm/cuda.cu")
+CUDA_SOURCES = (
+    "csrc/step/cuda.cu",
+    "csrc/step/cuda_rules.cu",
+    "csrc/step/cuda_sum_rules.cu",
+    "csrc/comm/cuda.cu",
+    "csrc/norm/cuda.cu",
+)
 
 
 def cpu_sources() -> list[str]:

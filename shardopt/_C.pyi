@@ -70,6 +70,7 @@ with_cuda: bool
 # With CUDA only, up to decode_message_cuda.
 cuda_prepared_bytes: int
 cuda_launched_gradients: int
+cuda_norm_task: int
 
 def cuda_device_count() -> int: ...
 def cuda_tasks(
@@ -92,6 +93,7 @@ def step_cuda(
     tables: int,
     prepared: int,
     grad_scale: int,
+    factor: int,
     found_inf: int,
     nonfinite: int,
     entry_count: int,
@@ -100,6 +102,10 @@ def step_cuda(
     batches: list[tuple[int, int, int, int, int, int]],
     stream: int,
 ) -> None: ...
+def norm_cuda(
+    entries: int, tasks: int, task_count: int, norm_pass: NormPass, factor: int, device: int, stream: int
+) -> None: ...
+def sum_root_cuda(words: int, root: int, device: int, stream: int) -> None: ...
 def pin_cuda(device: int, address: int, nbytes: int) -> int: ...
 def unpin_cuda(device: int, address: int) -> None: ...
 def encode_message_cuda(

@@ -9,8 +9,8 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kDigitBits = 32;
-constexpr int kLowestBit = -384;  // digits[0] counts multiples of 2^-384. The least product is 2^-298
-constexpr int kWindowBits = 51;   // bits that one rounding takes: see rounder_of
+constexpr int kLowestBit = -384;                // digits[0] counts multiples of 2^-384. The least product is 2^-298
+constexpr int kWindowBits = 51;                 // bits that one rounding takes: see rounder_of
 constexpr int64_t kLostNaN = int64_t{1} << 32;  // what a NaN adds to `lost`; an infinite term adds 1
 
 SHARDOPT_HD int64_t bits(double x) {

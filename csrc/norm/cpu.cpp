@@ -13,7 +13,7 @@
 namespace shardopt {
 namespace {
 
-constexpr int64_t kTask = 1 << 16;        // elements of a task
+constexpr int64_t kTask = 1 << 16;         // elements of a task
 constexpr int64_t kWorthThread = 1 << 15;  // elements for which another thread is worth its start
 
 NormKernels kernels_of(const std::string& target) {

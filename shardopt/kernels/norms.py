@@ -2,35 +2,85 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import cpu_target
 
 
-class NormCall:
-    """Passes over the same gradients on the CPU.
-
-    Args:
-        entries: rows of ``_C.tensor_entry``, of which csrc/norm/norm.h names the columns that are used.
-    """
-
-    def __init__(self, entries: npt.NDArray[np.void]) -> None:
-        self._entries = entries
+class NormCall(Protocol):
+    """Passes over gradients on one device, by rows of ``_C.tensor_entry`` (csrc/norm/norm.h names the columns)."""
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
         """Takes a pass.
 
         Args:
             norm_pass: which.
-            rows: how many of the entries it takes, from the first on.
+            rows: how many of the rows it takes, from the first on. Their addresses may be others in each pass.
             factor: of the pass ``scale``: float32, 0-d.
         """
+
+
+def make_norm_call(device: torch.device, entries: npt.NDArray[np.void]) -> NormCall:
+    """The passes on a device that :func:`shardopt.kernels.dispatch.check_device` lets pass."""
+    return _CpuNormCall(entries) if device.type == "cpu" else CudaNormCall(device, entries)
+
+
+class _CpuNormCall:
+    def __init__(self, entries: npt.NDArray[np.void]) -> None:
+        self._entries = entries
+
+    def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
         by = 1.0 if factor is None else float(factor)
         _C.norm(self._entries[:rows], norm_pass, by, torch.get_num_threads(), cpu_target())
+
+
+class CudaNormCall:
+    """Passes on a CUDA device, in the stream that is current then, which nothing waits for.
+
+    Args:
+        device: of the gradients.
+        entries: the rows, in host memory.
+    """
+
+    def __init__(self, device: torch.device, entries: npt.NDArray[np.void]) -> None:
+        self._device, self._entries = device, entries
+        counts = -(-entries["cols"] // _C.cuda_norm_task)
+        self._ends = np.cumsum([0, *counts.tolist()])  # by number of rows: their tasks
+        entry = np.repeat(np.arange(len(entries)), counts)
+        first = (np.arange(len(entry)) - self._ends[entry]) * _C.cuda_norm_task
+        self._tasks = torch.from_numpy(np.stack([first, entry], 1)).to(device)
+        self._table = torch.empty(entries.nbytes, dtype=torch.uint8, device=device)
+        self._uploaded: bytes | None = None  # addresses
+
+    def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
+        """Takes a pass; see :class:`NormCall`.
+
+        Raises:
+            RuntimeError: a CUDA graph captures it.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "got clip_grad_norm_ captured into a CUDA graph, expected it outside, as its tables are uploaded by the "
+                "host; call it before the graph is replayed, without optimizer="
+            )
+        if factor is not None:
+            factor = factor.to(self._device)
+        use_in_current_stream(self._device, (self._tasks, self._table))
+        addresses = self._entries["gradient"].tobytes()
+        if addresses != self._uploaded:
+            self._table.copy_(_pinned(self._entries), non_blocking=True)
+            self._uploaded = addresses
+        _C.norm_cuda(
+            self._table.data_ptr(), self._tasks.data_ptr(), int(self._ends[rows]), norm_pass,
+            0 if factor is None else factor.data_ptr(), *_where(self._device),
+        )  # fmt: skip
 
 
 def root_of(words: Tensor) -> Tensor:
@@ -39,4 +89,17 @@ def root_of(words: Tensor) -> Tensor:
     Args:
         words: int64, (``_C.sum_words``,).
     """
-    return torch.tensor(_C.sum_root(words.numpy()), dtype=torch.float32)
+    if words.device.type == "cpu":
+        return torch.tensor(_C.sum_root(words.numpy()), dtype=torch.float32)
+    root = torch.empty((), dtype=torch.float32, device=words.device)
+    _C.sum_root_cuda(words.data_ptr(), root.data_ptr(), *_where(words.device))
+    return root
+
+
+def _where(device: torch.device) -> tuple[int, int]:
+    return device.index or 0, torch.cuda.current_stream(device).cuda_stream
+
+
+def _pinned(entries: npt.NDArray[np.void]) -> Tensor:
+    """A copy of rows in page-locked memory, which PyTorch's allocator keeps until it is uploaded."""
+    return torch.from_numpy(entries.view(np.uint8)).pin_memory()

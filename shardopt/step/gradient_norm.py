@@ -12,7 +12,7 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_storage
-from shardopt.kernels.norms import NormCall, root_of
+from shardopt.kernels.norms import make_norm_call, root_of
 from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
 from shardopt.step.inputs import named
 
@@ -156,7 +156,7 @@ class _Batch:
         self._entries, self._elements = rows["entry"].copy(), rows["element"].copy()
         self.tensors, self.in_place = rows["tensor"].copy(), in_place
         self.others: list[int] = list(dict.fromkeys(self.tensors[in_place:].tolist()))
-        self.call = NormCall(self._entries)
+        self.call = make_norm_call(device, self._entries)
         self._contiguous: dict[int, Tensor] = {}
 
     def fill(self, watched: _C.Inputs, parts: Sequence[Tensor]) -> None:

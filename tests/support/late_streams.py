@@ -163,6 +163,8 @@ class LateDevice(Device):
             return
         if call.grad_scale:
             groups["gradient_scale"] *= np.float32(1.0 / float(bytes_at(call.grad_scale, 4).view(np.float32)[0]))
+        if call.factor:
+            groups["gradient_scale"] *= bytes_at(call.factor, 4).view(np.float32)[0]
         step = _C.CpuStep(entries, steps.copy(), tables.copy())
         step.prepare(groups, 1, cpu_target())
         bytes_at(call.nonfinite, 8).view(np.int64)[0] += step.run(call.phase)

@@ -7,6 +7,7 @@
 
 #include "comm/cuda.h"
 #include "comm/cuda_kernel.h"
+#include "norm/cuda_kernel.h"
 #include "step/cuda_prepare.h"
 
 namespace shardopt {
@@ -60,6 +61,17 @@ void run_message(emulated::MessageBlocks kernel, const MessageCall& call) {
 
 void encode_cuda(const MessageCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
 void decode_cuda(const MessageCall& call, void*) { run_message(emulated::decode_of(call.dtype), call); }
+
+void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, const float* factor, void*) {
+  constexpr unsigned kThreads = emulated::kNormThreads;
+  const emulated::NormKernel kernel = emulated::kernel_of(call.pass);
+  if (task_count == 0) return;
+  run_grid(blocks_of(task_count, kThreads / emulated::kWarp), kThreads,
+           [&] { kernel(call.entries, tasks, task_count, factor); });
+}
+void sum_root_cuda(const ExactSum* sum, float* root, void*) {
+  run_grid(1, 1, [&] { emulated::root_of_sum(sum, root); });
+}
 
 int pin_cuda(uint64_t, uint64_t) { return 0; }
 void unpin_cuda(uint64_t) {}
