@@ -67,8 +67,8 @@ class CudaNormCall:
         """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "got clip_grad_norm_ captured into a CUDA graph, expected it outside, as its tables are uploaded by the "
-                "host; call it before the graph is replayed, without optimizer="
+                "got clip_grad_norm_ captured into a CUDA graph, expected it outside, as the host uploads its "
+                "tables; call it before the graph is replayed, without optimizer="
             )
         if factor is not None:
             factor = factor.to(self._device)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
@@ -155,8 +154,8 @@ def test_refused() -> None:
         clip_grad_norm_([param], 1.0, optimizer=[optimizer, of_other])
     with pytest.raises(TypeError, match="got AdamW, expected an optimizer of shardopt"):
         clip_grad_norm_(param, 1.0, optimizer=torch.optim.AdamW([param]))
-    with (
-        shardopt.release_gradients(optimizer),
-        pytest.raises(RuntimeError, match="got one whose gradients are released"),
-    ):
-        clip_grad_norm_(param, 1.0, optimizer=optimizer)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = shardopt.SGD(layer.parameters(), lr=1.0)
+    shardopt.release_gradients(layer, optimizer)
+    with pytest.raises(RuntimeError, match="got one whose gradients are released"):
+        clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)
