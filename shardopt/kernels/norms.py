@@ -55,7 +55,7 @@ class CudaNormCall:
         self._ends = np.cumsum([0, *counts.tolist()])  # by number of rows: their tasks
         entry = np.repeat(np.arange(len(entries)), counts)
         first = (np.arange(len(entry)) - self._ends[entry]) * _C.cuda_norm_task
-        self._tasks = torch.from_numpy(np.stack([first, entry], 1)).to(device)
+        self._tasks = torch.from_numpy(np.stack([first, entry], 1)).to(device, copy=True)
         self._table = torch.empty(entries.nbytes, dtype=torch.uint8, device=device)
         self._uploaded: bytes | None = None  # addresses
 
