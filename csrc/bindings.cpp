@@ -11,6 +11,7 @@
 #include "core/exact_sum.h"
 #include "entries.h"
 #include "inputs.h"
+#include "norm/clip.h"
 #include "norm/cpu.h"
 #include "step/cpu.h"
 #include "step/instances.h"
@@ -104,14 +105,14 @@ class CpuStepOfTables {
   CpuStep step_;
 };
 
-ExactSum exact_sum(const Table<int64_t>& words) {
+double sum_value(const Table<int64_t>& words) {
   if (words.size() * sizeof(int64_t) != sizeof(ExactSum)) {
     throw std::invalid_argument("got a sum of " + std::to_string(words.size()) + " words, expected " +
                                 std::to_string(sizeof(ExactSum) / sizeof(int64_t)));
   }
   ExactSum sum;
   __builtin_memcpy(&sum, words.data(), sizeof sum);
-  return sum;
+  return generic::value_of(sum);
 }
 
 }  // namespace
@@ -138,12 +139,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("max_hyper") = kMaxHyper;
   m.attr("sum_lowest_bit") = generic::kLowestBit;
   m.attr("sum_words") = sizeof(ExactSum) / sizeof(int64_t);
-  m.def(
-      "sum_value", [](const Table<int64_t>& words) { return generic::value_of(exact_sum(words)); }, py::arg("words"),
-      "An exact sum, rounded once; NaN if a term was NaN or infinite.");
-  m.def(
-      "sum_root", [](const Table<int64_t>& words) { return generic::root_of(exact_sum(words)); }, py::arg("words"),
-      "The root of an exact sum of squares, rounded once to float32; infinite or NaN if a term was.");
+  m.def("sum_value", &sum_value, py::arg("words"), "An exact sum, rounded once; NaN if a term was NaN or infinite.");
   py::enum_<NormPass>(m, "NormPass")
       .value("squares", NormPass::kSquares)
       .value("largest", NormPass::kLargest)
@@ -158,6 +154,14 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("entries"), py::arg("norm_pass"), py::arg("factor"), py::arg("threads"), py::arg("target"),
       "Takes one pass over gradients.");
+  m.def(
+      "clip",
+      [](uint64_t words, bool is_magnitude, float max_norm, uint64_t clip) {
+        *reinterpret_cast<generic::Clip*>(clip) =
+            generic::clip_of(reinterpret_cast<const int64_t*>(words), is_magnitude, max_norm);
+      },
+      py::arg("words"), py::arg("is_magnitude"), py::arg("max_norm"), py::arg("clip"),
+      "Norm and coefficient, two float32, from an exact sum of squares or the bits of a magnitude; by addresses.");
   m.def("power", &generic::power, py::arg("base"), py::arg("exponent"),
         "A power for a whole exponent, which all machines round alike.");
   py::enum_<DType>(m, "DType")

@@ -106,10 +106,10 @@ void norm_on_cuda(uint64_t entries, uint64_t tasks, int64_t task_count, NormPass
             pointer<float>(factor), pointer<void>(stream));
 }
 
-void sum_root_on_cuda(uint64_t words, uint64_t root, int device, uint64_t stream) {
+void clip_on_cuda(uint64_t words, bool is_magnitude, float max_norm, uint64_t clip, int device, uint64_t stream) {
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
-  sum_root_cuda(pointer<ExactSum>(words), pointer<float>(root), pointer<void>(stream));
+  clip_cuda(pointer<int64_t>(words), is_magnitude, max_norm, pointer<float>(clip), pointer<void>(stream));
 }
 
 }  // namespace
@@ -133,8 +133,8 @@ void bind_cuda(py::module_& m) {
   m.def("norm_cuda", &norm_on_cuda, py::arg("entries"), py::arg("tasks"), py::arg("task_count"), py::arg("norm_pass"),
         py::arg("factor"), py::arg("device"), py::arg("stream"),
         "Takes one pass over gradients, in a stream. Tables and factor are addresses on the device.");
-  m.def("sum_root_cuda", &sum_root_on_cuda, py::arg("words"), py::arg("root"), py::arg("device"), py::arg("stream"),
-        "sum_root of words on the device, to a float32 there, in a stream.");
+  m.def("clip_cuda", &clip_on_cuda, py::arg("words"), py::arg("is_magnitude"), py::arg("max_norm"), py::arg("clip"),
+        py::arg("device"), py::arg("stream"), "clip of addresses on the device, in a stream.");
   m.def("pin_cuda", &pin_on_cuda, py::arg("device"), py::arg("address"), py::arg("nbytes"),
         "Page-locks memory of the host for all devices, in a device's context; CUDA's error, 0 for none.");
   m.def("unpin_cuda", &unpin_on_cuda, py::arg("device"), py::arg("address"), "Undoes pin_cuda.");

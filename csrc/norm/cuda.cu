@@ -26,8 +26,8 @@ void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, 
   check_launch();
 }
 
-void sum_root_cuda(const ExactSum* sum, float* root, void* stream) {
-  cuda::root_of_sum<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(sum, root);
+void clip_cuda(const int64_t* words, bool is_magnitude, float max_norm, float* clip, void* stream) {
+  cuda::clip_by<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(words, is_magnitude, max_norm, clip);
   check_launch();
 }
 

@@ -1,6 +1,7 @@
 // The kernels that pass over gradients on CUDA: a warp takes a task, each lane kLane successive elements at a time.
 #pragma once
 
+#include "norm/clip.h"
 #include "norm/cuda.h"
 #include "step/cuda_sums.h"
 
@@ -43,7 +44,11 @@ __global__ void __launch_bounds__(kNormThreads)
   }
 }
 
-__global__ void root_of_sum(const ExactSum* sum, float* root) { *root = root_of(*sum); }
+__global__ void clip_by(const int64_t* words, bool is_magnitude, float max_norm, float* clip) {
+  const Clip found = clip_of(words, is_magnitude, max_norm);
+  clip[0] = found.norm;
+  clip[1] = found.coefficient;
+}
 
 using NormKernel = void (*)(const TensorEntry*, const NormTask*, int64_t, const float*);
 

@@ -83,17 +83,23 @@ class CudaNormCall:
         )  # fmt: skip
 
 
-def root_of(words: Tensor) -> Tensor:
-    """The root of an exact sum of squares, rounded once: float32, 0-d, on the sum's device.
+def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
+    """The norm, rounded once, and the coefficient by which ``torch.nn.utils.clip_grad_norm_`` multiplies then.
 
     Args:
-        words: int64, (``_C.sum_words``,).
+        words: int64: an exact sum of squares, (``_C.sum_words``,), or the bits of the largest magnitude, (1,).
+        max_norm: of the gradients.
+        is_magnitude: whether the norm is the largest magnitude.
+
+    Returns:
+        float32, (2,), on the device of the words.
     """
+    clip = torch.empty(2, dtype=torch.float32, device=words.device)
     if words.device.type == "cpu":
-        return torch.tensor(_C.sum_root(words.numpy()), dtype=torch.float32)
-    root = torch.empty((), dtype=torch.float32, device=words.device)
-    _C.sum_root_cuda(words.data_ptr(), root.data_ptr(), *_where(words.device))
-    return root
+        _C.clip(words.data_ptr(), is_magnitude, max_norm, clip.data_ptr())
+    else:
+        _C.clip_cuda(words.data_ptr(), is_magnitude, max_norm, clip.data_ptr(), *_where(words.device))
+    return clip
 
 
 def _where(device: torch.device) -> tuple[int, int]:

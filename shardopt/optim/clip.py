@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, MutableMapping
+from operator import is_
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardopt import _C
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.step.gradient_norm import GradientNorm
 
@@ -74,19 +74,17 @@ def clip_grad_norm_(
     try:
         if optimizers:
             _check_parameters(params, norm.with_gradient, optimizers)
-        total = norm.total(largest=math.isinf(norm_type))
+        total, coefficient = norm.clip(float(max_norm), largest=math.isinf(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; look for the "
                 "cause with shardopt.check_numerics, or pass error_if_nonfinite=False"
             )
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if optimizers:
             for each in optimizers:
                 each._internals.coefficient = coefficient
         elif total.is_cuda or float(coefficient) != 1.0:
             norm.scale(coefficient)
-            _C.increment_versions([param.grad for param in norm.with_gradient])
     finally:
         norm.forget_gradients()
     return total
@@ -115,10 +113,14 @@ def _check_parameters(
     params: list[Tensor], with_gradient: list[Tensor], optimizers: Iterable[ShardedOptimizer]
 ) -> None:
     """Raises ValueError unless these are the optimizers' parameters, as far as they have a gradient."""
-    given = {id(param) for param in params}
-    own = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    missing = sum(id(param) not in own for param in with_gradient)
-    more = sum(param.grad is not None for number, param in own.items() if number not in given)
+    own = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    if len(own) == len(params) and all(map(is_, own, params)):
+        return
+    given, known = set(map(id, params)), set(map(id, own))
+    if given == known:
+        return
+    missing = sum(id(param) not in known for param in with_gradient)
+    more = sum(id(param) not in given and param.grad is not None for param in own)
     if missing or more:
         raise ValueError(
             f"optimizer: got {missing} parameters with a gradient that it does not have, and {more} of its own that "

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_storage
-from shardopt.kernels.norms import make_norm_call, root_of
+from shardopt.kernels.norms import clip_of, make_norm_call
 from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
 from shardopt.step.inputs import named
 
@@ -41,6 +41,8 @@ class GradientNorm:
         rows = []
         for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
             for first, numel, ranks in () if shard is None else _parts_of(shard):
+                if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
+                    ranks = None
                 sums = self._sums.setdefault(ranks, {})
                 if param.device not in sums:
                     check_device(f"parameter {index}", param.device)
@@ -81,8 +83,12 @@ class GradientNorm:
             batch.fill(self._watched, self._parts)
         return True
 
-    def total(self, *, largest: bool) -> Tensor:
-        """The root of the sum of squares of all elements, rounded once, or their largest magnitude. Run on all ranks.
+    def clip(self, max_norm: float, *, largest: bool) -> tuple[Tensor, Tensor]:
+        """The norm of all elements, and by what to multiply them so that it is at most ``max_norm``. Run on all ranks.
+
+        Args:
+            max_norm: for the coefficient.
+            largest: whether the norm is the largest magnitude, or the root of the sum of squares, rounded once.
 
         Returns:
             float32, 0-d, on the device of the first parameter.
@@ -98,10 +104,10 @@ class GradientNorm:
             if ranks is not None:
                 (ranks.all_reduce_max if largest else ranks.all_reduce_sum)(words)
             totals.append(words)
-        if not totals:
-            return torch.zeros((), dtype=torch.float32, device=self._devices[0] if self._devices else "cpu")
-        words = _joined([words.to(self._devices[0]) for words in totals], largest)
-        return words[0].int().view(torch.float32) if largest else root_of(words)
+        no_words = torch.zeros(_C.sum_words, dtype=torch.int64, device=self._devices[0])
+        words = _joined([words.to(self._devices[0]) for words in totals] or [no_words], largest)
+        norm, coefficient = clip_of(words, max_norm, is_magnitude=largest)
+        return norm, coefficient
 
     def scale(self, coefficient: Tensor) -> None:
         """Multiplies the gradients by a coefficient, in float32; each is rounded once.
@@ -114,6 +120,8 @@ class GradientNorm:
             for index in batch.others:
                 own = self._copied.get(index, self._parts[index])
                 own.copy_(own.float() * coefficient.to(own.device))
+
+        self._watched.increment_gradient_versions()
 
     def forget_gradients(self) -> None:
         """Lets go of the gradients."""

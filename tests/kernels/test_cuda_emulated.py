@@ -286,6 +286,8 @@ def test_roots(emulated: ModuleType) -> None:
         words[seed % 20 + 1 :] = 0
         words[seed % 20] = 1 + seed
         words[-1] = {48: 1, 49: 2**32 + 1}.get(seed, 0)
-        root = torch.empty(())
-        emulated.sum_root_cuda(words.data_ptr(), root.data_ptr(), 0, 0)
-        torch.testing.assert_close(root, torch.tensor(_C.sum_root(words.numpy())), rtol=0, atol=0, equal_nan=True)
+        for is_magnitude in (False, True):
+            found, wanted = torch.zeros(2), torch.zeros(2)
+            emulated.clip_cuda(words.data_ptr(), is_magnitude, 0.3, found.data_ptr(), 0, 0)
+            _C.clip(words.data_ptr(), is_magnitude, 0.3, wanted.data_ptr())
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

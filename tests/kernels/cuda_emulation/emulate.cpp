@@ -69,8 +69,8 @@ void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, 
   run_grid(blocks_of(task_count, kThreads / emulated::kWarp), kThreads,
            [&] { kernel(call.entries, tasks, task_count, factor); });
 }
-void sum_root_cuda(const ExactSum* sum, float* root, void*) {
-  run_grid(1, 1, [&] { emulated::root_of_sum(sum, root); });
+void clip_cuda(const int64_t* words, bool is_magnitude, float max_norm, float* clip, void*) {
+  run_grid(1, 1, [&] { emulated::clip_by(words, is_magnitude, max_norm, clip); });
 }
 
 int pin_cuda(uint64_t, uint64_t) { return 0; }
