@@ -145,7 +145,7 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
             )
         if getattr(AcceleratorState(), "deepspeed_plugin", None) is not None:
             raise ValueError(
-                "got DeepSpeed with ClipGradNorm, expected another way of sharding: DeepSpeed keeps gradients to itself; "
+                "got DeepSpeed with ClipGradNorm, expected another way of sharding: DeepSpeed clips by itself; "
                 'leave the callback out, and set max_grad_norm or "gradient_clipping"'
             )
 

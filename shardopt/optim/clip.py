@@ -8,6 +8,7 @@ from operator import is_
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,6 +19,7 @@ from shardopt.step.gradient_norm import GradientNorm
 _norms: MutableMapping[Tensor, GradientNorm] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
+@_disable_dynamo
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -33,7 +35,7 @@ def clip_grad_norm_(
     The norm is the root of an exact sum of squares over the whole model, rounded once: it has the same bits however the
     parameters are sharded, on any number of ranks, threads and devices, where torch adds up in an order that depends on
     them. Elements that several ranks hold copies of count once. Gradients are read once; each set of ranks that
-    parameters are divided among exchanges one message of 200 bytes. On CUDA nothing waits for the device.
+    parameters are divided among exchanges one message of 184 bytes. On CUDA nothing waits for the device.
 
     All ranks that hold parts of the same parameters call it, with these in the same order.
 
