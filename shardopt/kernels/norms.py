@@ -55,8 +55,11 @@ class CudaNormCall:
         self._ends = np.cumsum([0, *counts.tolist()])  # by number of rows: their tasks
         entry = np.repeat(np.arange(len(entries)), counts)
         first = (np.arange(len(entry)) - self._ends[entry]) * _C.cuda_norm_task
-        self._tasks = torch.from_numpy(np.stack([first, entry], 1)).to(device, copy=True)
-        self._table = torch.empty(entries.nbytes, dtype=torch.uint8, device=device)
+        tasks = np.stack([first, entry], 1)
+        self._tasks, self._table = (
+            torch.empty(table.nbytes, dtype=torch.uint8, device=device) for table in (tasks, entries)
+        )
+        self._tasks.copy_(_pinned(tasks), non_blocking=True)
         self._uploaded: bytes | None = None  # addresses
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
@@ -106,6 +109,8 @@ def _where(device: torch.device) -> tuple[int, int]:
     return device.index or 0, torch.cuda.current_stream(device).cuda_stream
 
 
-def _pinned(entries: npt.NDArray[np.void]) -> Tensor:
-    """A copy of rows in page-locked memory, which PyTorch's allocator keeps until it is uploaded."""
-    return torch.from_numpy(entries.view(np.uint8)).pin_memory()
+def _pinned(table: npt.NDArray[np.generic]) -> Tensor:
+    """The bytes of a table in page-locked memory, which PyTorch's allocator keeps until they are uploaded."""
+    pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+    pinned.numpy()[:] = table.reshape(-1).view(np.uint8)
+    return pinned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_storage
 from shardopt.kernels.norms import clip_of, make_norm_call
@@ -55,8 +57,9 @@ class GradientNorm:
             column[:] = values
         entries = [None if shard is None else frozenset[str]() for shard in self._shards]
         groups = [{"params": params}]
-        self._watched = _C.Inputs(groups, {}, self._shards, entries, shard_of, self._read_gradient)
         self._copied: dict[int, Tensor] = {}  # the gradients of which the kernels read copies, by index
+        read_gradient = partial(_read_gradient, self._shards, self._copied)  # no method: that would keep this alive
+        self._watched = _C.Inputs(groups, {}, self._shards, entries, shard_of, read_gradient)
         self._selected: tuple[bytes, list[int]] | None = None
         self._batches: list[_Batch] = []
         if not self.read(params):
@@ -70,7 +73,7 @@ class GradientNorm:
         Returns:
             Whether the tables fit the parameters.
         """
-        self._copied = {}
+        self._copied.clear()
         result = self._watched.read([{"params": params}], {}, None)
         if result is None:
             return False
@@ -94,7 +97,9 @@ class GradientNorm:
             float32, 0-d, on the device of the first parameter.
         """
         for sums in self._sums.values():
-            for words in sums.values():
+            for device, words in sums.items():
+                if device.type == "cuda":
+                    use_in_current_stream(device, (words,))
                 words.zero_()
         for batch in self._batches:
             batch.call.run(_C.NormPass.largest if largest else _C.NormPass.squares, len(batch.tensors))
@@ -125,17 +130,10 @@ class GradientNorm:
 
     def forget_gradients(self) -> None:
         """Lets go of the gradients."""
-        self._parts, self.with_gradient, self._copied = [], [], {}
-
-    def _read_gradient(self, index: int, gradient: Tensor) -> Tensor:
-        shard = self._shards[index]
-        assert shard is not None
-        with named(f"parameter {index} {shard.global_shape}"):
-            part = shard.local_gradient(gradient)
-        own = getattr(gradient, "_local_tensor", gradient)  # a DTensor's
-        if part is not own:
-            self._copied[index] = own
-        return part
+        self._parts, self.with_gradient = [], []
+        self._copied.clear()
+        for batch in self._batches:
+            batch.contiguous.clear()
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient by device; those to be scaled by the kernels first."""
@@ -158,6 +156,7 @@ class _Batch:
         tensors: per row, the parameter's index.
         in_place: how many of the first rows are of gradients that the kernels multiply.
         others: the indices of the other parameters, whose gradients are not contiguous, or elsewhere.
+        contiguous: the copies of these that the kernels read.
     """
 
     def __init__(self, device: torch.device, rows: npt.NDArray[np.void], in_place: int) -> None:
@@ -165,15 +164,27 @@ class _Batch:
         self.tensors, self.in_place = rows["tensor"].copy(), in_place
         self.others: list[int] = list(dict.fromkeys(self.tensors[in_place:].tolist()))
         self.call = make_norm_call(device, self._entries)
-        self._contiguous: dict[int, Tensor] = {}
+        self.contiguous: dict[int, Tensor] = {}
 
     def fill(self, watched: _C.Inputs, parts: Sequence[Tensor]) -> None:
         """Fills in the gradients' addresses."""
         watched.fill(self._entries, self.tensors, self._elements)
-        self._contiguous = {index: parts[index].contiguous() for index in self.others}
+        self.contiguous = {index: parts[index].contiguous() for index in self.others}
         for row in range(self.in_place, len(self.tensors)):
-            copy = self._contiguous[int(self.tensors[row])]
+            copy = self.contiguous[int(self.tensors[row])]
             self._entries["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
+
+
+def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient that the tables do not know; notes it if that is a copy."""
+    shard = shards[index]
+    assert shard is not None
+    with named(f"parameter {index} {shard.global_shape}"):
+        part = shard.local_gradient(gradient)
+    own = getattr(gradient, "_local_tensor", gradient)  # a DTensor's
+    if part is not own:
+        copied[index] = own
+    return part
 
 
 def _may_have_gradient(param: Tensor) -> bool:

@@ -16,6 +16,7 @@ from kernel_problem import using
 from message_problem import DTYPES, numbers
 from shardopt import _C, clip_grad_norm_
 from shardopt.kernels.norms import clip_of
+from shardopt.optim import clip
 
 INF = math.inf
 
@@ -153,15 +154,16 @@ def test_versions_and_memory() -> None:
     """Autograd notices a changed gradient; nothing keeps parameters or gradients alive."""
     import weakref
 
-    params = with_gradients([torch.ones(5)])
-    gradient = params[0].grad
+    params = with_gradients([torch.ones(5), torch.ones(3, 5).t()])
+    gradient, strided = (param.grad for param in params)
     assert gradient is not None
+    assert strided is not None
     version = gradient._version
     clip_grad_norm_(params, 1.0)
     assert gradient._version > version
-    gone = [weakref.ref(params[0]), weakref.ref(gradient)]
-    del params, gradient
-    assert [reference() for reference in gone] == [None, None]
+    gone = [weakref.ref(params[0]), weakref.ref(gradient), weakref.ref(strided), weakref.ref(clip._norms[params[0]])]
+    del params, gradient, strided
+    assert [reference() for reference in gone] == [None] * 4
 
 
 def test_refused() -> None:

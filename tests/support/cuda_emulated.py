@@ -74,7 +74,7 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(batch, "make_call", dispatch_cuda.CudaCall)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(norms, "_pinned", lambda entries: torch.from_numpy(entries.view(np.uint8)))
+    monkeypatch.setattr(norms, "_pinned", lambda table: torch.from_numpy(table.reshape(-1).view(np.uint8)))
     monkeypatch.setattr(gradient_norm, "make_norm_call", norms.CudaNormCall)
 
 
