@@ -71,7 +71,7 @@ def clip_grad_norm_(
         )
     optimizers = _optimizers(optimizer)
     if not params:
-        return torch.tensor(0.0)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norm_of(params)
     try:
         if optimizers:
