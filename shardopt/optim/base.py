@@ -164,9 +164,9 @@ class ShardedOptimizer(OptimizerInterface):
         if released is None:
             internals.warn_without_gradients()
         if left:
+            clipped = internals.clipped(scaling)
             for group in self.param_groups:
                 self.begin_step(group)
-            clipped = internals.clipped(scaling)
             internals.stepper.prepare(self.param_groups, self.state, internals.group_of, clipped)()
         internals.coefficient = None
         internals.skipped.publish()

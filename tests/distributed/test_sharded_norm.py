@@ -97,7 +97,7 @@ def _mixed() -> None:
         totals = [torch.empty(()) for _ in range(size)]
         dist.all_gather(totals, found)
         assert len(set(map(float, totals))) == 1
-        # Those of all rows; of the inner rows, if there are several; of rows and columns, which are gone through one by one.
+        # Those of all rows; of the inner rows, if there are several; of rows, then of columns.
         assert sent == [("allreduce", 8 * words)] * (4 if size == 4 else 3)
 
 

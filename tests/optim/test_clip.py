@@ -152,8 +152,9 @@ def test_refused() -> None:
         clip_grad_norm_([param, other], 1.0, optimizer=optimizer)
     with pytest.raises(ValueError, match="got 0 parameters with a gradient that it does not have, and 1 of its own"):
         clip_grad_norm_([param], 1.0, optimizer=[optimizer, of_other])
-    with pytest.raises(TypeError, match="got AdamW, expected an optimizer of shardopt"):
-        clip_grad_norm_(param, 1.0, optimizer=torch.optim.AdamW([param]))
+    for others in (torch.optim.AdamW([param]), shardopt.quantize_state(torch.optim.AdamW([param]))):
+        with pytest.raises(TypeError, match=f"got {type(others).__name__}, expected an optimizer of shardopt"):
+            clip_grad_norm_(param, 1.0, optimizer=others)
     layer = torch.nn.Linear(3, 2)
     optimizer = shardopt.SGD(layer.parameters(), lr=1.0)
     shardopt.release_gradients(layer, optimizer)
