@@ -131,27 +131,31 @@ def device_scalars(device: torch.device) -> Named:
     return {**problem.result(), "skipped": torch.tensor(skipped)}
 
 
-def clipped(device: torch.device) -> Named:
+def clipped(**options: Any) -> Scenario:
     """Clipped in place and by the step, in changing streams, by both norms; gradients are freed right afterwards.
 
     Tables are dropped in another stream than theirs, and what they were in is used again there.
     """
-    problem, found = Problem(device), {}
-    here = torch.cuda.current_stream() if device.type == "cuda" else None
-    for t in range(6):
-        with side_stream(device) if t in (1, 3) else nullcontext():
-            problem.set_gradients(t, without=(t // 2,))
-            optimizer = problem.optimizer if t % 2 else None
-            kind = math.inf if t == 2 else 2.0
-            found[f"norm {t}"] = shardopt.clip_grad_norm_(problem.params.values(), 0.5, kind, optimizer=optimizer)
-            problem.optimizer.step()
-            problem.optimizer.zero_grad()
-            if t == 3:
-                clip._norms.clear()
-                with nullcontext() if here is None else torch.cuda.stream(here):
-                    others = [torch.full((n,), 7, dtype=torch.uint8, device=device) for n in range(16, 4000, 8)]
-                del others
-    return {**problem.result(), **on_cpu(found)}
+
+    def run(device: torch.device) -> Named:
+        problem, found = Problem(device, **options), {}
+        here = torch.cuda.current_stream() if device.type == "cuda" else None
+        for t in range(6):
+            with side_stream(device) if t in (1, 3) else nullcontext():
+                problem.set_gradients(t, without=(t // 2,))
+                optimizer = problem.optimizer if t % 2 else None
+                kind = math.inf if t == 2 else 2.0
+                found[f"norm {t}"] = shardopt.clip_grad_norm_(problem.params.values(), 0.5, kind, optimizer=optimizer)
+                problem.optimizer.step()
+                problem.optimizer.zero_grad()
+                if t == 3:
+                    clip._norms.clear()
+                    with nullcontext() if here is None else torch.cuda.stream(here):
+                        others = [torch.full((n,), 7, dtype=torch.uint8, device=device) for n in range(16, 4000, 8)]
+                    del others
+        return {**problem.result(), **on_cpu(found)}
+
+    return run
 
 
 def replaced(device: torch.device) -> Named:
@@ -332,7 +336,9 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "lamb offloaded": steps(rule="lamb", offload="state"),
         "prodigy": steps(rule="prodigy", offload="state"),
         "device scalars": device_scalars,
-        "clipped": clipped,
+        "clipped": clipped(),
+        "clipped offload": clipped(offload="state"),
+        "clipped offloaded step": clipped(offload="step"),
         "dropped state": dropped("state"),
         "dropped step": dropped("step"),
         "replaced": replaced,
