@@ -133,7 +133,7 @@ class CpuCall:
                 groups["gradient_scale"] *= np.divide(1.0, float(scale))
         if coefficient is not None:
             groups = groups.copy()
-            groups["gradient_scale"] *= np.float32(coefficient)
+            groups["gradient_scale"] *= np.float32(float(coefficient))
         self._step.prepare(groups, torch.get_num_threads(), _target)
 
     def run(self, phase: _C.Phase) -> None:
