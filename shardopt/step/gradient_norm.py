@@ -125,7 +125,6 @@ class GradientNorm:
             for index in batch.others:
                 own = self._copied.get(index, self._parts[index])
                 own.copy_(own.float() * coefficient.to(own.device))
-
         self._watched.increment_gradient_versions()
 
     def forget_gradients(self) -> None:
