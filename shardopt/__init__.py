@@ -17,6 +17,7 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
 from shardopt import optim as _optim
 from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
 from shardopt.optim import *  # noqa: F403  all optimizers
+from shardopt.optim.clip import clip_grad_norm_
 from shardopt.optim.muon_groups import muon_groups
 from shardopt.optim.param_groups import ParamGroups, param_groups
 from shardopt.optim.stable_embedding import StableEmbedding
@@ -33,6 +34,7 @@ __all__ = [
     "StableEmbedding",
     "cast_model",
     "check_numerics",
+    "clip_grad_norm_",
     "is_norm",
     "memory_report",
     "muon_groups",

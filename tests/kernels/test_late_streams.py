@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+import shardopt
 from helpers import Named
 from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios, steps
 from late_schedule import KINDS
@@ -152,6 +153,13 @@ PLANTS = {
         "step.tables:use_in_current_stream", "tensor.record_stream(stream)", "pass", ("device scalars",)
     ),
     "tables of a graph": Plant("step.tables:StepTables._run_on", "self._captured.append(", "tuple(", ("captured",)),
+    "tables of norms": Plant(
+        "kernels.norms:CudaNormCall.run", "use_in_current_stream(self._device, (self._tasks, self._table))", "pass",
+        ("clipped",),
+    ),
+    "sums of norms": Plant(
+        "step.gradient_norm:GradientNorm.clip", "use_in_current_stream(device, (words,))", "pass", ("clipped",)
+    ),
     "skipped elements": Plant(
         "kernels.skipped:SkippedElements.count", "torch.cuda.synchronize(device)", "pass", ("device scalars",)
     ),
@@ -216,6 +224,17 @@ def test_no_step_waits() -> None:
         check(device)
         check(device, offload="state")
         check(device, lr=torch.full((), 0.01, device=CUDA))
+
+
+def test_no_clipping_waits() -> None:
+    with late_device("late") as device:
+        problem = Problem(CUDA)
+        for t in range(5):
+            problem.set_gradients(t, without=(t % 3,))
+            waits, copies = device.waits, device.copies_to_host
+            shardopt.clip_grad_norm_(problem.params.values(), 0.5, optimizer=problem.optimizer if t % 2 else None)
+            assert (device.waits, device.copies_to_host) == (waits, copies)
+            problem.optimizer.step()
 
 
 def test_released_gradients_copy_once_per_step() -> None:
