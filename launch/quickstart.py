@@ -1,9 +1,9 @@
 """The quickstart run: 8-bit AdamW against 32-bit AdamW, and checkpoints on other numbers of ranks.
 
 Trains the same model from the same seed under torchrun: with 32-bit state, with 8-bit state, and in 5 bytes per
-parameter (bfloat16 weights, 24-bit masters, 8-bit state, gradients freed as they are used). Trains the first half of the
-8-bit run again on another number of ranks and resumes the second half on a third, which has to give the same bits. Resumes
-under another kind of sharding, too, and prints a table. Exits with 1 if a loss or a tensor is not as expected.
+parameter (bfloat16 weights, 24-bit masters, 8-bit state, gradients freed as they are used). Trains the first half of
+the 8-bit run again on another number of ranks and resumes the second half on a third, which has to give the same bits.
+Resumes under another kind of sharding, too, and prints a table. Exits with 1 if a loss or a tensor is not as expected.
 """
 
 from __future__ import annotations
