@@ -137,7 +137,7 @@ class Trainer:
         }
 
     def _train_step(self, step: int) -> dict[str, Any]:
-        """Takes one optimizer step and returns its metrics, with the losses of this rank's micro-batches beside zeros."""
+        """Takes one optimizer step and returns its metrics, with this rank's losses, by micro-batch."""
         config = self.config
         factor = lr_factor(step, config)
         for group, peak in zip(self.learner.param_groups, self.peak_lrs, strict=True):
