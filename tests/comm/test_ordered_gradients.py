@@ -325,6 +325,11 @@ def _refused(what: str) -> None:
     elif "no_sync" in what:
         with model.no_sync():
             backward(model)
+    elif "twice in" in what:
+        layer = nn.Linear(8, 8)
+        model = fully_shard(nn.Sequential(fully_shard(layer), layer))
+        order(model)
+        model(torch.ones(8)).sum().backward()
     elif "columns" in what:
         model = make_model()
         fully_shard(model.up, shard_placement_fn=lambda p: Shard(p.ndim - 1))
@@ -363,6 +368,7 @@ def _refused(what: str) -> None:
                 ("fsdp step", r"RuntimeError: got step\(\) after 2 of 6 backward passes"),
                 ("fsdp too many", "RuntimeError: got more than 6 backward passes"),
                 ("fsdp too many, zeros", "RuntimeError: got more than 6 backward passes"),
+                ("fsdp twice in a pass", "RuntimeError: '0': got two gradients in one backward pass"),
                 ("fsdp columns", "ValueError: 'up': got a parameter sharded along dim 1 and wire='e4m3'"),
             )
         ),
