@@ -42,16 +42,15 @@ class Progress:
         params: the model's parameters, as an optimizer has them, by name.
         micro_batches: per step, over all ranks.
         ranks: how many there are.
-        rank: this one.
 
     Attributes:
         first: the number of the running backward pass's first micro-batch.
         reducers: are told of the ends of passes.
     """
 
-    def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int, rank: int) -> None:
+    def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int) -> None:
         self._params = dict(params)
-        self.micro_batches, self.ranks, self.rank = micro_batches, ranks, rank
+        self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
         self.reducers: list[Reducer] = []
         self.done = 0  # passes of this step that are over
