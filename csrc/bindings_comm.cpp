@@ -14,7 +14,6 @@ namespace shardopt {
 
 void bind_comm(py::module_& m) {
   m.attr("message_block") = kMessageBlock;
-  m.attr("message_most_sums") = kMostSums;
   m.def(
       "message_row_bytes", [](int64_t numel) { return generic::row_bytes(numel); }, py::arg("numel"),
       "Bytes of a coded row of so many elements.");

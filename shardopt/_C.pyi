@@ -65,7 +65,6 @@ max_hyper: int
 sum_lowest_bit: int
 sum_words: int
 message_block: int
-message_most_sums: int
 with_cuda: bool
 
 # With CUDA only, up to sum_message_cuda.

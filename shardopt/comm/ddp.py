@@ -82,7 +82,8 @@ class DdpReducer:
         for param, grad in zip(params, grads, strict=True):
             rows = total[:, self._of[param][1]].reshape(-1)
             grad.copy_(rows[: grad.numel()].view_as(grad))
-            self._means[param] = grad
+            if self._replica.find_unused_parameters:
+                self._means[param] = grad
 
     def _reduction_of(self, params: Sequence[Tensor]) -> Reduction:
         """The sums of a bucket, which take over the sums of the buckets before DDP arranges them anew."""
@@ -111,7 +112,7 @@ class DdpReducer:
         self._buckets = {key: found for key, found in self._buckets.items() if id(found) in current}
         for reduction in self._buckets.values():
             reduction.end()
-        if is_last and self._replica.find_unused_parameters:
+        if is_last:
             for param, mean in self._means.items():
                 if param.grad is not None:
                     param.grad.copy_(mean)

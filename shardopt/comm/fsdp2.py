@@ -90,8 +90,8 @@ class FsdpReducer:
             async_op: has to be False.
 
         Raises:
-            RuntimeError: the pass is one too many, a divide factor has been set, or a parameter has no gradient and
-                this PyTorch leaves it out.
+            RuntimeError: the pass is one too many, a divide factor has been set, the module was used twice, or a
+                parameter has no gradient and this PyTorch leaves it out.
             ValueError: a parameter is sharded along a dim other than 0, and the wire is "e4m3".
         """
         _check_factor(self._name, self._group, 1.0)
@@ -99,6 +99,11 @@ class FsdpReducer:
         chunks = input_tensor.view(group.size(), -1)
         if self._sums is None or self._sums.wire.numel != chunks.shape[1]:
             self._sums = self._new_sums(chunks.shape[1])
+        if not self._sums.is_behind:
+            raise RuntimeError(
+                f"{self._name!r}: got two gradients in one backward pass, expected one: FSDP2 reduces one for each use "
+                "of a module; call fully_shard on the module that uses this one several times, not on this one"
+            )
         self._sums.push(chunks, output_tensor)
         self._like = output_tensor.new_empty(0)  # for its dtype and device
 

@@ -54,14 +54,14 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
                 "sparse=False"
             )
     sharded, replicas = _wrapped(model)
-    ranks, rank, groups = _ranks_of(model, sharded, replicas)
+    ranks, groups = _ranks_of(model, sharded, replicas)
     _check_agreement(groups, micro_batches, wire)
     if micro_batches < 1 or micro_batches % ranks:
         raise ValueError(
             f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}: each rank has as "
             "many of a step; change one of them"
         )
-    progress = Progress(model.named_parameters(), micro_batches, ranks, rank)
+    progress = Progress(model.named_parameters(), micro_batches, ranks)
     if sharded:
         progress.reducers.extend(FsdpReducer(name, module, progress, wire) for name, module in sharded.items())
     elif replicas:
@@ -117,15 +117,15 @@ def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], list[DistributedData
 
 def _ranks_of(
     model: Module, sharded: dict[str, FSDPModule], replicas: Sequence[DistributedDataParallel]
-) -> tuple[int, int, list[ProcessGroup]]:
-    """How many ranks there are, this one, and their groups."""
+) -> tuple[int, list[ProcessGroup]]:
+    """How many ranks there are, and their groups."""
     if replicas:
         group = replicas[0].process_group
         if any(replica.process_group is not group for replica in replicas):
             raise ValueError("got DistributedDataParallel on several process groups, expected one; wrap the model once")
-        return group.size(), group.rank(), [group]
+        return group.size(), [group]
     if not sharded:
-        return 1, 0, []
+        return 1, []
     check_untouched(model, sharded)
     meshes = {name: Mesh(group) for name, module in sharded.items() for group in groups_of(module)}
     (first, mesh), *others = meshes.items()
@@ -141,7 +141,7 @@ def _ranks_of(
             f"got HSDP on a mesh of {mesh.size} replicas with 1 shard, expected several shards: FSDP2 calls no "
             "reduce-scatter there; use DistributedDataParallel, or a mesh of one dim"
         )
-    return mesh.size, mesh.rank, [mesh.shards] + ([mesh.replicas] if mesh.replicas is not None else [])
+    return mesh.size, [mesh.shards] + ([mesh.replicas] if mesh.replicas is not None else [])
 
 
 def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:

@@ -42,16 +42,15 @@ class Progress:
         params: the model's parameters, as an optimizer has them, by name.
         micro_batches: per step, over all ranks.
         ranks: how many there are.
-        rank: this one.
 
     Attributes:
         first: the number of the running backward pass's first micro-batch.
         reducers: are told of the ends of passes.
     """
 
-    def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int, rank: int) -> None:
+    def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int) -> None:
         self._params = dict(params)
-        self.micro_batches, self.ranks, self.rank = micro_batches, ranks, rank
+        self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
         self.reducers: list[Reducer] = []
         self.done = 0  # passes of this step that are over
@@ -76,6 +75,7 @@ class Progress:
     def _notice_failure(self) -> None:
         if self._is_running and not is_in_backward():
             self._is_running, self._has_failed = False, True
+            self._left = self._with_gradient()
 
     def begin(self) -> None:
         """Is called by whatever comes first in a backward pass, and by more.
@@ -113,7 +113,7 @@ class Progress:
         is_last = self.is_last
         for reducer in self.reducers:
             reducer.end(is_last=is_last)
-        self._left = [param for param in self._params.values() if param.grad is not None]
+        self._left = self._with_gradient()
         if not self._left:
             raise RuntimeError(
                 "got no gradient in any of the parameters that ordered_gradients was given, expected some: the model "
@@ -121,6 +121,9 @@ class Progress:
             )
         self.done += 1
         self._is_running = False
+
+    def _with_gradient(self) -> list[Parameter]:
+        return [param for param in self._params.values() if param.grad is not None]
 
     def _reset(self) -> None:
         self.done, self._has_failed, self._left = 0, False, ()

@@ -42,7 +42,7 @@ def cases() -> list[tuple[str, int]]:
     """Ways to wrap a model and numbers of ranks."""
     found = [("plain", 1), ("hsdp", 4), ("hsdp of 3", 6), ("hsdp of 1", 1), ("hsdp of 1", 2)]
     found += [(way, ranks) for way in ("ddp", "fsdp") for ranks in (1, 2, 3, 4)]
-    found += [(way, 2) for way in ("ddp views", "ddp unused", "ddp static", "fsdp kept", "fsdp whole")]
+    found += [(way, 2) for way in ("ddp views", "ddp unused", "ddp static", "fsdp kept", "fsdp whole", "fsdp offload")]
     return [case for case in found if can_replace_reduce_scatter or not needs_custom_reduce_scatter(case[0])]
 
 
@@ -76,6 +76,12 @@ def test_gradients_are_as_defined(ranks: Pool, way: str, world_size: int, wire: 
 
 
 needs_fsdp2 = pytest.mark.skipif(not can_replace_reduce_scatter, reason="PyTorch's FSDP2 cannot be hooked before 2.9")
+
+
+@needs_fsdp2
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_shards_of_columns(ranks: Pool, wire: str) -> None:
+    ranks.run(2, _sums, "fsdp columns", wire)
 
 
 @pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2), pytest.param("fsdp", 2, marks=needs_fsdp2)])
@@ -319,6 +325,11 @@ def _refused(what: str) -> None:
     elif "no_sync" in what:
         with model.no_sync():
             backward(model)
+    elif "twice in" in what:
+        layer = nn.Linear(8, 8)
+        model = fully_shard(nn.Sequential(fully_shard(layer), layer))
+        order(model)
+        model(torch.ones(8)).sum().backward()
     elif "columns" in what:
         model = make_model()
         fully_shard(model.up, shard_placement_fn=lambda p: Shard(p.ndim - 1))
@@ -357,6 +368,7 @@ def _refused(what: str) -> None:
                 ("fsdp step", r"RuntimeError: got step\(\) after 2 of 6 backward passes"),
                 ("fsdp too many", "RuntimeError: got more than 6 backward passes"),
                 ("fsdp too many, zeros", "RuntimeError: got more than 6 backward passes"),
+                ("fsdp twice in a pass", "RuntimeError: '0': got two gradients in one backward pass"),
                 ("fsdp columns", "ValueError: 'up': got a parameter sharded along dim 1 and wire='e4m3'"),
             )
         ),
@@ -390,6 +402,16 @@ def _refused_in_one_process() -> None:
         nested(torch.randn(4, requires_grad=True)).sum().backward()
     model = ordered("plain")
     optimizer = shardopt.AdamW8bit(model.parameters())
+    loss = loss_of(model, 0)
+    handle = model.norm.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()  # the first pass of all
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"got step\(\) after 0 of 12 backward passes"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
+        backward(model, passes=1)
+    optimizer.zero_grad()
     backward(model, passes=2)
     with pytest.raises(RuntimeError, match=r"got step\(\) after 2 of 12 backward passes"):
         optimizer.step()

@@ -272,8 +272,10 @@ def messages(device: torch.device) -> Named:
     """Ordered sums of two passes, by both hooks; the bucket is read and freed right afterwards."""
     found: Named = {}
     param = Parameter(torch.empty(4, 250))
-    progress = Progress([("weight", param)], micro_batches=4, ranks=2, rank=0)
-    replica = SimpleNamespace(process_group=Peers(), parameters=list, register_comm_hook=lambda *_: None)
+    progress = Progress([("weight", param)], micro_batches=4, ranks=2)
+    replica = SimpleNamespace(
+        process_group=Peers(), parameters=list, register_comm_hook=lambda *_: None, find_unused_parameters=False
+    )
     reducer = DdpReducer(replica, progress, "e4m3")  # type: ignore[arg-type]
     scattered = Reduction(progress, Wire("e4m3", [(2, 150)]), Peers(), None)  # type: ignore[arg-type]
     for t in range(2):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -75,6 +76,8 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp": _fsdp,
     "fsdp kept": partial(_fsdp, reshard_after_forward=False),
     "fsdp whole": partial(_fsdp, layers=()),
+    "fsdp offload": partial(_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "fsdp columns": partial(_fsdp, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (128,) else None),
     "fsdp bf16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "fsdp bf16 sums": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
     "fsdp fp16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16)),
