@@ -2,6 +2,7 @@
 
 import importlib as _importlib
 import sys as _sys
+import typing as _typing
 
 try:
     _importlib.import_module("shardopt._C")
@@ -24,6 +25,11 @@ from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.release.gradient_release import GradientRelease, release_gradients
 from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
 from shardopt.wrapper import quantize_state
+
+if _typing.TYPE_CHECKING:  # see __getattr__
+    from shardopt import checkpoint as checkpoint
+    from shardopt import comm as comm
+    from shardopt import unit as unit
 
 __version__ = "0.1.0"
 

@@ -99,7 +99,8 @@ SHARDOPT_HD int64_t part_of(const MessageLayout& layout, int64_t block) {
 
 SHARDOPT_HD BlockPlace block_place(const MessagePart& part, int64_t block, int64_t raw_bytes) {
   const int64_t per_row = message_blocks(part.row_numel), in_part = block - part.first_block;
-  const int64_t row = part.is_coded ? in_part / per_row : 0, in_row = in_part - row * per_row, before = in_row * kMessageBlock;
+  const int64_t row = part.is_coded ? in_part / per_row : 0, in_row = in_part - row * per_row,
+                before = in_row * kMessageBlock;
   const int64_t left = part.row_numel - before;
   BlockPlace place;
   place.element = part.element + row * part.row_numel + before;

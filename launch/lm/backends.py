@@ -57,7 +57,11 @@ def _torch(
         matrices = optimizers.matrices(model)
         parallel = wrap(model.to(ranks.device), ranks, PRECISIONS[config.precision].mixed)
         if config.ordered:
-            shardopt.comm.ordered_gradients(parallel.module, micro_batches=config.micro_batches, wire=config.wire)
+            shardopt.comm.ordered_gradients(
+                parallel.module,
+                micro_batches=config.micro_batches,
+                wire=config.wire,  # type: ignore[arg-type]
+            )
             parallel = replace(parallel, no_sync=nullcontext)
         optimizer = optimizers.build(config, parallel.module, matrices, make)
         if config.release_gradients:

@@ -188,7 +188,8 @@ void memory(Decoding& d) {
       i.count = part == "v2" ? 2 : 4;
     } else {
       const std::vector<std::string> caching{"cs", "nc", "ca", "cg", "wb"};
-      d.demand(std::count(caching.begin(), caching.end(), part) || (d.base == "atom" && (part == "add" || part == "max")));
+      d.demand(std::count(caching.begin(), caching.end(), part) ||
+               (d.base == "atom" && (part == "add" || part == "max")));
     }
   }
   if (d.base == "atom") {
