@@ -309,37 +309,4 @@ struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
 };
 #endif
 
-// How far ahead of a block memory is asked for what follows: in elements, so that it is a page of floats.
-constexpr int64_t kFetchedAhead = 1024;
-
-// Where a block is: in the tensors, or in copies that are filled up to whole packs.
-template <class Code, int kMoments>
-struct Block {
-  Weights weights;
-  const char* gradient;
-  Code* codes[kMoments + 1];  // of each moment; where moments share a code, all are the same
-  int64_t scale_index;
-  int n;  // elements
-
-  // A copy, member by member: as a whole it would be loaded in one piece that spans several recent stores, which takes
-  // the processor as long as half a block.
-  SHARDOPT_HD Block copy() const {
-    Block block;
-    block.weights = {weights.words, weights.low_bits, weights.noise};
-    block.gradient = gradient;
-#pragma GCC unroll 4
-    for (int k = 0; k < kMoments; ++k) block.codes[k] = codes[k];
-    block.scale_index = scale_index;
-    block.n = n;
-    return block;
-  }
-};
-
-// Asks for the cache lines of some bytes; where there are none, nothing happens. Always inline: of a function that only
-// prefetches GCC believes that it has no effect, and drops its calls.
-SHARDOPT_HD void fetch_lines(const void* from, uint64_t bytes) {
-  const auto address = reinterpret_cast<uint64_t>(from);
-  for (uint64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
-}
-
 SHARDOPT_END_NAMESPACE
