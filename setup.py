@@ -39,7 +39,13 @@ ARM = {"cpu_neon.cpp": []}
 TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
 
-CUDA_SOURCES = ("csrc/step/cuda.cu", "csrc/step/cuda_rules.cu", "csrc/step/cuda_sum_rules.cu", "csrc/comm/cuda.cu")
+CUDA_SOURCES = (
+    "csrc/step/cuda.cu",
+    "csrc/step/cuda_rules.cu",
+    "csrc/step/cuda_sum_rules.cu",
+    "csrc/comm/cuda.cu",
+    "csrc/norm/cuda.cu",
+)
 
 
 def cpu_sources() -> list[str]:
@@ -50,14 +56,16 @@ def cpu_sources() -> list[str]:
         "csrc/inputs.cpp",
         "csrc/torch_tensor.cpp",
         "csrc/comm/cpu.cpp",
+        "csrc/norm/cpu.cpp",
         "csrc/step/cpu.cpp",
         "csrc/threads/pool.cpp",
     ]
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
     step = ["cpu_portable.cpp", *TARGET_FLAGS]
-    comm = [name for name in step if name != "cpu_avx512vbmi.cpp"]  # such processors run the kernels of avx512
-    return names + [f"csrc/step/{name}" for name in step] + [f"csrc/comm/{name}" for name in comm]
+    others = [name for name in step if name != "cpu_avx512vbmi.cpp"]  # such processors run the kernels of avx512
+    names += [f"csrc/step/{name}" for name in step]
+    return names + [f"csrc/{room}/{name}" for room in ("comm", "norm") for name in others]
 
 
 def pybind11_headers() -> str:

@@ -1,4 +1,4 @@
-"""Time per element of coding gradients into bytes and of decoding and adding them up, and what that costs in accuracy.
+"""Time per element of coding gradients into bytes and of adding them up, and what that costs in accuracy.
 
     python benchmarks/gradient_bytes.py [--elements N] [--rounds N] [--threads N]
     python benchmarks/gradient_bytes.py --drift [--scenario NAME ...]
@@ -20,14 +20,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from free_running import SCENARIOS
 from shardopt import _C
-from shardopt.kernels.dispatch import DTYPES
-from shardopt.kernels.messages import decode_sum, encode
+from shardopt.comm.wire import WIRES, Wire
+from shardopt.kernels.messages import add_up
 
 RANKS = 2
 STEPS = 200
@@ -50,24 +51,34 @@ def per_element(act: Callable[[], object], numel: int, rounds: int) -> str:
 
 
 def times(numel: int, rounds: int, threads: int) -> None:
-    """Of the kernels alone, in memory that is there already."""
-    print(f"| kernels | dtype | encode | {' | '.join(f'decode, {t} ranks' for t in TERMS)} |")
+    """Of the kernels alone, in memory that is there already, and of torch's sum of float32 terms."""
+    torch.set_num_threads(threads)
+    print(f"| kernels | wire | encode | {' | '.join(f'sum of {t}' for t in TERMS)} |")
     print(f"| --- | --- | --- |{' --- |' * len(TERMS)}")
-    for target, dtype in product(_C.cpu_targets(), (torch.float32, torch.bfloat16)):
-        floats = torch.randn(numel).to(dtype)
-        message = encode(floats, 1, numel).repeat(max(TERMS), 1)
-        where = (floats.data_ptr(), _C.DType(DTYPES[dtype]), numel, message.data_ptr(), 1, numel)
-        found = [per_element(partial(_C.encode_message, *where, threads, target), numel, rounds)]
-        for terms in TERMS:
-            add = partial(_C.decode_message, *where, terms, 1.0, threads, target)
-            found.append(per_element(add, numel, rounds))
-        print(f"| {target} | {str(dtype).removeprefix('torch.')} | {' | '.join(found)} |", flush=True)
+    terms, out = torch.randn(max(TERMS), numel), torch.empty(numel)
+    found = [per_element(partial(sum_of_terms, terms[:t], out), numel, rounds) for t in TERMS]
+    print(f"| torch | fp32 | | {' | '.join(found)} |", flush=True)
+    for target, wire in product(_C.cpu_targets(), WIRES):
+        with mock.patch("shardopt.kernels.messages.cpu_target", lambda target=target: target):
+            form = Wire(wire, [(1, numel)])  # type: ignore[arg-type]
+            message = form.encode(terms)
+            found = [per_element(partial(form.encode, terms[:1]), numel, rounds) if wire != "fp32" else ""]
+            for t in TERMS:
+                add = partial(add_up, message[:t], form.layout, mean=out, divisor=t)
+                found.append(per_element(add, numel, rounds))
+            print(f"| {target} | {wire} | {' | '.join(found)} |", flush=True)
+
+
+def sum_of_terms(terms: Tensor, out: Tensor) -> None:
+    out.copy_(terms[0])
+    for term in terms[1:]:
+        out.add_(term)
 
 
 def message_coder(x: Tensor) -> Tensor:
     """Codes and decodes with the kernels, whose scale is a power of two per 128 elements."""
-    out = torch.empty_like(x)
-    decode_sum(encode(x, 1, x.numel()), out, x.numel())
+    out, form = torch.empty_like(x), Wire("e4m3", [(1, x.numel())])
+    add_up(form.encode(x.view(1, -1)), form.layout, out=[out.view(-1)])
     return out
 
 

@@ -48,13 +48,13 @@ def wrapped(way: str, model: nn.Module) -> nn.Module:
     """The model on all ranks, with gradients reduced in this way."""
     if way == "FSDP2, 8 bits":
         fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        shardopt.comm.quantize_gradients(model)
+        shardopt.comm.ordered_gradients(model, micro_batches=RANKS, wire="e4m3")
         return model
     replica = DistributedDataParallel(model)
     if way == "DDP, bf16":
         replica.register_comm_hook(None, bf16_all_reduce)
     elif way == "DDP, 8 bits":
-        shardopt.comm.quantize_gradients(replica)
+        shardopt.comm.ordered_gradients(replica, micro_batches=RANKS, wire="e4m3")
     return replica
 
 

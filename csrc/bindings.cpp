@@ -11,6 +11,8 @@
 #include "core/exact_sum.h"
 #include "entries.h"
 #include "inputs.h"
+#include "norm/clip.h"
+#include "norm/cpu.h"
 #include "step/cpu.h"
 #include "step/instances.h"
 #include "threads/copies.h"
@@ -138,6 +140,28 @@ PYBIND11_MODULE(_C, m) {
   m.attr("sum_lowest_bit") = generic::kLowestBit;
   m.attr("sum_words") = sizeof(ExactSum) / sizeof(int64_t);
   m.def("sum_value", &sum_value, py::arg("words"), "An exact sum, rounded once; NaN if a term was NaN or infinite.");
+  py::enum_<NormPass>(m, "NormPass")
+      .value("squares", NormPass::kSquares)
+      .value("largest", NormPass::kLargest)
+      .value("scale", NormPass::kScale);
+  m.def(
+      "norm",
+      [](const py::array& entries, NormPass pass, float factor, int threads, const std::string& target) {
+        if (!is_column<TensorEntry>(entries)) throw py::type_error("got entries of another dtype than tensor_entry");
+        const NormCall call{static_cast<const TensorEntry*>(entries.data()), entries.size(), pass};
+        const py::gil_scoped_release release;
+        norm_cpu(call, factor, threads, target);
+      },
+      py::arg("entries"), py::arg("norm_pass"), py::arg("factor"), py::arg("threads"), py::arg("target"),
+      "Takes one pass over gradients.");
+  m.def(
+      "clip",
+      [](uint64_t words, bool is_magnitude, float max_norm, uint64_t clip) {
+        *reinterpret_cast<generic::Clip*>(clip) =
+            generic::clip_of(reinterpret_cast<const int64_t*>(words), is_magnitude, max_norm);
+      },
+      py::arg("words"), py::arg("is_magnitude"), py::arg("max_norm"), py::arg("clip"),
+      "Norm and coefficient, two float32, from an exact sum of squares or the bits of a magnitude; by addresses.");
   m.def("power", &generic::power, py::arg("base"), py::arg("exponent"),
         "A power for a whole exponent, which all machines round alike.");
   py::enum_<DType>(m, "DType")

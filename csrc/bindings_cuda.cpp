@@ -9,6 +9,7 @@
 #include "bindings_comm.h"
 #include "comm/cuda.h"
 #include "entries.h"
+#include "norm/cuda.h"
 #include "step/cuda.h"
 
 namespace py = pybind11;
@@ -36,9 +37,9 @@ py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>&
 }
 
 void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t groups, uint64_t tasks, uint64_t steps,
-                  uint64_t tables, uint64_t prepared, uint64_t grad_scale, uint64_t found_inf, uint64_t nonfinite,
-                  int64_t entry_count, int64_t step_count, Phase phase, const std::vector<Batch>& batches,
-                  uint64_t stream) {
+                  uint64_t tables, uint64_t prepared, uint64_t grad_scale, uint64_t factor, uint64_t found_inf,
+                  uint64_t nonfinite, int64_t entry_count, int64_t step_count, Phase phase,
+                  const std::vector<Batch>& batches, uint64_t stream) {
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
   const CudaCall call{pointer<TensorEntry>(entries),
@@ -48,6 +49,7 @@ void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t gro
                       pointer<const float* const>(tables),
                       pointer<void>(prepared),
                       pointer<float>(grad_scale),
+                      pointer<float>(factor),
                       pointer<float>(found_inf),
                       pointer<unsigned long long>(nonfinite),
                       entry_count,
@@ -80,20 +82,35 @@ void unpin_on_cuda(int device, uint64_t address) {
   unpin_cuda(address);
 }
 
-void encode_on_cuda(uint64_t floats, DType dtype, int64_t numel, uint64_t message, int64_t chunks, int64_t chunk_numel,
+void encode_on_cuda(const LayoutArguments& layout, uint64_t floats, DType dtype, uint64_t message, int64_t chunks,
                     int device, uint64_t stream) {
-  const MessageCall call = message_call(floats, dtype, numel, message, chunks, chunk_numel, 1, 1.0f);
+  const EncodeCall call = encode_call(layout, floats, dtype, message, chunks);
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
   encode_cuda(call, pointer<void>(stream));
 }
 
-void decode_on_cuda(uint64_t floats, DType dtype, int64_t numel, uint64_t message, int64_t chunks, int64_t chunk_numel,
-                    int64_t terms, float factor, int device, uint64_t stream) {
-  const MessageCall call = message_call(floats, dtype, numel, message, chunks, chunk_numel, terms, factor);
+void sum_on_cuda(const LayoutArguments& layout, uint64_t message, DType raw, int64_t terms, int64_t first,
+                 int64_t begin, const std::vector<uint64_t>& in, const std::vector<uint64_t>& out, uint64_t mean,
+                 DType dtype, float divisor, int device, uint64_t stream) {
+  const SumCall call = sum_call(layout, message, raw, terms, first, begin, in, out, mean, dtype, divisor);
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
-  decode_cuda(call, pointer<void>(stream));
+  sum_cuda(call, pointer<void>(stream));
+}
+
+void norm_on_cuda(uint64_t entries, uint64_t tasks, int64_t task_count, NormPass pass, uint64_t factor, int device,
+                  uint64_t stream) {
+  const py::gil_scoped_release release;
+  const CudaDeviceGuard guard(device);
+  norm_cuda({pointer<TensorEntry>(entries), task_count, pass}, pointer<NormTask>(tasks), task_count,
+            pointer<float>(factor), pointer<void>(stream));
+}
+
+void clip_on_cuda(uint64_t words, bool is_magnitude, float max_norm, uint64_t clip, int device, uint64_t stream) {
+  const py::gil_scoped_release release;
+  const CudaDeviceGuard guard(device);
+  clip_cuda(pointer<int64_t>(words), is_magnitude, max_norm, pointer<float>(clip), pointer<void>(stream));
 }
 
 }  // namespace
@@ -107,21 +124,27 @@ void bind_cuda(py::module_& m) {
         "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, staged, end.");
   m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("gradients"), py::arg("groups"),
         py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"),
-        py::arg("found_inf"), py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"), py::arg("phase"),
-        py::arg("batches"), py::arg("stream"),
+        py::arg("factor"), py::arg("found_inf"), py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"),
+        py::arg("phase"), py::arg("batches"), py::arg("stream"),
         "Steps the entries in a stream, without synchronization. Arguments without an _C type are addresses on the "
         "device; of the gradients' addresses, too, on the host for up to cuda_launched_gradients entries and steps.");
   m.def("copy_cuda", &copy_on_cuda, py::arg("device"), py::arg("to"), py::arg("source"), py::arg("nbytes"),
         py::arg("stream"), "Copies ranges between host and device in a stream: addresses, and bytes.");
+  m.attr("cuda_norm_task") = kNormTask;
+  m.def("norm_cuda", &norm_on_cuda, py::arg("entries"), py::arg("tasks"), py::arg("task_count"), py::arg("norm_pass"),
+        py::arg("factor"), py::arg("device"), py::arg("stream"),
+        "Takes one pass over gradients, in a stream. Tables and factor are addresses on the device.");
+  m.def("clip_cuda", &clip_on_cuda, py::arg("words"), py::arg("is_magnitude"), py::arg("max_norm"), py::arg("clip"),
+        py::arg("device"), py::arg("stream"), "clip of addresses on the device, in a stream.");
   m.def("pin_cuda", &pin_on_cuda, py::arg("device"), py::arg("address"), py::arg("nbytes"),
         "Page-locks memory of the host for all devices, in a device's context; CUDA's error, 0 for none.");
   m.def("unpin_cuda", &unpin_on_cuda, py::arg("device"), py::arg("address"), "Undoes pin_cuda.");
-  m.def("encode_message_cuda", &encode_on_cuda, py::arg("floats"), py::arg("dtype"), py::arg("numel"),
-        py::arg("message"), py::arg("chunks"), py::arg("chunk_numel"), py::arg("device"), py::arg("stream"),
+  m.def("encode_message_cuda", &encode_on_cuda, py::arg("layout"), py::arg("floats"), py::arg("dtype"),
+        py::arg("message"), py::arg("chunks"), py::arg("device"), py::arg("stream"),
         "Codes floats into a message, in a stream.");
-  m.def("decode_message_cuda", &decode_on_cuda, py::arg("floats"), py::arg("dtype"), py::arg("numel"),
-        py::arg("message"), py::arg("chunks"), py::arg("chunk_numel"), py::arg("terms"), py::arg("factor"),
-        py::arg("device"), py::arg("stream"), "Decodes a message, in a stream.");
+  m.def("sum_message_cuda", &sum_on_cuda, py::arg("layout"), py::arg("message"), py::arg("raw"), py::arg("terms"),
+        py::arg("first"), py::arg("begin"), py::arg("sums"), py::arg("out"), py::arg("mean"), py::arg("dtype"),
+        py::arg("divisor"), py::arg("device"), py::arg("stream"), "Adds a message's chunks to sums, in a stream.");
 }
 
 }  // namespace shardopt

@@ -46,6 +46,11 @@ class Phase(enum.IntEnum):
     relative = ...
     finish = ...
 
+class NormPass(enum.IntEnum):
+    squares = ...
+    largest = ...
+    scale = ...
+
 class NonFinite(enum.IntEnum):
     skip = ...
     propagate = ...
@@ -62,9 +67,10 @@ sum_words: int
 message_block: int
 with_cuda: bool
 
-# With CUDA only, up to decode_message_cuda.
+# With CUDA only, up to sum_message_cuda.
 cuda_prepared_bytes: int
 cuda_launched_gradients: int
+cuda_norm_task: int
 
 def cuda_device_count() -> int: ...
 def cuda_tasks(
@@ -87,6 +93,7 @@ def step_cuda(
     tables: int,
     prepared: int,
     grad_scale: int,
+    factor: int,
     found_inf: int,
     nonfinite: int,
     entry_count: int,
@@ -95,45 +102,69 @@ def step_cuda(
     batches: list[tuple[int, int, int, int, int, int]],
     stream: int,
 ) -> None: ...
+def norm_cuda(
+    entries: int, tasks: int, task_count: int, norm_pass: NormPass, factor: int, device: int, stream: int
+) -> None: ...
+def clip_cuda(words: int, is_magnitude: bool, max_norm: float, clip: int, device: int, stream: int) -> None: ...
 def pin_cuda(device: int, address: int, nbytes: int) -> int: ...
 def unpin_cuda(device: int, address: int) -> None: ...
 def encode_message_cuda(
-    floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, device: int, stream: int
-) -> None: ...
-def decode_message_cuda(
+    layout: tuple[int, int, int, int, int],
     floats: int,
     dtype: DType,
-    numel: int,
     message: int,
     chunks: int,
-    chunk_numel: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def sum_message_cuda(
+    layout: tuple[int, int, int, int, int],
+    message: int,
+    raw: DType,
     terms: int,
-    factor: float,
+    first: int,
+    begin: int,
+    sums: list[int],
+    out: list[int],
+    mean: int,
+    dtype: DType,
+    divisor: float,
     device: int,
     stream: int,
 ) -> None: ...
 def copy_ranges(
     to: npt.NDArray[np.uint64], source: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.int64], threads: int
 ) -> None: ...
-def message_chunk_bytes(numel: int) -> int: ...
+def message_row_bytes(numel: int) -> int: ...
 def encode_message(
-    floats: int, dtype: DType, numel: int, message: int, chunks: int, chunk_numel: int, threads: int, target: str
-) -> None: ...
-def decode_message(
+    layout: tuple[int, int, int, int, int],
     floats: int,
     dtype: DType,
-    numel: int,
     message: int,
     chunks: int,
-    chunk_numel: int,
+    threads: int,
+    target: str,
+) -> None: ...
+def sum_message(
+    layout: tuple[int, int, int, int, int],
+    message: int,
+    raw: DType,
     terms: int,
-    factor: float,
+    first: int,
+    begin: int,
+    sums: list[int],
+    out: list[int],
+    mean: int,
+    dtype: DType,
+    divisor: float,
     threads: int,
     target: str,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...
 def power(base: float, exponent: float) -> float: ...
 def sum_value(words: npt.NDArray[np.int64]) -> float: ...
+def norm(entries: npt.NDArray[Any], norm_pass: NormPass, factor: float, threads: int, target: str) -> None: ...
+def clip(words: int, is_magnitude: bool, max_norm: float, clip: int) -> None: ...
 
 class CpuStep:
     """Steps of the same entries on the CPU."""
@@ -166,5 +197,6 @@ class Inputs:
         self, param_groups: Sequence[Any], state: Mapping[Any, Any], parts: Mapping[int, Any] | None
     ) -> tuple[list[Any], list[Any]] | None: ...
     def gradient_kinds(self) -> bytes: ...
+    def increment_gradient_versions(self) -> None: ...
     def options_changed(self, param_groups: Sequence[Any]) -> bool: ...
     def fill(self, rows: npt.NDArray[Any], tensors: npt.NDArray[np.int64], elements: npt.NDArray[np.int64]) -> bool: ...

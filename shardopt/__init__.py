@@ -2,6 +2,7 @@
 
 import importlib as _importlib
 import sys as _sys
+import typing as _typing
 
 try:
     _importlib.import_module("shardopt._C")
@@ -17,12 +18,18 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
 from shardopt import optim as _optim
 from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
 from shardopt.optim import *  # noqa: F403  all optimizers
+from shardopt.optim.clip import clip_grad_norm_
 from shardopt.optim.muon_groups import muon_groups
 from shardopt.optim.param_groups import ParamGroups, param_groups
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.release.gradient_release import GradientRelease, release_gradients
 from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
 from shardopt.wrapper import quantize_state
+
+if _typing.TYPE_CHECKING:  # see __getattr__
+    from shardopt import checkpoint as checkpoint
+    from shardopt import comm as comm
+    from shardopt import unit as unit
 
 __version__ = "0.1.0"
 
@@ -33,6 +40,7 @@ __all__ = [
     "StableEmbedding",
     "cast_model",
     "check_numerics",
+    "clip_grad_norm_",
     "is_norm",
     "memory_report",
     "muon_groups",

@@ -28,34 +28,38 @@ MessageKernels kernels_of(const std::string& target) {
   return portable::message_kernels();
 }
 
+template <class Call>
 struct Work {
-  const MessageCall& call;
-  const MessageKernel kernel;
+  const Call& call;
+  void (*const kernel)(const Call&, int64_t, int64_t);
   const int64_t blocks;
   std::atomic<int64_t> next{0};
 };
 
+template <class Call>
 void run_tasks(void* context, int) {
-  Work& work = *static_cast<Work*>(context);
+  Work<Call>& work = *static_cast<Work<Call>*>(context);
   for (int64_t begin; (begin = work.next.fetch_add(kTaskBlocks)) < work.blocks;) {
     work.kernel(work.call, begin, std::min(begin + kTaskBlocks, work.blocks));
   }
 }
 
-void run(const MessageCall& call, MessageKernel kernel, int threads) {
-  Work work{call, kernel, call.chunks * generic::message_blocks(call.chunk_numel)};
-  const int64_t tasks = (work.blocks + kTaskBlocks - 1) / kTaskBlocks;
-  run_on_threads(static_cast<int>(std::clamp<int64_t>(threads, 1, std::max<int64_t>(tasks, 1))), run_tasks, &work);
+template <class Call>
+void run(const Call& call, void (*kernel)(const Call&, int64_t, int64_t), int64_t blocks, int threads) {
+  Work<Call> work{call, kernel, blocks};
+  const int64_t tasks = (blocks + kTaskBlocks - 1) / kTaskBlocks;
+  run_on_threads(static_cast<int>(std::clamp<int64_t>(threads, 1, std::max<int64_t>(tasks, 1))), run_tasks<Call>,
+                 &work);
 }
 
 }  // namespace
 
-void encode_cpu(const MessageCall& call, int threads, const std::string& target) {
-  run(call, kernels_of(target).encode[static_cast<int>(call.dtype)], threads);
+void encode_cpu(const EncodeCall& call, int threads, const std::string& target) {
+  run(call, kernels_of(target).encode[static_cast<int>(call.dtype)], call.chunks * call.layout.blocks, threads);
 }
 
-void decode_cpu(const MessageCall& call, int threads, const std::string& target) {
-  run(call, kernels_of(target).decode[static_cast<int>(call.dtype)], threads);
+void sum_cpu(const SumCall& call, int threads, const std::string& target) {
+  run(call, kernels_of(target).sum[static_cast<int>(call.raw)], call.layout.blocks, threads);
 }
 
 }  // namespace shardopt

@@ -5,11 +5,13 @@
 
 namespace shardopt {
 
-// Codes or decodes blocks [begin, end) of a message, counted over its chunks.
-using MessageKernel = void (*)(const MessageCall& call, int64_t begin, int64_t end);
+// Code blocks [begin, end) of a message, counted over its chunks; add up blocks [begin, end) of a chunk.
+using EncodeKernel = void (*)(const EncodeCall& call, int64_t begin, int64_t end);
+using SumKernel = void (*)(const SumCall& call, int64_t begin, int64_t end);
 
 struct MessageKernels {
-  MessageKernel encode[3], decode[3];  // by DType
+  EncodeKernel encode[3];  // by DType
+  SumKernel sum[3];        // by DType of what is not coded
 };
 
 namespace portable {

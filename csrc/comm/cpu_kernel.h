@@ -1,4 +1,4 @@
-// Codes and decodes blocks of messages on the CPU, compiled once per instruction set (comm/cpu_<target>.cpp).
+// Codes blocks of messages and adds them up on the CPU, compiled once per instruction set (comm/cpu_<target>.cpp).
 #pragma once
 
 #include <cstring>
@@ -128,51 +128,45 @@ SHARDOPT_HD uint8_t encode_block(const char* from, uint8_t* codes) {
 }
 #endif
 
-// Where a block lies.
-struct BlockOf {
-  int64_t chunk, in_chunk;  // index of the chunk, and of the block in it
-  int64_t element, n;       // first element in the tensor, and how many there are: 0 beyond the tensor's end
-};
-
-// Calls act(block) for blocks [begin, end), counted over the chunks.
+// Calls act(chunk, place) for blocks [begin, end) of a layout, counted over the chunks.
 template <class Act>
-SHARDOPT_HD void each_block(const MessageCall& call, int64_t begin, int64_t end, Act act) {
-  const int64_t blocks = message_blocks(call.chunk_numel);
-  BlockOf block{begin / blocks, begin % blocks, 0, 0};
+SHARDOPT_HD void each_block(const MessageLayout& layout, int64_t begin, int64_t end, int64_t raw_bytes, Act act) {
+  int64_t chunk = begin / layout.blocks, block = begin % layout.blocks, part = part_of(layout, block);
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t in_chunk = block.in_chunk * kMessageBlock;
-    block.element = block.chunk * call.chunk_numel + in_chunk;
-    const int64_t of_chunk = call.chunk_numel - in_chunk, of_tensor = call.numel - block.element;
-    const int64_t left = of_chunk < of_tensor ? of_chunk : of_tensor;
-    block.n = left < 0 ? 0 : left < kMessageBlock ? left : kMessageBlock;
-    act(block);
-    if (++block.in_chunk == blocks) {
-      block.in_chunk = 0;
-      ++block.chunk;
+    while (part + 1 < layout.count && layout.parts[part + 1].first_block <= block) ++part;
+    act(chunk, block_place(layout.parts[part], block, raw_bytes));
+    if (++block == layout.blocks) {
+      block = part = 0;
+      ++chunk;
     }
   }
 }
 
 template <DType kDType>
-void encode(const MessageCall& call, int64_t begin, int64_t end) {
-  const int64_t bytes = chunk_bytes(call.chunk_numel), codes_bytes = aligned_bytes(call.chunk_numel);
-  const int64_t last = message_blocks(call.chunk_numel) - 1;
-  each_block(call, begin, end, [&](const BlockOf& block) {
-    const char* from = static_cast<const char*>(call.floats) + block.element * kBytes<kDType>;
-    uint8_t* const chunk = call.message + block.chunk * bytes;
-    uint8_t* const codes = chunk + block.in_chunk * kMessageBlock;
-    uint8_t* const scale = chunk + codes_bytes + block.in_chunk;
-    if (block.n == kMessageBlock) {
+void encode(const EncodeCall& call, int64_t begin, int64_t end) {
+  each_block(call.layout, begin, end, sizeof(float), [&](int64_t chunk, const BlockPlace& place) {
+    const char* from =
+        static_cast<const char*>(call.floats) + (chunk * call.layout.numel + place.element) * kBytes<kDType>;
+    uint8_t* const message = call.message + chunk * call.layout.bytes;
+    uint8_t* const codes = message + place.byte;
+    if (!place.is_coded) {
+      for (int i = 0; i < place.n; ++i) {
+        store_float<DType::kFloat32>(reinterpret_cast<char*>(codes) + 4 * i,
+                                     load_float<kDType>(from + i * kBytes<kDType>));
+      }
+      return;
+    }
+    uint8_t* const scale = message + place.scale_byte;
+    if (place.n == kMessageBlock) {
       *scale = encode_block<kDType>(from, codes);
     } else {
       alignas(64) char floats[kMessageBlock * kBytes<kDType>] = {};
       alignas(64) uint8_t whole[kMessageBlock];
-      if (block.n > 0) std::memcpy(floats, from, static_cast<size_t>(block.n * kBytes<kDType>));
+      std::memcpy(floats, from, static_cast<size_t>(place.n * kBytes<kDType>));
       *scale = encode_block<kDType>(floats, whole);
-      const int64_t room = codes_bytes - block.in_chunk * kMessageBlock;
-      std::memcpy(codes, whole, static_cast<size_t>(room < kMessageBlock ? room : kMessageBlock));
+      std::memcpy(codes, whole, static_cast<size_t>(aligned_bytes(place.n)));  // beyond n they are 0
     }
-    if (block.in_chunk == last) std::memset(scale + 1, 0, static_cast<size_t>(chunk + bytes - (scale + 1)));
+    std::memset(scale + 1, 0, static_cast<size_t>(place.filling));
   });
 }
 
@@ -225,34 +219,74 @@ constexpr float kDecodedUnit = 1.0f;
 SHARDOPT_HD Floats<kPack> decode_lanes(const uint8_t* codes) { return float_from_e4m3(load_lanes<kPack>(codes)); }
 #endif
 
-template <DType kDType>
-void decode(const MessageCall& call, int64_t begin, int64_t end) {
-  const int64_t bytes = chunk_bytes(call.chunk_numel), codes_bytes = aligned_bytes(call.chunk_numel);
-  each_block(call, begin, end, [&](const BlockOf& block) {
-    char* const to = static_cast<char*>(call.floats) + block.element * kBytes<kDType>;
-    const uint8_t* const first = call.message + block.chunk * call.terms * bytes;
-    const uint8_t* const codes = first + block.in_chunk * kMessageBlock;
-    const uint8_t* const scales = first + codes_bytes + block.in_chunk;
-    if (block.n == kMessageBlock) {
-      const auto term = [&](int64_t t, int i) {
-        return decode_lanes(codes + t * bytes + i) * Floats<kPack>(kDecodedUnit * scale_value(scales[t * bytes]));
-      };
-#pragma GCC unroll 2
-      for (int i = 0; i < kMessageBlock; i += kStep) {
-        Floats<kPack> sum = term(0, i);
-        for (int64_t t = 1; t < call.terms; ++t) sum = sum + term(t, i);
-        store_floats<kDType>(to + i * kBytes<kDType>, sum * Floats<kPack>(call.factor));
-      }
+SHARDOPT_HD void store_mean(const SumCall& call, int64_t element, Floats<kPack> x) {
+  char* const to = static_cast<char*>(call.mean);
+  switch (call.dtype) {
+    case DType::kFloat32:
+      return store_floats<DType::kFloat32>(to + 4 * element, x);
+    case DType::kBFloat16:
+      return store_floats<DType::kBFloat16>(to + 2 * element, x);
+    case DType::kFloat16:
+      return store_floats<DType::kFloat16>(to + 2 * element, x);
+  }
+}
+
+SHARDOPT_HD void store_mean(const SumCall& call, int64_t element, float x) {
+  char* const to = static_cast<char*>(call.mean);
+  switch (call.dtype) {
+    case DType::kFloat32:
+      return store_float<DType::kFloat32>(to + 4 * element, x);
+    case DType::kBFloat16:
+      return store_float<DType::kBFloat16>(to + 2 * element, x);
+    case DType::kFloat16:
+      return store_float<DType::kFloat16>(to + 2 * element, x);
+  }
+}
+
+// Adds up one block of the chunks.
+template <class Term, class OneTerm>
+SHARDOPT_HD void sum_block(const SumCall& call, const BlockPlace& place, Term term, OneTerm one_term) {
+  if (place.n == kMessageBlock) {
+    Floats<kPack> sums[kMostSums];
+    for (int i = 0; i < kMessageBlock; i += kStep) {
+      const int64_t element = place.element + i;
+      add_terms(
+          call, sums, [&](const float* from) { return load_lanes<kPack>(from + element); },
+          [&](int64_t t) { return term(t, i); }, [&](float* to, Floats<kPack> x) { store_lanes(to + element, x); },
+          [&](Floats<kPack> x) { store_mean(call, element, x); });
+    }
+    return;
+  }
+  float sums[kMostSums];
+  for (int i = 0; i < place.n; ++i) {
+    const int64_t element = place.element + i;
+    add_terms(
+        call, sums, [&](const float* from) { return from[element]; }, [&](int64_t t) { return one_term(t, i); },
+        [&](float* to, float x) { to[element] = x; }, [&](float x) { store_mean(call, element, x); });
+  }
+}
+
+template <DType kRaw>
+void sum(const SumCall& call, int64_t begin, int64_t end) {
+  const int64_t bytes = call.layout.bytes;
+  each_block(call.layout, begin, end, kBytes<kRaw>, [&](int64_t, const BlockPlace& place) {
+    const uint8_t* const codes = call.message + place.byte;
+    if (!place.is_coded) {
+      const char* const floats = reinterpret_cast<const char*>(codes);
+      sum_block(
+          call, place, [&](int64_t t, int i) { return load_floats<kRaw>(floats + t * bytes + i * kBytes<kRaw>); },
+          [&](int64_t t, int i) { return load_float<kRaw>(floats + t * bytes + i * kBytes<kRaw>); });
       return;
     }
-    for (int i = 0; i < block.n; ++i) {
-      const auto term = [&](int64_t t) {
-        return float_from_e4m3(int32_t{codes[t * bytes + i]}) * scale_value(scales[t * bytes]);
-      };
-      float sum = term(0);
-      for (int64_t t = 1; t < call.terms; ++t) sum = sum + term(t);
-      store_float<kDType>(to + i * kBytes<kDType>, sum * call.factor);
-    }
+    const uint8_t* const scales = call.message + place.scale_byte;
+    sum_block(
+        call, place,
+        [&](int64_t t, int i) {
+          return decode_lanes(codes + t * bytes + i) * Floats<kPack>(kDecodedUnit * scale_value(scales[t * bytes]));
+        },
+        [&](int64_t t, int i) {
+          return float_from_e4m3(int32_t{codes[t * bytes + i]}) * scale_value(scales[t * bytes]);
+        });
   });
 }
 
@@ -260,7 +294,7 @@ void decode(const MessageCall& call, int64_t begin, int64_t end) {
 
 MessageKernels message_kernels() {
   return {{encode<DType::kFloat32>, encode<DType::kBFloat16>, encode<DType::kFloat16>},
-          {decode<DType::kFloat32>, decode<DType::kBFloat16>, decode<DType::kFloat16>}};
+          {sum<DType::kFloat32>, sum<DType::kBFloat16>, sum<DType::kFloat16>}};
 }
 
 SHARDOPT_END_NAMESPACE

@@ -13,8 +13,9 @@
 namespace shardopt {
 namespace {
 
-void launch(cuda::MessageBlocks kernel, const MessageCall& call, void* stream) {
-  const int64_t thread_blocks = cuda::message_thread_blocks(call);
+template <class Call>
+void launch(void (*kernel)(const Call, int64_t), const Call& call, int64_t blocks, void* stream) {
+  const int64_t thread_blocks = cuda::message_thread_blocks(blocks);
   kernel<<<static_cast<unsigned>(thread_blocks), cuda::kMessageThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       call, thread_blocks);
   const cudaError_t error = cudaGetLastError();
@@ -23,7 +24,9 @@ void launch(cuda::MessageBlocks kernel, const MessageCall& call, void* stream) {
 
 }  // namespace
 
-void encode_cuda(const MessageCall& call, void* stream) { launch(cuda::encode_of(call.dtype), call, stream); }
-void decode_cuda(const MessageCall& call, void* stream) { launch(cuda::decode_of(call.dtype), call, stream); }
+void encode_cuda(const EncodeCall& call, void* stream) {
+  launch(cuda::encode_of(call.dtype), call, call.chunks * call.layout.blocks, stream);
+}
+void sum_cuda(const SumCall& call, void* stream) { launch(cuda::sum_of(call.raw), call, call.layout.blocks, stream); }
 
 }  // namespace shardopt

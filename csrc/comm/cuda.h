@@ -6,8 +6,8 @@
 namespace shardopt {
 
 // Both only launch, in the given stream of the current device, and throw std::runtime_error if that fails. The bytes
-// are those of encode_cpu and decode_cpu.
-void encode_cuda(const MessageCall& call, void* stream);
-void decode_cuda(const MessageCall& call, void* stream);
+// are those of encode_cpu and sum_cpu. The layouts' parts lie on the device.
+void encode_cuda(const EncodeCall& call, void* stream);
+void sum_cuda(const SumCall& call, void* stream);
 
 }  // namespace shardopt

@@ -1,4 +1,5 @@
-// The kernels that code and decode messages on CUDA: a warp takes a block of 128, each lane four successive elements.
+// The kernels that code messages and add them up on CUDA: a warp takes a block of 128, each lane four successive
+// elements.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -84,43 +85,40 @@ SHARDOPT_DEVICE void store_four(void* floats, int64_t element, int64_t n, const 
   }
 }
 
-// The elements that a lane takes turn by turn. All lanes of a warp are in one block, and end together.
+// The blocks that a warp takes turn by turn.
 struct Turns {
-  const MessageCall& call;
-  const int64_t blocks, stride;  // blocks per chunk, and elements between a lane's turns
-  int64_t chunk, in_chunk;       // index of the chunk, and of the lane's first element in it
+  const int64_t all, stride;
+  int64_t block;
 
-  SHARDOPT_DEVICE Turns(const MessageCall& c, int64_t thread_blocks)
-      : call(c),
-        blocks(message_blocks(c.chunk_numel)),
-        stride(thread_blocks * kMessageThreads * kLaneElements),
-        chunk(0),
-        in_chunk((blockIdx.x * int64_t{kMessageThreads} + threadIdx.x) * kLaneElements) {
-    const int64_t in_all = in_chunk;  // one division per lane: it takes a hundred instructions
-    chunk = in_all / (blocks * kMessageBlock);
-    in_chunk = in_all - chunk * blocks * kMessageBlock;
-  }
-
-  SHARDOPT_DEVICE bool go_on() const { return chunk < call.chunks; }
-  SHARDOPT_DEVICE void next() {
-    for (in_chunk += stride; in_chunk >= blocks * kMessageBlock && chunk < call.chunks; ++chunk)
-      in_chunk -= blocks * kMessageBlock;
-  }
-
-  SHARDOPT_DEVICE int64_t element() const { return chunk * call.chunk_numel + in_chunk; }
-  // Elements of the chunk and of the tensor from the first one on; none or less beyond its end.
-  SHARDOPT_DEVICE int64_t left() const {
-    const int64_t of_chunk = call.chunk_numel - in_chunk, of_tensor = call.numel - element();
-    return of_chunk < of_tensor ? of_chunk : of_tensor;
-  }
+  SHARDOPT_DEVICE Turns(int64_t blocks, int64_t thread_blocks)
+      : all(blocks),
+        stride(thread_blocks * (kMessageThreads / kMessageWarp)),
+        block((blockIdx.x * int64_t{kMessageThreads} + threadIdx.x) / kMessageWarp) {}
+  SHARDOPT_DEVICE bool go_on() const { return block < all; }
+  SHARDOPT_DEVICE void next() { block += stride; }
 };
 
+// The first of a lane's elements in its block.
+SHARDOPT_DEVICE int lane_element() { return static_cast<int>(threadIdx.x) % kMessageWarp * kLaneElements; }
+
+SHARDOPT_DEVICE BlockPlace place_of(const MessageLayout& layout, int64_t block, int64_t raw_bytes) {
+  return block_place(layout.parts[part_of(layout, block)], block, raw_bytes);
+}
+
 template <DType kDType>
-__global__ void __launch_bounds__(kMessageThreads) encode_blocks(const MessageCall call, int64_t thread_blocks) {
-  const int64_t bytes = chunk_bytes(call.chunk_numel), codes_bytes = aligned_bytes(call.chunk_numel);
-  for (Turns at(call, thread_blocks); at.go_on(); at.next()) {
+__global__ void __launch_bounds__(kMessageThreads) encode_blocks(const EncodeCall call, int64_t thread_blocks) {
+  const int64_t blocks = call.layout.blocks;
+  for (Turns at(call.chunks * blocks, thread_blocks); at.go_on(); at.next()) {
+    const int64_t chunk = at.block / blocks;
+    const BlockPlace place = place_of(call.layout, at.block - chunk * blocks, sizeof(float));
+    const int element = lane_element();
+    uint8_t* const message = call.message + chunk * call.layout.bytes;
     float x[kLaneElements];
-    load_four<kDType>(call.floats, at.element(), at.left(), x);
+    load_four<kDType>(call.floats, chunk * call.layout.numel + place.element + element, place.n - element, x);
+    if (!place.is_coded) {
+      if (element < place.n) store_four<DType::kFloat32>(message + place.byte, element, place.n - element, x);
+      continue;
+    }
     int32_t largest = 0;
     for (int i = 0; i < kLaneElements; ++i) {
       const int32_t b = magnitude_bits(x[i]);
@@ -132,56 +130,86 @@ __global__ void __launch_bounds__(kMessageThreads) encode_blocks(const MessageCa
     uint32_t codes = 0;
     for (int i = 0; i < kLaneElements; ++i)
       codes |= static_cast<uint32_t>(e4m3_from_any(x[i], eight_scales(scale))) << (8 * i);
-    uint8_t* const chunk = call.message + at.chunk * bytes;
-    if (at.in_chunk < codes_bytes) *reinterpret_cast<uint32_t*>(chunk + at.in_chunk) = codes;
-    if (at.in_chunk % kMessageBlock == 0) {
-      const int64_t block = at.in_chunk / kMessageBlock;
-      chunk[codes_bytes + block] = static_cast<uint8_t>(scale);
-      if (block == at.blocks - 1)
-        for (int64_t i = codes_bytes + at.blocks; i < bytes; ++i) chunk[i] = 0;
+    if (element < aligned_bytes(place.n)) *reinterpret_cast<uint32_t*>(message + place.byte + element) = codes;
+    if (element == 0) {
+      uint8_t* const to = message + place.scale_byte;
+      to[0] = static_cast<uint8_t>(scale);
+      for (int64_t i = 1; i <= place.filling; ++i) to[i] = 0;
     }
   }
 }
 
-template <DType kDType>
-__global__ void __launch_bounds__(kMessageThreads) decode_blocks(const MessageCall call, int64_t thread_blocks) {
-  const int64_t bytes = chunk_bytes(call.chunk_numel), codes_bytes = aligned_bytes(call.chunk_numel);
-  for (Turns at(call, thread_blocks); at.go_on(); at.next()) {
-    const int64_t left = at.left();
-    if (left <= 0) continue;
-    const uint8_t* term = call.message + at.chunk * call.terms * bytes;
-    float sum[kLaneElements];
-    for (int64_t t = 0; t < call.terms; ++t, term += bytes) {
-      const uint32_t codes = *reinterpret_cast<const uint32_t*>(term + at.in_chunk);
-      const float scale = scale_value(term[codes_bytes + at.in_chunk / kMessageBlock]);
-      for (int i = 0; i < kLaneElements; ++i) {
-        const float x = float_from_e4m3(static_cast<int32_t>(codes >> (8 * i)) & 0xff) * scale;
-        sum[i] = t == 0 ? x : sum[i] + x;
-      }
-    }
-    for (int i = 0; i < kLaneElements; ++i) sum[i] = sum[i] * call.factor;
-    store_four<kDType>(call.floats, at.element(), left, sum);
+// Four elements, which are added at once.
+struct Four {
+  float x[kLaneElements];
+
+  Four() = default;
+  SHARDOPT_DEVICE explicit Four(float value) {
+    for (int i = 0; i < kLaneElements; ++i) x[i] = value;
+  }
+  friend SHARDOPT_DEVICE Four operator+(Four a, const Four& b) {
+    for (int i = 0; i < kLaneElements; ++i) a.x[i] = a.x[i] + b.x[i];
+    return a;
+  }
+  friend SHARDOPT_DEVICE Four operator/(Four a, const Four& b) {
+    for (int i = 0; i < kLaneElements; ++i) a.x[i] = a.x[i] / b.x[i];
+    return a;
+  }
+};
+
+template <DType kRaw>
+__global__ void __launch_bounds__(kMessageThreads) sum_blocks(const SumCall call, int64_t thread_blocks) {
+  constexpr int64_t kRawBytes = sizeof(typename Elements<kRaw>::Number);
+  for (Turns at(call.layout.blocks, thread_blocks); at.go_on(); at.next()) {
+    const BlockPlace place = place_of(call.layout, at.block, kRawBytes);
+    const int in_block = lane_element();
+    const int64_t n = place.n - in_block, element = place.element + in_block;
+    if (n <= 0) continue;
+    Four sums[kMostSums];
+    add_terms(
+        call, sums,
+        [&](const float* from) {
+          Four four;
+          load_four<DType::kFloat32>(from, element, n, four.x);
+          return four;
+        },
+        [&](int64_t t) {
+          Four four;
+          const uint8_t* const term = call.message + t * call.layout.bytes;
+          if (place.is_coded) {
+            const uint32_t codes = *reinterpret_cast<const uint32_t*>(term + place.byte + in_block);
+            const float scale = scale_value(term[place.scale_byte]);
+            for (int i = 0; i < kLaneElements; ++i)
+              four.x[i] = float_from_e4m3(static_cast<int32_t>(codes >> (8 * i)) & 0xff) * scale;
+          } else {
+            load_four<kRaw>(term + place.byte, in_block, n, four.x);
+          }
+          return four;
+        },
+        [&](float* to, const Four& four) { store_four<DType::kFloat32>(to, element, n, four.x); },
+        [&](const Four& four) {
+          if (call.dtype == DType::kFloat32) store_four<DType::kFloat32>(call.mean, element, n, four.x);
+          if (call.dtype == DType::kBFloat16) store_four<DType::kBFloat16>(call.mean, element, n, four.x);
+          if (call.dtype == DType::kFloat16) store_four<DType::kFloat16>(call.mean, element, n, four.x);
+        });
   }
 }
 
-using MessageBlocks = void (*)(const MessageCall, int64_t);
-
-inline MessageBlocks encode_of(DType dtype) {
+inline auto encode_of(DType dtype) -> void (*)(const EncodeCall, int64_t) {
   return dtype == DType::kFloat32    ? encode_blocks<DType::kFloat32>
          : dtype == DType::kBFloat16 ? encode_blocks<DType::kBFloat16>
                                      : encode_blocks<DType::kFloat16>;
 }
-inline MessageBlocks decode_of(DType dtype) {
-  return dtype == DType::kFloat32    ? decode_blocks<DType::kFloat32>
-         : dtype == DType::kBFloat16 ? decode_blocks<DType::kBFloat16>
-                                     : decode_blocks<DType::kFloat16>;
+inline auto sum_of(DType raw) -> void (*)(const SumCall, int64_t) {
+  return raw == DType::kFloat32    ? sum_blocks<DType::kFloat32>
+         : raw == DType::kBFloat16 ? sum_blocks<DType::kBFloat16>
+                                   : sum_blocks<DType::kFloat16>;
 }
 
 // Thread blocks of a launch: as many as there is work for, within what keeps a large device busy.
-inline int64_t message_thread_blocks(const MessageCall& call) {
+inline int64_t message_thread_blocks(int64_t blocks) {
   constexpr int64_t kMost = 1024;
-  const int64_t lanes = call.chunks * message_blocks(call.chunk_numel) * kMessageWarp;
-  const int64_t needed = (lanes + kMessageThreads - 1) / kMessageThreads;
+  const int64_t needed = (blocks * kMessageWarp + kMessageThreads - 1) / kMessageThreads;
   return needed < kMost ? needed : kMost;
 }
 

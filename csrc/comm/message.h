@@ -1,5 +1,6 @@
-// Gradients as bytes: a message has chunks of equal size, one for or from each rank, and a chunk has E4M3 codes, a byte
-// per element, and behind them a scale per block of 128 elements, a byte too.
+// Gradients on the wire, and their sums. A message has chunks of equal size, one for or from each rank; a chunk has the
+// parts of several parameters. A part is coded, or has floats as they are. A coded part has rows one after another:
+// E4M3 codes, a byte per element, and behind them a scale per block of 128 elements, a byte too.
 //
 // A scale is the biased exponent of a power of two (E8M0 of OCP MX), the smallest that leaves no finite element of the
 // block above 448, within 2^-124 (whose smallest code is the smallest bfloat16) and 2^119. A code is the nearest E4M3
@@ -16,20 +17,50 @@
 namespace shardopt {
 
 constexpr int kMessageBlock = 128;
-constexpr int kMessageAlignment = 16;  // of a chunk's codes, of its scales and of the chunk, in bytes
+constexpr int kMessageAlignment = 16;  // of a row's codes, of its scales and of the row, in bytes
+constexpr int kMostSums = 32;          // of up to 2^31 terms
 
-// Floats, and the messages that they are coded into or decoded from. A chunk holds chunk_numel elements, the last
-// chunks fewer where the tensor ends before. A tensor is coded into `chunks` chunks; when decoding, each of its chunks
-// is the sum of `terms` successive ones of the message, in this order, times `factor`.
-struct MessageCall {
-  void* floats;
+// Rows of a parameter in a chunk. What is not coded is one row.
+struct MessagePart {
+  int64_t first_block;  // blocks of the parts before
+  int64_t element;      // the first one's index in the chunk
+  int64_t byte;         // the first one's in the chunk's message
+  int64_t row_numel;
+  int64_t is_coded;
+};
+
+struct MessageLayout {
+  const MessagePart* parts;
+  int64_t count;
+  int64_t blocks;  // of a chunk, in all parts
+  int64_t numel;   // elements of a chunk
+  int64_t bytes;   // of a chunk's message
+};
+
+// Chunks of floats to code. Parts that are not coded become float32.
+struct EncodeCall {
+  MessageLayout layout;
+  const void* floats;
   uint8_t* message;
-  int64_t numel;  // of the tensor
   int64_t chunks;
-  int64_t chunk_numel;
+  DType dtype;  // of the floats
+};
+
+// A message's chunks are numbered terms, which are added pairwise: two sums of 2^k terms, the first of which begins at
+// a multiple of 2^(k+1), become one of 2^(k+1). Sums are float32, as many elements as a chunk has.
+struct SumCall {
+  MessageLayout layout;
+  const uint8_t* message;
   int64_t terms;
-  float factor;
-  DType dtype;
+  int64_t first;               // number of the first term
+  int64_t begin;               // no sum has a term before this number
+  int32_t taken, left;         // how many sums the terms are added to, and how many there are then
+  const float* in[kMostSums];  // the sums before, oldest first; null for zeros
+  float* out[kMostSums];       // the sums afterwards, which may be those before
+  void* mean;                  // if not null, has the sum of all, over `divisor`, and `out` is not written
+  float divisor;
+  DType dtype;  // of the mean
+  DType raw;    // of parts that are not coded
 };
 
 }  // namespace shardopt
@@ -41,9 +72,78 @@ SHARDOPT_HD constexpr int64_t aligned_bytes(int64_t bytes) {
 }
 SHARDOPT_HD constexpr int64_t message_blocks(int64_t numel) { return (numel + kMessageBlock - 1) / kMessageBlock; }
 
-// Bytes of a chunk of so many elements.
-SHARDOPT_HD constexpr int64_t chunk_bytes(int64_t numel) {
+// Bytes of a coded row of so many elements.
+SHARDOPT_HD constexpr int64_t row_bytes(int64_t numel) {
   return aligned_bytes(numel) + aligned_bytes(message_blocks(numel));
+}
+
+// Where a block lies in a chunk and in its message.
+struct BlockPlace {
+  int64_t element;     // its first one
+  int64_t byte;        // its first code or float, the latter times the floats' size
+  int64_t scale_byte;  // only where it is coded
+  int64_t n;           // elements
+  int64_t filling;     // bytes that fill the row up behind the block's scale: some behind the last one
+  bool is_coded;
+};
+
+// The part that has a block: the last one that begins at or before it, among parts that have any.
+SHARDOPT_HD int64_t part_of(const MessageLayout& layout, int64_t block) {
+  int64_t low = 0, high = layout.count;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (layout.parts[middle].first_block <= block ? low : high) = middle;
+  }
+  return low;
+}
+
+SHARDOPT_HD BlockPlace block_place(const MessagePart& part, int64_t block, int64_t raw_bytes) {
+  const int64_t per_row = message_blocks(part.row_numel), in_part = block - part.first_block;
+  const int64_t row = part.is_coded ? in_part / per_row : 0, in_row = in_part - row * per_row,
+                before = in_row * kMessageBlock;
+  const int64_t left = part.row_numel - before;
+  BlockPlace place;
+  place.element = part.element + row * part.row_numel + before;
+  place.n = left < kMessageBlock ? left : kMessageBlock;
+  place.is_coded = part.is_coded != 0;
+  place.filling = in_row == per_row - 1 ? aligned_bytes(per_row) - per_row : 0;
+  const int64_t row_byte = part.byte + row * row_bytes(part.row_numel);
+  place.byte = place.is_coded ? row_byte + before : part.byte + before * raw_bytes;
+  place.scale_byte = row_byte + aligned_bytes(part.row_numel) + in_row;
+  return place;
+}
+
+// How many sums end with a numbered term, and become one with it.
+SHARDOPT_HD int sums_before(int64_t number, int64_t begin) {
+  int count = 0;
+  while ((number >> count) & 1 && ((number >> count) - 1) << count >= begin) ++count;
+  return count;
+}
+
+// Sums of the elements of some lanes. load(from) has floats of a sum, term(t) those of a term, store(to, x) and
+// mean(x) write.
+template <class F, class Load, class Term, class Store, class Mean>
+SHARDOPT_HD void add_terms(const SumCall& call, F* sums, Load load, Term term, Store store, Mean mean) {
+  int depth = 0;
+  for (; depth < call.taken; ++depth) sums[depth] = call.in[depth] ? load(call.in[depth]) : F(0.0f);
+  for (int64_t t = 0; t < call.terms; ++t) {
+    F x = term(t);
+    int before = sums_before(call.first + t, call.begin);
+    if (before == 0 && !((call.first + t) & 1) && t + 1 < call.terms) {
+      ++t;
+      x = x + term(t);
+      before = sums_before(call.first + t, call.begin) - 1;
+    }
+    for (; before > 0; --before) x = sums[--depth] + x;
+    sums[depth++] = x;
+  }
+  if (call.mean) {
+    F x = sums[--depth];
+    while (depth > 0) x = sums[--depth] + x;
+    mean(x / F(call.divisor) + F(0.0f));  // -0 becomes +0
+    return;
+  }
+  for (int i = 0; i < call.left; ++i) store(call.out[i], sums[i]);
 }
 
 SHARDOPT_END_NAMESPACE

@@ -15,7 +15,7 @@ constexpr int kSumDigits = 22;
 // A sum over a parameter or all of them, in whole numbers that ranks can add up in any order (core/exact_sum.h).
 struct ExactSum {
   int64_t digits[kSumDigits];  // of 32 bits, and room for carries
-  int64_t lost;                // terms that were NaN or Inf
+  int64_t lost;                // terms that were NaN or Inf: lost_by() of each
 };
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };

@@ -9,8 +9,9 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kDigitBits = 32;
-constexpr int kLowestBit = -384;  // digits[0] counts multiples of 2^-384. The least product is 2^-298
-constexpr int kWindowBits = 51;   // bits that one rounding takes: see rounder_of
+constexpr int kLowestBit = -384;                // digits[0] counts multiples of 2^-384. The least product is 2^-298
+constexpr int kWindowBits = 51;                 // bits that one rounding takes: see rounder_of
+constexpr int64_t kLostNaN = int64_t{1} << 32;  // what a NaN adds to `lost`; an infinite term adds 1
 
 SHARDOPT_HD int64_t bits(double x) {
 #if defined(__CUDA_ARCH__)
@@ -68,9 +69,18 @@ SHARDOPT_HD void carry_once(ExactSum& sum) {
   }
 }
 
-// The sum, rounded once to the nearest double; NaN if a term was NaN or infinite.
-SHARDOPT_HD double value_of(const ExactSum& sum) {
-  if (sum.lost != 0) return static_cast<double>(float_from_bits(0x7fc00000));
+// What a term that is NaN or infinite adds to `lost`.
+SHARDOPT_HD int64_t lost_by(int32_t magnitude) { return magnitude > kInfinityBits ? kLostNaN : 1; }
+
+// The first 64 bits of a sum, whether there are any below them, and where they stand: sign * window * 2^exponent.
+struct Leading {
+  double sign;
+  uint64_t window;  // 0 for a sum of zero, else from 2^63 on
+  bool has_more;
+  int exponent;
+};
+
+SHARDOPT_HD Leading leading_of(const ExactSum& sum) {
   uint32_t digits[kSumDigits + 2] = {};  // two zeros first
   int top = 0;
   int64_t carry = 0;
@@ -91,14 +101,40 @@ SHARDOPT_HD double value_of(const ExactSum& sum) {
       if (digits[i] != 0) top = i;
     }
   }
-  if (top == 0) return 0.0;
+  if (top == 0) return {0.0, 0, false, 0};
   uint64_t window = static_cast<uint64_t>(digits[top]) << kDigitBits | digits[top - 1];
   uint32_t next = digits[top - 2];
   int exponent = (top - 3) * kDigitBits + kLowestBit;
   for (; window >> 63 == 0; window = window << 1 | next >> 31, next <<= 1) --exponent;
   bool has_more = next != 0;
   for (int i = 0; i < top - 2; ++i) has_more = has_more || digits[i] != 0;
-  return sign * static_cast<double>(window | static_cast<uint64_t>(has_more)) * power_of_two(exponent);
+  return {sign, window, has_more, exponent};
+}
+
+// The sum, rounded once to the nearest double; NaN if a term was NaN or infinite.
+SHARDOPT_HD double value_of(const ExactSum& sum) {
+  if (sum.lost != 0) return static_cast<double>(float_from_bits(0x7fc00000));
+  const Leading first = leading_of(sum);
+  if (first.window == 0) return 0.0;
+  return first.sign * static_cast<double>(first.window | static_cast<uint64_t>(first.has_more)) *
+         power_of_two(first.exponent);
+}
+
+// The root of a sum of squares, rounded once to the nearest float32; infinite or NaN if a term was.
+SHARDOPT_HD float root_of(const ExactSum& sum) {
+  if (sum.lost != 0) return float_from_bits(sum.lost >= kLostNaN ? 0x7fc00000 : kInfinityBits);
+  const Leading first = leading_of(sum);
+  if (first.window == 0) return 0.0f;
+  const int dropped = first.exponent % 2 == 0 ? 2 : 1;  // bits, so that the exponent becomes even
+  const uint64_t square = first.window >> dropped;
+  uint64_t root = 0;
+  for (uint64_t bit = uint64_t{1} << 31; bit != 0; bit >>= 1) {
+    if ((root | bit) * (root | bit) <= square) root |= bit;
+  }
+  // It has 31 bits or more, of which float32 keeps 24: any bit below them, set in the last place, rounds alike.
+  const bool has_more = first.has_more || root * root != square || square << dropped != first.window;
+  const auto odd = static_cast<double>(root | static_cast<uint64_t>(has_more));
+  return static_cast<float>(odd * power_of_two((first.exponent + dropped) / 2));
 }
 
 SHARDOPT_END_NAMESPACE

@@ -6,41 +6,9 @@
 
 #include "step/cpu_call.h"
 #include "step/cpu_passes.h"
+#include "step/cpu_place.h"
 
 SHARDOPT_BEGIN_NAMESPACE
-
-// How far ahead of a block memory is asked for what follows: in elements, so that it is a page of floats.
-constexpr int64_t kFetchedAhead = 1024;
-
-// Where a block is: in the tensors, or in copies that are filled up to whole packs.
-template <class Code, int kMoments>
-struct Block {
-  Weights weights;
-  const char* gradient;
-  Code* codes[kMoments + 1];  // of each moment; where moments share a code, all are the same
-  int64_t scale_index;
-  int n;  // elements
-
-  // A copy, member by member: as a whole it would be loaded in one piece that spans several recent stores, which takes
-  // the processor as long as half a block.
-  SHARDOPT_HD Block copy() const {
-    Block block;
-    block.weights = {weights.words, weights.low_bits, weights.noise};
-    block.gradient = gradient;
-#pragma GCC unroll 4
-    for (int k = 0; k < kMoments; ++k) block.codes[k] = codes[k];
-    block.scale_index = scale_index;
-    block.n = n;
-    return block;
-  }
-};
-
-// Asks for the cache lines of some bytes; where there are none, nothing happens. Always inline: of a function that only
-// prefetches GCC believes that it has no effect, and drops its calls.
-SHARDOPT_HD void fetch_lines(const void* from, uint64_t bytes) {
-  const auto address = reinterpret_cast<uint64_t>(from);
-  for (uint64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
-}
 
 // Steps blocks of one entry, several of one length together: the processor works on one while another waits for its
 // maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
@@ -63,7 +31,6 @@ class BlockStepper {
   static constexpr bool kBlockwise = Signed::kScales > 0;
   static constexpr bool kShares = kSharesCodes<Codec>;  // all moments are in the first one's codes
   static constexpr int kArrays = kShares ? 1 : kMoments;
-  static constexpr int array_of(int moment) { return kShares ? 0 : moment; }
   static constexpr bool kIsRandom = kRoundsAtRandom<Unsigned>;
   static constexpr bool kRepays = kRepaysOf<Rule> && kRelative;
   static constexpr int kWeight = kMoments, kRandom = kMoments + 1;  // places beside the moments
@@ -113,45 +80,16 @@ class BlockStepper {
   }
 
  private:
-  // The elements of a block, filled up with zeros to whole packs.
-  struct alignas(64) Copy {
-    char weights[4 * kMost], low_bits[2 * kMost], gradient[4 * kMost];
-    Code codes[kMoments + 1][kMost];
-  };
-
   // Out of line: the copies are large.
   __attribute__((noinline)) int64_t step_in_copies(int count) {
-    Copy copies[kTogether];
+    BlockCopy<Code, kMoments, kArrays, kMost> copies[kTogether];
     Block blocks[kTogether];
-    const auto n = static_cast<uint64_t>(waiting_[0].n), padded = (n + kStep - 1) / kStep * kStep;
-    const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
-    const auto fill = [&](char* to, const char* from, uint64_t bytes) {
-      __builtin_memset(to + bytes * (padded - kStep), 0, bytes * kStep);
-      copy_bytes(to, from, bytes * n);
-    };
-    for (int b = 0; b < count; ++b) {
-      const Block& from = waiting_[b];
-      Copy& copy = copies[b];
-      Block& block = blocks[b];
-      block = from;
-      block.n = static_cast<int>(padded);
-      fill(block.weights.words = copy.weights, from.weights.words, weight_bytes);
-      if (low_bytes) fill(block.weights.low_bits = copy.low_bits, from.weights.low_bits, low_bytes);
-      fill(copy.gradient, from.gradient, bytes_of(format_.gradient()));
-      block.gradient = copy.gradient;
-      for (int k = 0; k < kArrays; ++k) {
-        for (uint64_t i = padded - kStep; i < padded; ++i) copy.codes[k][i] = kZeroCode[k != kUnsigned];
-        copy_bytes(copy.codes[k], from.codes[k], sizeof(Code) * n);
-      }
-      for (int k = 0; k < kMoments; ++k) block.codes[k] = copy.codes[array_of(k)];
-    }
+    const int padded = (waiting_[0].n + kStep - 1) / kStep * kStep;
+    const Code zero_codes[2] = {kZeroCode[kUnsigned != 0], kZeroCode[kUnsigned != 1]};
+    for (int b = 0; b < count; ++b)
+      blocks[b] = copies[b].template take<kStep>(waiting_[b], padded, format_, zero_codes);
     const int64_t nonfinite = step(blocks, count);
-    for (int b = 0; b < count; ++b) {
-      const Block& to = waiting_[b];
-      copy_bytes(to.weights.words, copies[b].weights, weight_bytes * n);
-      if (low_bytes) copy_bytes(to.weights.low_bits, copies[b].low_bits, low_bytes * n);
-      for (int k = 0; k < kArrays; ++k) copy_bytes(to.codes[k], copies[b].codes[k], sizeof(Code) * n);
-    }
+    for (int b = 0; b < count; ++b) copies[b].give_back(waiting_[b], format_);
     return nonfinite;
   }
 

@@ -47,7 +47,7 @@ inline void add_slowly(ExactSum& sum, const float* x, const float* y, int n) {
   for (int i = 0; i < n; ++i) {
     const int32_t a = magnitude_bits(x[i]), b = magnitude_bits(y[i]);
     if (a >= kInfinityBits || b >= kInfinityBits) {
-      ++sum.lost;
+      sum.lost += lost_by(max_int(a, b));
     } else if (a && b) {
       const int64_t product = mantissa(a) * mantissa(b);
       const int exponent = max_int(a >> 23, 1) + max_int(b >> 23, 1) - 300;

@@ -28,6 +28,7 @@ struct CudaCall {
   const float* const* tables;  // per codec, nullptr where it needs none
   void* prepared;              // kPreparedBytes per entry: filled in by prepare_cuda
   const float* grad_scale;     // the loss scale, or nullptr
+  const float* factor;         // gradients are multiplied by it, or nullptr
   const float* found_inf;      // not zero: nothing is stepped. May be nullptr
   unsigned long long* nonfinite;
   int64_t entry_count;

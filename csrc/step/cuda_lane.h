@@ -143,6 +143,21 @@ SHARDOPT_DEVICE void load_gradients(float (&to)[kLane], const Streams& streams, 
   }
 }
 
+SHARDOPT_DEVICE void store_gradients(const float (&from)[kLane], const Streams& streams, const Span& span) {
+  if (streams.gradient_dtype == DType::kFloat32) {
+    Vector<float> v;
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) v.x[i] = from[i];
+    return store_lane(streams.gradient, v, span);
+  }
+  Vector<uint16_t> v = bf16_lane(from);
+  if (streams.gradient_dtype == DType::kFloat16) {
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) v.x[i] = static_cast<uint16_t>(fp16_from_float(from[i]));
+  }
+  store_lane(streams.gradient, v, span);
+}
+
 template <DType kDType, class Low>
 SHARDOPT_DEVICE void load_split(float (&to)[kLane], const Vector<uint16_t>& high, const Streams& streams,
                                 const Span& span) {

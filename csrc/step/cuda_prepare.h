@@ -16,6 +16,7 @@ SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
   for (int k = 0; k < kMaxHyper; ++k) hyper[k] = group.hyper[k];
   if (group.lr) hyper[0] = *reinterpret_cast<const float*>(group.lr);
   if (call.grad_scale) scale *= static_cast<float>(1.0 / static_cast<double>(*call.grad_scale));  // as on the CPU
+  if (call.factor) scale *= *call.factor;
   Prepared<Rule> prepared;
   prepared.step = *reinterpret_cast<const float*>(entry.step) + (call.phase == Phase::kSums ? 1.0f : 0.0f);
   prepared.rule = Rule::make(hyper, prepared.step);

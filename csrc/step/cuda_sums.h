@@ -51,17 +51,18 @@ class WarpSum {
   template <bool kSquares>
   SHARDOPT_DEVICE void add(const float (&x)[kLane], const float (&y)[kLane]) {
     double left[kLane];
-    int32_t largest_x = 0, largest_y = 0, lost = 0;
+    int32_t largest_x = 0, largest_y = 0;
+    int64_t lost = 0;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const int32_t a = magnitude_bits(x[i]), b = magnitude_bits(y[i]);
       const bool is_finite = a < kInfinityBits && b < kInfinityBits;
-      lost += !is_finite;
+      if (!is_finite) lost += lost_by(max_int(a, b));
       left[i] = is_finite ? static_cast<double>(x[i]) * static_cast<double>(y[i]) : 0.0;
       if (is_finite) largest_x = max_int(largest_x, a);
       if (is_finite) largest_y = max_int(largest_y, b);
     }
-    if (warp_max(lost)) {
+    if (warp_max(lost != 0)) {
       const int64_t count = warp_sum(lost);
       if (lane_ == kWords - 1) word_ += count;
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -35,11 +34,13 @@ class Backend:
         build: (bare model on the CPU, ranks, options) -> Learner.
         needs_group: whether the backend runs over a process group; other backends run in one process.
         releases_gradients: whether the backend can step parameters during the backward pass.
+        orders_gradients: whether gradients can be summed in the order of the micro-batches.
     """
 
     build: Callable[[Network, Ranks, Config], Learner]
     needs_group: bool = True
     releases_gradients: bool = True
+    orders_gradients: bool = True
 
 
 def _torch(
@@ -55,6 +56,13 @@ def _torch(
     def build(model: Network, ranks: Ranks, config: Config) -> Learner:
         matrices = optimizers.matrices(model)
         parallel = wrap(model.to(ranks.device), ranks, PRECISIONS[config.precision].mixed)
+        if config.ordered:
+            shardopt.comm.ordered_gradients(
+                parallel.module,
+                micro_batches=config.micro_batches,
+                wire=config.wire,  # type: ignore[arg-type]
+            )
+            parallel = replace(parallel, no_sync=nullcontext)
         optimizer = optimizers.build(config, parallel.module, matrices, make)
         if config.release_gradients:
             shardopt.release_gradients(
@@ -115,11 +123,7 @@ def _autocast(ranks: Ranks, mixed: bool) -> Context:
 
 
 def _clip(module: nn.Module) -> Callable[[float], Tensor]:
-    def clip(limit: float) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    return clip
+    return lambda limit: shardopt.clip_grad_norm_(module.parameters(), limit)
 
 
 def _attached(
@@ -136,9 +140,9 @@ def _zero(kind: type[Optimizer], groups: optimizers.Groups, options: dict[str, A
 
 BACKENDS = {
     "fsdp2": Backend(_torch(_fsdp2)),
-    "fsdp1": Backend(_torch(_fsdp1, _attached), releases_gradients=False),
+    "fsdp1": Backend(_torch(_fsdp1, _attached), releases_gradients=False, orders_gradients=False),
     "ddp": Backend(_torch(_ddp)),
     "zero_redundancy": Backend(_torch(_ddp, _zero), releases_gradients=False),
-    "deepspeed": Backend(engine.build, releases_gradients=False),
+    "deepspeed": Backend(engine.build, releases_gradients=False, orders_gradients=False),
     "single": Backend(_torch(_single), needs_group=False),
 }

@@ -21,9 +21,11 @@ from lm.networks import PARAMETRIZATIONS
 from lm.optimizers import OF_UNIT_SCALING, OPTIMIZERS
 from lm.options import Config
 from lm.precision import PRECISIONS
+from shardopt.comm.wire import WIRES
 
 # The allowed values of options that have a closed list of them.
 _CHOICES: dict[str, Collection[str]] = {
+    "wire": WIRES,
     "backend": BACKENDS,
     "device": ("auto", "cpu", "cuda"),
     "precision": PRECISIONS,
@@ -64,6 +66,8 @@ def load(argv: Sequence[str]) -> Config:
         raise UserError(f"warmup: got {config.warmup} steps, expected at most the {config.steps} steps of the run")
     if config.release_gradients:
         _check_release(config)
+    if config.ordered:
+        _check_order(config)
     if config.parametrization == "u-mup":
         _check_unit_scaling(config)
     if config.backend == "deepspeed" and config.precision in ("fp16", "fp8"):
@@ -103,6 +107,18 @@ def _check_release(config: Config) -> None:
         ("accumulate", config.accumulate == 1, "1: each backward pass is a step"),
         ("clip", config.clip == 0, "0: the norm of all gradients is known only after the first ones were used"),
         ("nonfinite", config.nonfinite != "raise", "skip: parameters are stepped before other gradients are known"),
+    )
+
+
+def _check_order(config: Config) -> None:
+    """Raises UserError if another option has gradients summed otherwise."""
+    able = ", ".join(name for name, backend in BACKENDS.items() if backend.orders_gradients)
+    _demand(
+        config,
+        "ordered",
+        ("backend", BACKENDS[config.backend].orders_gradients, f"one of {able}"),
+        ("accumulate", config.accumulate == 1, "1: it follows from --micro-batches and the number of ranks"),
+        ("release_gradients", not config.release_gradients, "none: it uses gradients before they are summed"),
     )
 
 

@@ -55,6 +55,11 @@ class Config:
     steps: int = opt(1000, "optimizer steps of the whole run, which the learning-rate schedule spans", low=1)
     stop_at_step: int | None = opt(None, "step after which to end early, without changing the schedule", low=1)
     accumulate: int = opt(1, "gradient accumulation steps per optimizer step", low=1)
+    ordered: bool = opt(
+        False, "sum gradients in the order of --micro-batches: the same bits on any number of ranks that divides it"
+    )
+    micro_batches: int = opt(8, "with --ordered, forward and backward passes per step, over all ranks", low=1)
+    wire: str = opt("fp32", "with --ordered, the format that gradients travel in")
     lr: float = opt(1e-3, "peak learning rate", low=0)
     min_lr: float = opt(0.1, "final learning rate, as a share of the peak", low=0)
     warmup: int = opt(50, "steps of linear warm-up before the cosine", low=0)

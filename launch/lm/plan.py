@@ -42,9 +42,15 @@ class Plan:
         return step
 
     @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes of a step, over all ranks."""
+        config = self.config
+        return config.micro_batches if config.ordered else self.ranks.world_size * config.accumulate
+
+    @property
     def micro_batch(self) -> int:
-        """Windows per rank and accumulation step."""
-        return self.config.batch // (self.ranks.world_size * self.config.accumulate)
+        """Windows per pass."""
+        return self.config.batch // self.micro_batches
 
 
 def prepare(config: Config) -> Plan:
@@ -56,8 +62,13 @@ def prepare(config: Config) -> Plan:
     ranks = runtime.discover(config.device)
     if not BACKENDS[config.backend].needs_group and ranks.world_size > 1:
         raise UserError(f"backend {config.backend} runs one process, not {ranks.world_size}")
+    if config.ordered and (config.micro_batches % ranks.world_size or config.batch % config.micro_batches):
+        raise UserError(
+            f"micro-batches: got {config.micro_batches} with {ranks.world_size} ranks and a batch of {config.batch}, "
+            "expected a multiple of the ranks that divides the batch; change one of the three"
+        )
     parts = ranks.world_size * config.accumulate
-    if config.batch % parts:
+    if not config.ordered and config.batch % parts:
         raise UserError(
             f"batch {config.batch} cannot be split evenly over {ranks.world_size} ranks and "
             f"{config.accumulate} accumulation steps: it must be a multiple of {parts}"

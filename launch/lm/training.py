@@ -49,8 +49,7 @@ class Trainer:
             config.seed,
             precision.stored,
             precision.fp8,
-            self.ranks.world_size,
-            config.accumulate,
+            *((plan.micro_batches, 1) if config.ordered else (self.ranks.world_size, config.accumulate)),
         )
         self.numel = sum(parameter.numel() for parameter in network.parameters())
         self.learner = BACKENDS[config.backend].build(network, self.ranks, config)
@@ -78,7 +77,7 @@ class Trainer:
             row = self._train_step(step)
             last = step == config.last_step
             if row and (last or step % config.log_interval == 0):
-                (row["train_loss"],) = runtime.all_sum([row["train_loss"]])
+                row["train_loss"] = _mean(row["train_loss"])
                 progress.set_postfix(loss=f"{row['train_loss']:.3f}", refresh=False)
                 if rows:
                     rows.write(row)
@@ -138,34 +137,34 @@ class Trainer:
         }
 
     def _train_step(self, step: int) -> dict[str, Any]:
-        """Takes one optimizer step and returns its metrics, whose loss is this rank's share of the mean."""
+        """Takes one optimizer step and returns its metrics, with this rank's losses, by micro-batch."""
         config = self.config
         factor = lr_factor(step, config)
         for group, peak in zip(self.learner.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
         offsets = data.train_offsets(self.plan.corpus, config.context, config.batch, config.seed, step)
-        loss = torch.zeros((), device=self.ranks.device)
-        for index in range(config.accumulate):
-            with self.learner.micro_step(last=index == config.accumulate - 1):
-                part = self._losses(*self._part(offsets, index)).mean() / config.accumulate
-                self.learner.backward(part)
-            loss += part.detach()
+        losses = torch.zeros(self.plan.micro_batches, device=self.ranks.device)
+        own = range(self.ranks.rank, self.plan.micro_batches, self.ranks.world_size)
+        for number in own:
+            with self.learner.micro_step(last=number == own[-1]):
+                loss = self._losses(*self._micro_batch(offsets, number)).mean()
+                self.learner.backward(loss if config.ordered else loss / len(own))
+            losses[number] = loss.detach()
         norm, seconds = self.learner.step()
         if not config.release_gradients:  # else the step is part of the backward pass
             self.optimizer_seconds.append(seconds)
         return {
             "step": step,
-            "train_loss": loss.item() / self.ranks.world_size,
+            "train_loss": losses.tolist(),
             "lr": config.lr * factor,
             "grad_norm": norm,
             "optimizer_ms": 1e3 * self.optimizer_seconds[-1] if self.optimizer_seconds else None,
         }
 
-    def _part(self, offsets: list[int], index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank's windows of one accumulation step."""
+    def _micro_batch(self, offsets: list[int], number: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a micro-batch's windows."""
         size = self.plan.micro_batch
-        first = (index * self.ranks.world_size + self.ranks.rank) * size
-        return data.windows(self.plan.corpus.train, offsets[first : first + size], self.config.context)
+        return data.windows(self.plan.corpus.train, offsets[number * size :][:size], self.config.context)
 
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of each window, in nats per byte: float32, (windows,)."""
@@ -180,17 +179,18 @@ class Trainer:
         """Mean loss over the held-out windows, which do not depend on the number of ranks."""
         config, corpus, ranks = self.config, self.plan.corpus, self.ranks
         offsets = data.heldout_offsets(corpus, config.context, config.eval_windows)
-        mine = offsets[ranks.rank :: ranks.world_size]
         size = self.plan.micro_batch
-        total = 0.0
+        found = [0.0] * len(offsets)
         self.learner.module.eval()
-        # Every rank makes as many forward passes as rank 0, because forward passes are collective.
-        for first in range(0, math.ceil(len(offsets) / ranks.world_size), size):
-            part = mine[first : first + size]
-            losses = self._losses(*data.windows(corpus.heldout, part or offsets[:1], config.context))
-            total += losses[: len(part)].double().sum().item()
+        # Every rank makes as many forward passes as rank 0, because forward passes are collective, all of full batches,
+        # so that a loss does not depend on them.
+        for first in range(0, len(offsets), size * ranks.world_size):
+            mine = range(len(offsets))[first + ranks.rank * size :][:size]
+            padded = [*mine, *[0] * (size - len(mine))]
+            losses = self._losses(*data.windows(corpus.heldout, [offsets[i] for i in padded], config.context))
+            found[mine.start : mine.stop] = losses[: len(mine)].tolist()
         self.learner.module.train()
-        return runtime.all_sum([total])[0] / len(offsets)
+        return _mean(found)
 
     def _record_heldout(self, step: int, rows: metrics.MetricsFile | None) -> float:
         loss = self._heldout_loss()
@@ -239,6 +239,11 @@ class Trainer:
             "checkpoint": str(self.saved) if self.saved else None,
             "options": dataclasses.asdict(self.config),
         }
+
+
+def _mean(losses: list[float]) -> float:
+    """The mean over all ranks, of which each has some losses and zeros for the others', in no rank's order."""
+    return math.fsum(runtime.all_sum(losses)) / len(losses)
 
 
 def lr_factor(step: int, config: Config) -> float:

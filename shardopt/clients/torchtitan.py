@@ -1,11 +1,12 @@
-"""torchtitan: an ``OptimizersContainer`` whose config names shardopt's optimizers beside torchtitan's own."""
+"""torchtitan: an ``OptimizersContainer`` whose config names shardopt's optimizers, and clipping by the exact norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torchtitan.components import optimizer as _theirs
 
@@ -46,3 +47,39 @@ def adamw8bit(lr: float = 8e-4, **options: Any) -> OptimizersContainer.Config:
     kwargs = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
     group = _theirs.ParamGroupConfig(pattern=r".*", optimizer_name="AdamW8bit", optimizer_kwargs=kwargs)
     return OptimizersContainer.Config(param_groups=[group])
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    pp_mesh: Any = None,
+    ep_enabled: bool = False,
+) -> Tensor:
+    """:func:`shardopt.clip_grad_norm_` for torchtitan's trainer, in the place of its own.
+
+    Usage, before training: ``torchtitan.distributed.utils.clip_grad_norm_ = clip_grad_norm_``.
+
+    Args:
+        parameters: see :func:`shardopt.clip_grad_norm_`.
+        max_norm: likewise.
+        norm_type: likewise.
+        error_if_nonfinite: likewise.
+        foreach: without effect.
+        pp_mesh: None: no pipeline parallelism.
+        ep_enabled: without effect: experts are counted by the meshes that they are on.
+
+    Returns:
+        The norm: float32, 0-d.
+
+    Raises:
+        ValueError: there is pipeline parallelism, whose stages have other parameters on each rank.
+    """
+    if pp_mesh is not None:
+        raise ValueError(
+            "got pipeline parallelism with shardopt's clip_grad_norm_, expected every rank to hold parts of all "
+            "parameters; leave torchtitan's own in its place"
+        )
+    return shardopt.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: the portable checkpoint in place of the optimizer file.
+"""Hugging Face's Trainer: the portable checkpoint in place of the optimizer file, and clipping by the exact norm.
 
 Trainer's own optimizer files need no help where Trainer can write and read them: on one process, under
 DistributedDataParallel, FSDP2 and DeepSpeed. FSDP1's cannot carry 8-bit state, and those of DeepSpeed load on the same
@@ -20,7 +20,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainingArguments
 
-from shardopt import checkpoint
+from shardopt import checkpoint, clip_grad_norm_
+from shardopt.optim import ShardedOptimizer
 
 #: Folder of the portable checkpoint in each ``checkpoint-<step>`` of Trainer's.
 FOLDER = "shardopt"
@@ -116,6 +117,47 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         for name, each in _stateful(optimizer, lr_scheduler).items():
             if name in loaded.extra:
                 each.load_state_dict(loaded.extra[name])
+
+
+class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
+    """Clips gradients by :func:`shardopt.clip_grad_norm_`, whose norm has the same bits on any number of ranks.
+
+    For one process, DistributedDataParallel, FSDP1 and FSDP2, with ``max_grad_norm=0``, so that Trainer does not clip.
+    Usage: ``Trainer(..., callbacks=[ClipGradNorm(1.0)])``.
+
+    Args:
+        max_norm: that of the gradients of all parameters.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        self._max_norm = max_norm
+
+    def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checks the arguments.
+
+        Raises:
+            ValueError: Trainer would clip, too, or trains by DeepSpeed, which clips by itself.
+        """
+        if args.max_grad_norm:
+            raise ValueError(
+                f"got max_grad_norm={args.max_grad_norm} with ClipGradNorm, expected "
+                "TrainingArguments(max_grad_norm=0.0): gradients would be clipped twice"
+            )
+        if getattr(AcceleratorState(), "deepspeed_plugin", None) is not None:
+            raise ValueError(
+                "got DeepSpeed with ClipGradNorm, expected another way of sharding: DeepSpeed clips by itself; "
+                'leave the callback out, and set max_grad_norm or "gradient_clipping"'
+            )
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: Any, control: Any, *, model: Module, optimizer: Optimizer, **kwargs: Any
+    ) -> None:
+        """Clips. All ranks call this."""
+        scaler, own = getattr(optimizer, "scaler", None), getattr(optimizer, "optimizer", optimizer)
+        if scaler is not None:
+            scaler.unscale_(own)
+        is_ours = isinstance(own, ShardedOptimizer)
+        clip_grad_norm_(model.parameters(), self._max_norm, optimizer=own if is_ours else None)
 
 
 def _folder(args: TrainingArguments, state: Any) -> Path:

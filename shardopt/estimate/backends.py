@@ -64,6 +64,7 @@ class Backend:
         replicated: whether all ranks hold the same.
         first_holds_most: whether no rank holds more than the first.
         releases: whether gradients can be released.
+        orders: whether gradients can be ordered.
         steps_on_host: whether ``offload="step"`` is possible.
         zero_stage: of DeepSpeed's ZeRO, if it is that.
     """
@@ -72,6 +73,7 @@ class Backend:
     replicated: bool = False
     first_holds_most: bool = False
     releases: bool = False
+    orders: bool = False
     steps_on_host: bool = True
     zero_stage: int = 0
 
@@ -196,10 +198,15 @@ def _zero_ranges(model: Model, world_size: int, rank: int, itemsize: int) -> Hel
     return Held(_numel(shards), sum(sub_groups), tuple(shards), tuple(sub_groups), tuple(sub_group_of), is_flat=True)
 
 
+def owned_elements(model: Model, world_size: int) -> int:
+    """Elements of the ordered sums that a rank owns: rows of each parameter, as many as FSDP2 gives its first rank."""
+    return _numel([_rows(parameter.form, world_size, 0) for parameter in model.parameters])
+
+
 BACKENDS = {
-    "single": Backend(_single, replicated=True, releases=True),
-    "ddp": Backend(_ddp, replicated=True, releases=True),
-    "fsdp2": Backend(_fsdp2, first_holds_most=True, releases=True),
+    "single": Backend(_single, replicated=True, releases=True, orders=True),
+    "ddp": Backend(_ddp, replicated=True, releases=True, orders=True),
+    "fsdp2": Backend(_fsdp2, first_holds_most=True, releases=True, orders=True),
     "fsdp1": Backend(_fsdp1, steps_on_host=False),
     "zero_redundancy": Backend(_zero_redundancy),
     "zero1": Backend(_zero_range, steps_on_host=False, zero_stage=1),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardopt.estimate.table import COLUMNS, Row
 
-_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8c8c8c", "#8172b3", "#c44e52")
+_COLORS = ("#4c72b0", "#dd8452", "#ccb974", "#55a868", "#8c8c8c", "#8172b3", "#c44e52")
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:

@@ -29,6 +29,7 @@ _SETUP = (
     "gpus_per_node",
     "release_gradients",
     "waiting_gradients",
+    "micro_batches",
     "zero_offload",
 )
 
@@ -64,6 +65,13 @@ def add_parser(commands: Any) -> None:
     add("--master-weight-bits", type=int, choices=(24, 32), default=unset, help="(default: no master weights)")
     add("--release-gradients", action="store_true", default=unset, help="steps in the backward pass")
     add("--waiting-gradients", type=int, default=unset, metavar="N", help="with it and --offload step (default: 4)")
+    add(
+        "--micro-batches",
+        type=int,
+        default=unset,
+        metavar="N",
+        help="of a step, with ordered_gradients (default: without)",
+    )
     add("--offload", choices=("none", "state", "step"), default=unset, help="to the host's memory (default: none)")
     add("--device-state-budget", default=unset, metavar="BYTES", help="what stays after all, e.g. 2GiB (default: 0)")
     add(
@@ -137,6 +145,7 @@ def _name(setup: Setup) -> str:
     weights = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
     weights += "+fp32" if setup.stepped_dtype != DTYPES[setup.dtype] else ""
     words = [setup.optimizer, options.get("codec", "log8"), weights]
+    words += [f"ordered {setup.micro_batches}"] if setup.micro_batches is not None else []
     words += ["released"] if setup.release_gradients else []
     words += [f"zero_offload={setup.zero_offload}"] if setup.zero_offload != "none" else []
     words += [f"offload={options['offload']}"] if options.get("offload") else []

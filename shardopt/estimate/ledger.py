@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardopt import optim
-from shardopt.estimate.backends import BACKENDS, Backend, Held
+from shardopt.estimate.backends import BACKENDS, Backend, Held, owned_elements
 from shardopt.estimate.model import Model, Shape
 from shardopt.estimate.zero import ZERO_OFFLOADS, add_partitions, check
 from shardopt.kernels.streamed import SLOTS
@@ -59,6 +59,8 @@ class Setup:
         release_gradients: whether each parameter is stepped as soon as its gradient is there.
         waiting_gradients: with that and ``offload="step"``, steps that may be under way on the CPU. They are taken
             to be of successive parameters; with ``overlap_forward`` larger ones may wait.
+        micro_batches: of a step, over all ranks, whose gradients :func:`shardopt.comm.ordered_gradients` adds up; None
+            without it.
         zero_offload: what DeepSpeed moves to the host's memory, one of ``ZERO_OFFLOADS``.
         options: the optimizer's; with DeepSpeed bf16 has ``master_weight_bits`` of 24 or 32 without float32 masters,
             which it has otherwise; see :class:`shardopt.state.options.Options`.
@@ -74,6 +76,7 @@ class Setup:
     gpus_per_node: int = 8
     release_gradients: bool = False
     waiting_gradients: int = deferred.MOST_WAITING
+    micro_batches: int | None = None
     zero_offload: str = "none"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -93,6 +96,16 @@ class Setup:
             raise ValueError(
                 f"release_gradients: got it with {self.backend}, which steps all parameters together, expected "
                 "single, ddp or fsdp2"
+            )
+        if self.micro_batches is not None and (self.release_gradients or not self._backend.orders):
+            raise ValueError(
+                f"micro_batches: got {self.micro_batches} with {self.backend}"
+                f"{' and release_gradients' if self.release_gradients else ''}, expected single, ddp or fsdp2 without "
+                "release_gradients, where gradients can be ordered"
+            )
+        if self.micro_batches is not None and (self.micro_batches < 1 or self.micro_batches % self.world_size):
+            raise ValueError(
+                f"micro_batches: got {self.micro_batches} on {self.world_size} ranks, expected a multiple of that"
             )
         check(self.backend, self._backend.zero_stage, self.zero_offload, self.dtype, self.options.get("offload"))
         if self.options.get("offload") == "step" and not self._backend.steps_on_host:
@@ -170,8 +183,16 @@ def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryRepor
         report.device.parameters = held.weights * itemsize
         live = held.gradients_at_once(setup.gradients_at_once) if setup.release_gradients else held.gradients
         report.device.gradients = live * itemsize
+        if setup.micro_batches is not None:
+            report.device.gradient_sums = _sums(setup) * owned_elements(model, setup.world_size) * 4
     _add_state(report, held, setup, model.embeddings)
     return report
+
+
+def _sums(setup: Setup) -> int:
+    """The most sums that wait for a further backward pass: one for each 1 in the number of terms so far."""
+    assert setup.micro_batches is not None
+    return max((n.bit_count() for n in range(setup.world_size, setup.micro_batches, setup.world_size)), default=0)
 
 
 def _add_state(report: MemoryReport, held: Held, setup: Setup, embeddings: Collection[Shape]) -> None:

@@ -16,6 +16,7 @@ from shardopt.report import MemoryReport, MemoryUse
 COLUMNS = {
     "parameters": "weights",
     "gradients": "gradients",
+    "gradient_sums": "gradient sums",
     "state": "state",
     "scales": "scales",
     "master_weights": "master weights",
@@ -104,6 +105,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append(
             "Muon: a step takes orthogonalize_memory on top, 512 MiB by default, or what the largest matrices need."
         )
+    if _are_ordered(rows):
+        found.append(
+            "Ordered gradients: the most float32 sums that wait between backward passes are counted; in the last pass "
+            "they become the gradients."
+        )
     waiting = max((setup.gradients_at_once for setup in released), default=1)
     if waiting > 1:
         found.append(f"Released gradients with offload='step': up to {waiting} successive parameters' are counted.")
@@ -128,15 +134,21 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [note for note in found if note]
 
 
+def _are_ordered(rows: Sequence[Row]) -> bool:
+    return any(row.setup.micro_batches is not None for row in rows)
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
     model = rows[0].model
-    head = ["", *COLUMNS.values(), "total", "GiB per GPU", "GiB per host"]
+    columns = {kind: name for kind, name in COLUMNS.items() if kind != "gradient_sums" or _are_ordered(rows)}
+    head = ["", *columns.values(), "total", "GiB per GPU", "GiB per host"]
     cells = [head]
     for row in rows:
         total = row.report.device.total / model.numel
         digits = 2 if total >= 1 else 4
-        kinds = [*row.per_parameter(row.report.device).values(), total]
+        per_parameter = row.per_parameter(row.report.device)
+        kinds = [*(per_parameter[kind] for kind in columns), total]
         gib = [f"{row.gib_per_gpu:.2f}", f"{row.gib_per_host:.2f}"]
         cells.append([row.name, *(f"{value:.{digits}f}" for value in kinds), *gib])
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]

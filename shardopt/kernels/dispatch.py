@@ -40,10 +40,17 @@ def use_cpu_target(target: str) -> Iterator[None]:
 
 
 class LossScaling(NamedTuple):
-    """Scalars that torch.amp.GradScaler hands over: float32, or None."""
+    """Scalars on which the gradients of a step depend: float32, or None.
+
+    Attributes:
+        grad_scale: what the loss was multiplied by (torch.amp.GradScaler).
+        found_inf: not zero if the step is to be left out (torch.amp.GradScaler).
+        coefficient: what the gradients are to be multiplied by (clipping).
+    """
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    coefficient: Tensor | None = None
 
 
 class Tables(NamedTuple):
@@ -118,12 +125,15 @@ class CpuCall:
 
     def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
-        scale, found_inf = scaling
+        scale, found_inf, coefficient = scaling
         self._off = found_inf is not None and bool(found_inf.item())
         if scale is not None:
             groups = groups.copy()
             with np.errstate(divide="ignore", over="ignore"):  # by 0 as in torch: gradients become Inf or NaN
                 groups["gradient_scale"] *= np.divide(1.0, float(scale))
+        if coefficient is not None:
+            groups = groups.copy()
+            groups["gradient_scale"] *= np.float32(float(coefficient))
         self._step.prepare(groups, torch.get_num_threads(), _target)
 
     def run(self, phase: _C.Phase) -> None:

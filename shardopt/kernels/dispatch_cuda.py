@@ -83,7 +83,7 @@ class CudaCall:
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`shardopt.kernels.dispatch.Call`."""
-        scale, found_inf = self._scaling
+        scale, found_inf, coefficient = self._scaling
         stream = torch.cuda.current_stream(self._device)
         head = self._start + self._head
         if stream != self._stream and not _is_capturing():
@@ -94,6 +94,7 @@ class CudaCall:
             entries=head + self._offsets.entries,
             gradients=head + self._offsets.gradients if self._offsets.uploads_gradients else _address(self._gradients),
             grad_scale=0 if scale is None else scale.data_ptr(),
+            factor=0 if coefficient is None else coefficient.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
             phase=phase,
             stream=stream.cuda_stream,

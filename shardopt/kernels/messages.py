@@ -1,6 +1,9 @@
-"""Gradients as bytes: E4M3 codes and power-of-two scales, in messages of a chunk per rank (csrc/comm/message.h)."""
+"""Gradients on the wire and their sums: E4M3 codes with power-of-two scales, or floats (csrc/comm/message.h)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,70 +12,156 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, cpu_target
 
 #: Elements that share a scale.
-BLOCK = _C.message_block
+BLOCK: int = _C.message_block
 
 
-def encode(floats: Tensor, chunks: int, chunk_numel: int) -> Tensor:
-    """Codes a tensor, chunk by chunk. A chunk's last block may be short.
+class Part(NamedTuple):
+    """Rows of a parameter in a chunk.
+
+    Attributes:
+        rows: how many.
+        row_numel: elements of a row.
+        is_coded: whether they become E4M3 codes; float32 otherwise.
+    """
+
+    rows: int
+    row_numel: int
+    is_coded: bool
+
+
+def row_bytes(numel: int) -> int:
+    """Bytes of a coded row of so many elements."""
+    return _C.message_row_bytes(numel)
+
+
+class Layout:
+    """Where the parts of a chunk lie, one after another.
 
     Args:
-        floats: float32, bfloat16 or float16, contiguous, on the CPU or on CUDA, there in the current stream.
-        chunks: how many chunks.
-        chunk_numel: elements per chunk; the last chunks hold fewer or none where the tensor ends before.
+        parts: of the chunk.
+
+    Attributes:
+        numel: elements of a chunk.
+        bytes: of a chunk's message, with float32 where nothing is coded.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        table = []
+        self.numel = self.bytes = self._blocks = 0
+        for rows, row_numel, is_coded in parts:
+            if rows * row_numel:
+                table.append(
+                    (self._blocks, self.numel, self.bytes, row_numel if is_coded else rows * row_numel, is_coded)
+                )
+                self._blocks += rows * -(-row_numel // BLOCK) if is_coded else -(-rows * row_numel // BLOCK)
+                self.bytes += rows * row_bytes(row_numel) if is_coded else -(-4 * rows * row_numel // 16) * 16
+                self.numel += rows * row_numel
+        self._table = torch.tensor(table, dtype=torch.int64, device="cpu")
+        self._on_devices: dict[torch.device, Tensor] = {}
+
+    def argument(self, device: torch.device, nbytes: int) -> tuple[int, int, int, int, int]:
+        """What kernels on a device read, for messages of so many bytes per chunk."""
+        table = self._table
+        if device.type != "cpu":
+            if device not in self._on_devices:
+                self._on_devices[device] = table.to(device)
+            table = self._on_devices[device]
+        return table.data_ptr(), len(table), self._blocks, self.numel, nbytes
+
+
+def encode(chunks: Tensor, layout: Layout) -> Tensor:
+    """Codes chunks of floats.
+
+    Args:
+        chunks: float32, bfloat16 or float16, (chunks, ``layout.numel``), contiguous, on the CPU or on CUDA, there in
+            the current stream.
+        layout: of each chunk.
 
     Returns:
-        uint8, (chunks, bytes of a chunk).
+        uint8, (chunks, ``layout.bytes``).
 
     Raises:
         TypeError: another dtype.
         RuntimeError: this build has no kernels for the device.
-        ValueError: the tensor is not contiguous, or the chunks do not hold it.
+        ValueError: the tensor is not contiguous, or has chunks of another size.
     """
-    _check(floats)
-    message = torch.empty(chunks, _C.message_chunk_bytes(chunk_numel), dtype=torch.uint8, device=floats.device)
-    where = (floats.data_ptr(), _C.DType(DTYPES[floats.dtype]), floats.numel(), message.data_ptr(), chunks, chunk_numel)
-    if floats.is_cuda:
-        _C.encode_message_cuda(*where, *_stream(floats))
+    _check(chunks, (len(chunks), layout.numel))
+    message = torch.empty(len(chunks), layout.bytes, dtype=torch.uint8, device=chunks.device)
+    where = layout.argument(chunks.device, layout.bytes)
+    call = (where, chunks.data_ptr(), _C.DType(DTYPES[chunks.dtype]), message.data_ptr(), len(chunks))
+    if chunks.is_cuda:
+        _C.encode_message_cuda(*call, *_stream(chunks))
     else:
-        _C.encode_message(*where, torch.get_num_threads(), cpu_target())
+        _C.encode_message(*call, torch.get_num_threads(), cpu_target())
     return message
 
 
-def decode_sum(message: Tensor, out: Tensor, chunk_numel: int, *, terms: int = 1, factor: float = 1.0) -> None:
-    """Decodes a message into a tensor. Sums are float32, in the order of the chunks; the result is rounded once.
+def add_up(
+    message: Tensor,
+    layout: Layout,
+    *,
+    first: int = 0,
+    begin: int = 0,
+    sums: Sequence[Tensor | None] = (),
+    out: Sequence[Tensor] = (),
+    mean: Tensor | None = None,
+    divisor: float = 1.0,
+) -> None:
+    """Adds numbered terms to sums, pairwise: two sums of 2^k terms become one if the first is at a multiple of 2^(k+1).
 
     Args:
-        message: of ``encode``, contiguous.
-        out: float32, bfloat16 or float16, contiguous: its chunks are sums of ``terms`` successive ones of the message.
-        chunk_numel: elements per chunk.
-        terms: how many chunks of the message are added up.
-        factor: what sums are multiplied by, rounded to float32.
+        message: the terms, (terms, bytes of ``encode``); or floats, (terms, ``layout.numel``). Contiguous.
+        layout: of each term; a single part for floats.
+        first: the number of the first term.
+        begin: the number of the first term that sums have.
+        sums: float32, of at least ``layout.numel`` elements, oldest first, those that the terms are added to. None has
+            zeros.
+        out: float32, get the sums that the terms leave, oldest first. May be some of ``sums``.
+        mean: float32, bfloat16 or float16; gets the sum of all, from the latest to the oldest, over ``divisor`` and
+            rounded once, and ``out`` nothing.
+        divisor: of the mean.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: a dtype that is not supported.
         RuntimeError: this build has no kernels for the device.
-        ValueError: the tensor is not contiguous, or the message does not fit it.
+        ValueError: a tensor is not contiguous or of another size, or sums and terms do not fit.
     """
-    _check(out)
-    chunks, left = divmod(message.shape[0], terms)
-    if left or message.shape[1] != _C.message_chunk_bytes(chunk_numel):
-        raise ValueError(
-            f"got a message of shape {tuple(message.shape)}, expected a multiple of {terms} chunks of "
-            f"{_C.message_chunk_bytes(chunk_numel)} bytes; give the chunk_numel that it was encoded with"
-        )
-    where = (out.data_ptr(), _C.DType(DTYPES[out.dtype]), out.numel(), message.data_ptr(), chunks, chunk_numel)
-    if out.is_cuda:
-        _C.decode_message_cuda(*where, terms, factor, *_stream(out))
+    raw = torch.float32 if message.dtype == torch.uint8 else message.dtype
+    if message.dtype == torch.uint8:
+        _check_place(message, (len(message), layout.bytes))
     else:
-        _C.decode_message(*where, terms, factor, torch.get_num_threads(), cpu_target())
+        _check(message, (len(message), layout.numel))
+    if mean is not None:
+        _check(mean, (layout.numel,))
+    call = (
+        layout.argument(message.device, message.shape[1] * message.element_size()),
+        message.data_ptr(),
+        _C.DType(DTYPES[raw]),
+        len(message),
+        first,
+        begin,
+        [0 if x is None else x.data_ptr() for x in sums],
+        [x.data_ptr() for x in out],
+        0 if mean is None else mean.data_ptr(),
+        _C.DType(DTYPES[torch.float32 if mean is None else mean.dtype]),
+        divisor,
+    )
+    if message.is_cuda:
+        _C.sum_message_cuda(*call, *_stream(message))
+    else:
+        _C.sum_message(*call, torch.get_num_threads(), cpu_target())
 
 
-def _check(tensor: Tensor) -> None:
+def _check(tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"got a gradient of {tensor.dtype}, expected float32, bfloat16 or float16; set "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
+    _check_place(tensor, shape)
+
+
+def _check_place(tensor: Tensor, shape: tuple[int, ...]) -> None:
     if not (tensor.device.type == "cpu" or (tensor.is_cuda and _C.with_cuda)):
         built = "cpu and cuda" if _C.with_cuda else "cpu"
         remedy = "; install it again with nvcc on PATH and SHARDOPT_CUDA=1" if tensor.is_cuda else ""
@@ -80,8 +169,11 @@ def _check(tensor: Tensor) -> None:
             f"got a gradient on {tensor.device}, expected one on {built}, for which this build of shardopt has "
             f"kernels{remedy}"
         )
-    if not tensor.is_contiguous():
-        raise ValueError(f"got a gradient with strides {tensor.stride()}, expected a contiguous one")
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"got a gradient of shape {tuple(tensor.shape)} with strides {tensor.stride()}, expected a contiguous one "
+            f"of {shape}"
+        )
 
 
 def _stream(tensor: Tensor) -> tuple[int, int]:

@@ -164,9 +164,11 @@ class ShardedOptimizer(OptimizerInterface):
         if released is None:
             internals.warn_without_gradients()
         if left:
+            clipped = internals.clipped(scaling)
             for group in self.param_groups:
                 self.begin_step(group)
-            internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+            internals.stepper.prepare(self.param_groups, self.state, internals.group_of, clipped)()
+        internals.coefficient = None
         internals.skipped.publish()
         if released is not None:
             released.next_step()
@@ -180,6 +182,7 @@ class ShardedOptimizer(OptimizerInterface):
         one may begin. Parameters that were stepped during the failed one stay so, which is warned of.
         """
         super().zero_grad(set_to_none)
+        self._internals.coefficient = None
         if self._internals.released is not None:
             self._internals.released.discard()
 

@@ -54,6 +54,7 @@ class Internals:
         peers: the ranks whose optimizers have the model's other parameters, where this one has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
+        coefficient: what the next step multiplies gradients by, instead of clipping: float32, 0-d; None for nothing.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -64,6 +65,7 @@ class Internals:
         self.peers: Exchange | None = None
         self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
+        self.coefficient: Tensor | None = None
         self._pauses = 0
         self._steppers: dict[tuple[int, ...], Stepper] = {}
         self._has_stepped = False
@@ -154,6 +156,19 @@ class Internals:
             stepper.forget()
         if self.released is not None:
             self.released.forget()
+
+    def clipped(self, scaling: LossScaling) -> LossScaling:
+        """The scaling of a step whose gradients are multiplied by :attr:`coefficient`.
+
+        Raises:
+            RuntimeError: torch.amp.GradScaler has not unscaled the gradients, whose norm was another one.
+        """
+        if self.coefficient is not None and scaling.grad_scale is not None:
+            raise RuntimeError(
+                "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
+                "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
+            )
+        return scaling._replace(coefficient=self.coefficient)
 
     def warn_of_skipped(self) -> None:
         """Warns of gradient elements that were skipped since the last warning."""

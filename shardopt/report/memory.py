@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -14,12 +15,24 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.slice_state import LOW_BITS
 
 
+class KeepsSums(Protocol):
+    """What keeps sums of gradients between backward passes."""
+
+    def sums_of(self, params: Container[int]) -> Iterable[Tensor]:
+        """The sums, if any of these parameters' gradients are in them. Parameters are told by their ``id``."""
+
+
+#: All that there are.
+keepers_of_sums: weakref.WeakSet[KeepsSums] = weakref.WeakSet()
+
+
 @dataclass
 class MemoryUse:
     """Bytes allocated in one kind of memory."""
 
     parameters: int = 0
     gradients: int = 0
+    gradient_sums: int = 0  # of the micro-batches so far (shardopt.comm.ordered_gradients)
     state: int = 0  # codes, unquantized moments, step counts
     scales: int = 0
     master_weights: int = 0  # their low bits
@@ -96,6 +109,10 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
                 add("gradients", _local(param.grad))
             for key, tensor in _entries(owner.state.get(param, {})):
                 add(kind_of(key), _local(tensor))
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for keeper in keepers_of_sums:
+        for tensor in keeper.sums_of(params):
+            add("gradient_sums", tensor)
     if isinstance(owner, ShardedOptimizer):
         report.host.state += owner._internals.residency.padding_bytes
         for device, nbytes in owner._internals.residency.buffer_bytes.items():

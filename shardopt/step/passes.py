@@ -92,7 +92,7 @@ class Passes:
         self._prepare_apply = partial(
             self._apply.update,
             groups=of_apply,
-            scaling=scaling._replace(grad_scale=None),
+            scaling=scaling._replace(grad_scale=None, coefficient=None),
             skipped=skipped,
             residency=residency,
         )

@@ -66,3 +66,10 @@ def test_portable_checkpoint(
     assert client_ranks.run(2, accelerated, before, tmp_path, "portable") == [plain[0]] * 2
     found = client_ranks.run(world_size, accelerated, after, tmp_path, "portable", True)
     assert found == [plain[0]] * world_size
+
+
+def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    (expected,) = client_ranks.run(1, accelerated, "plain", tmp_path, "state", False, 0.1)
+    assert expected != plain[0]
+    for mode in ("ddp", "fsdp1", "fsdp2"):
+        assert client_ranks.run(2, accelerated, mode, tmp_path, "state", False, 0.1) == [expected] * 2

@@ -40,6 +40,14 @@ def test_fsdp1_validates(client_ranks: Pool, plain: tuple[dict[str, str], Path],
     assert client_ranks.run(2, validated, "fsdp1", tmp_path) == expected * 2
 
 
+def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    """By ``configure_gradient_clipping``, which Lightning calls within the optimizer's closure."""
+    (expected,) = client_ranks.run(1, trained, "plain", tmp_path / "plain", False, 0.1)
+    assert expected != plain[0]
+    for mode in ("ddp", "fsdp1", "fsdp2"):
+        assert client_ranks.run(2, trained, mode, tmp_path / mode, False, 0.1) == [expected] * 2
+
+
 def refused_deepspeed(folder: Path) -> str:
     with pytest.raises(RuntimeError) as caught:
         trained("deepspeed", folder)

@@ -124,3 +124,26 @@ def build_train_config() -> None:
 @needs("triton")  # which all models of torchtitan import
 def test_train_config(client_ranks: Pool) -> None:
     client_ranks.run(1, build_train_config)
+
+
+def clip_as_its_trainer() -> None:
+    from torchtitan.distributed import utils
+
+    from shardopt.clients.torchtitan import clip_grad_norm_
+
+    norms = []
+    for shard in (WAYS["fsdp"], WAYS["single"]):
+        model = shard(make_net())
+        set_gradients(model, 0)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(utils, "clip_grad_norm_", clip_grad_norm_)
+            norms.append(
+                utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True, pp_mesh=None, ep_enabled=False)
+            )
+    assert torch.equal(norms[0], norms[1])
+    with pytest.raises(ValueError, match="got pipeline parallelism"):
+        clip_grad_norm_(model.parameters(), 1.0, pp_mesh="mesh")
+
+
+def test_clipped_by_the_exact_norm(ranks: Pool) -> None:
+    ranks.run(2, clip_as_its_trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,21 @@ def test_resume_from_the_portable_checkpoint(
     start = str(tmp_path / "a" / "checkpoint-3")
     found = client_ranks.run(after[0], trained_portably, after[1], tmp_path / "b", start, start)
     assert found == [plain[0]] * after[0]
+
+
+def clipped(mode: str, output: Path) -> Any:
+    from shardopt.clients.transformers import ClipGradNorm
+
+    with pytest.raises(ValueError, match=r"expected TrainingArguments\(max_grad_norm=0.0\)"):
+        ClipGradNorm(0.1).on_init_end(SimpleNamespace(max_grad_norm=1.0), None, None)
+    return trained(mode, output, callbacks=[ClipGradNorm(0.1)], save_strategy="no")
+
+
+def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    (expected,) = client_ranks.run(1, clipped, "plain", tmp_path)
+    assert expected != plain[0]
+    for mode in ("ddp", "fsdp1", "fsdp2"):
+        assert client_ranks.run(2, clipped, mode, tmp_path) == [expected] * 2
 
 
 MUON = {"optimizer": hugging_face.muon, "options": {"lr": 2e-2, "adamw_lr": 3e-3}}

@@ -11,30 +11,46 @@ from torch import Tensor
 
 import reference_messages as reference
 from kernel_problem import using
-from message_problem import DTYPES, SHAPES, check, numbers
+from message_problem import DTYPES, LAYOUTS, check, check_floats, numbers
 from shardopt import _C
 from shardopt.kernels import messages
+from shardopt.kernels.messages import Part
+
+
+def coded(numel: int) -> messages.Layout:
+    return messages.Layout([Part(1, numel, True)])
+
+
+def round_trip(floats: Tensor) -> Tensor:
+    """What a row of floats becomes on the wire."""
+    layout, out = coded(floats.numel()), torch.empty(floats.numel())
+    messages.add_up(messages.encode(floats[None], layout), layout, out=[out])
+    return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", _C.cpu_targets())
 def test_cpu(target: str, dtype: torch.dtype) -> None:
     with using(target, threads=1):
-        for numel, chunks, chunk_numel in SHAPES:
-            for _, floats in numbers(dtype, numel, numel):
-                check(floats, chunks, chunk_numel)
+        for parts, chunks in LAYOUTS:
+            for _, floats in numbers(dtype, chunks * messages.Layout(parts).numel, chunks):
+                check(floats, parts, chunks)
+        for numel in (1, 127, 128, 1000):
+            for terms in (1, 2, 3, 7, 12):
+                for _, floats in numbers(dtype, terms * numel, numel):
+                    check_floats(floats, terms)
 
 
 def test_any_number_of_threads() -> None:
-    floats = torch.randn(4 * 70_000)
-    messages_of, sums = [], []
+    floats, layout = torch.randn(4, 3 * 70_000), messages.Layout([Part(3, 70_000, True)])
+    found, sums = [], []
     for threads in (1, 2, 5):
         with using(_C.cpu_targets()[0], threads):
-            messages_of.append(messages.encode(floats, 4, 70_000))
-            sums.append(torch.empty(70_000))
-            messages.decode_sum(messages_of[-1], sums[-1], 70_000, terms=4)
-    for message, total in zip(messages_of, sums, strict=True):
-        assert torch.equal(message, messages_of[0])
+            found.append(messages.encode(floats, layout))
+            sums.append(torch.empty(layout.numel))
+            messages.add_up(found[-1], layout, out=sums[-1:])
+    for message, total in zip(found, sums, strict=True):
+        assert torch.equal(message, found[0])
         assert torch.equal(total, sums[0])
 
 
@@ -42,7 +58,8 @@ def test_any_number_of_threads() -> None:
 def test_tensors_at_any_address(offset: int) -> None:
     for dtype in DTYPES:
         floats = torch.randn(offset + 700).to(dtype)[offset:]
-        check(floats, 2, 350)
+        check(floats, [Part(1, 350, True)], 2)
+        check_floats(floats, 2)
 
 
 def every_bfloat16() -> Tensor:
@@ -57,14 +74,13 @@ def test_every_bfloat16_beside_every_largest() -> None:
         largest = torch.tensor(1.9375 * 2.0**exponent).bfloat16()
         beside = torch.where(blocks.abs() <= largest, blocks, 0.0)
         beside[:, 0] = largest
-        check(beside.reshape(-1), 4, 2**14)
+        check(beside.reshape(-1), [Part(1, 2**14, True)], 4)
 
 
 def test_errors_of_half_a_unit() -> None:
     """A code is within 2^-4 of a number above the scale's smallest normal, and the largest numbers do not overflow."""
     floats = torch.randn(1 << 16) * torch.exp(2 * torch.randn(1 << 16))
-    out = torch.empty_like(floats)
-    messages.decode_sum(messages.encode(floats, 1, floats.numel()), out, floats.numel())
+    out = round_trip(floats)
     largest = floats.view(-1, 128).abs().amax(1, keepdim=True).expand(-1, 128).reshape(-1)
     normal = floats.abs() >= largest * 2.0**-13
     assert normal.sum() > 50_000
@@ -75,8 +91,8 @@ def test_errors_of_half_a_unit() -> None:
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**20, -1.0])
 def test_powers_of_two_change_no_code(scale: float) -> None:
     floats = torch.randn(1000)
-    codes, scales = reference.split(messages.encode(floats, 1, 1000), 1000)
-    scaled_codes, scaled_scales = reference.split(messages.encode(floats * scale, 1, 1000), 1000)
+    codes, scales = reference.split(messages.encode(floats[None], coded(1000)), 1000)
+    scaled_codes, scaled_scales = reference.split(messages.encode(floats[None] * scale, coded(1000)), 1000)
     assert torch.equal(scaled_codes, codes ^ (0x80 if scale < 0 else 0))
     assert torch.equal(scaled_scales.int() - scales.int(), torch.full_like(scales, 0).int() + scale_exponent(scale))
 
@@ -88,22 +104,26 @@ def scale_exponent(scale: float) -> int:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_harms_no_neighbour(bad: float) -> None:
     floats = torch.randn(384)
-    wanted, found = torch.empty(384), torch.empty(384)
-    messages.decode_sum(messages.encode(floats.index_fill(0, torch.tensor([200]), 0.0), 1, 384), wanted, 384)
-    messages.decode_sum(messages.encode(floats.index_fill(0, torch.tensor([200]), bad), 1, 384), found, 384)
+    wanted, found = (round_trip(floats.index_fill(0, torch.tensor([200]), x)) for x in (0.0, bad))
     assert found[200].isnan()
     found[200] = 0.0
     assert torch.equal(found, wanted)
 
 
 def test_refused() -> None:
+    layout = coded(8)
     with pytest.raises(TypeError, match=r"got a gradient of torch.float64, expected float32, bfloat16 or float16"):
-        messages.encode(torch.zeros(8, dtype=torch.float64), 1, 8)
-    with pytest.raises(ValueError, match=r"got a gradient with strides \(2,\), expected a contiguous one"):
-        messages.encode(torch.zeros(16)[::2], 1, 8)
+        messages.encode(torch.zeros(1, 8, dtype=torch.float64), layout)
+    with pytest.raises(ValueError, match=r"got a gradient of shape \(1, 8\) with strides \(16, 2\), expected a cont"):
+        messages.encode(torch.zeros(1, 16)[:, ::2], layout)
     with pytest.raises(RuntimeError, match=r"got a gradient on meta, expected one on cpu"):
-        messages.encode(torch.zeros(8, device="meta"), 1, 8)
-    with pytest.raises(ValueError, match=r"got 9 elements in 1 chunks of 8"):
-        messages.encode(torch.zeros(9), 1, 8)
-    with pytest.raises(ValueError, match=r"got a message of shape \(2, 32\), expected a multiple of 2 chunks of 272"):
-        messages.decode_sum(messages.encode(torch.zeros(16), 2, 8), torch.zeros(256), 256, terms=2)
+        messages.encode(torch.zeros(1, 8, device="meta"), layout)
+    with pytest.raises(ValueError, match=r"got a gradient of shape \(1, 9\) .*expected a contiguous one of \(1, 8\)"):
+        messages.encode(torch.zeros(1, 9), layout)
+    message = messages.encode(torch.zeros(3, 8), layout)
+    with pytest.raises(ValueError, match="got 0 sums before 3 terms from number 0 on, and 1 afterwards"):
+        messages.add_up(message, layout, out=[torch.empty(8)])
+    with pytest.raises(ValueError, match="got 0 sums before 3 terms from number 1 on"):
+        messages.add_up(message, layout, first=1, out=[torch.empty(8)] * 2)
+    with pytest.raises(ValueError, match="got a layout without blocks"):
+        messages.add_up(torch.empty(0, 0), messages.Layout([]))

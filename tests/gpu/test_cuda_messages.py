@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from cuda_device import CUDA, needs_cuda
-from message_problem import DTYPES, SHAPES, assert_same_bits, numbers
+from message_problem import DTYPES, LAYOUTS, assert_same_bits, numbers
 from shardopt.kernels import messages
+from shardopt.kernels.messages import Part
 
 pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_the_cpu(dtype: torch.dtype) -> None:
-    for numel, chunks, chunk_numel in (*SHAPES, (4 * 3_000_000, 4, 3_000_000)):
-        for _, floats in numbers(dtype, numel, numel):
-            wanted, found = (messages.encode(x, chunks, chunk_numel) for x in (floats, floats.to(CUDA)))
-            assert torch.equal(found.cpu(), wanted)
-            for terms, size in ((1, numel), (chunks, chunk_numel)):
-                total = torch.empty(size, dtype=dtype)
-                on_device = torch.empty_like(total, device=CUDA)
-                messages.decode_sum(wanted, total, chunk_numel, terms=terms, factor=1 / terms)
-                messages.decode_sum(found, on_device, chunk_numel, terms=terms, factor=1 / terms)
-                assert_same_bits(on_device.cpu(), total)
+    for parts, chunks in (*LAYOUTS, ((Part(3000, 1000, True), Part(1, 77, False)), 4)):
+        layout = messages.Layout(parts)
+        for _, floats in numbers(dtype, chunks * layout.numel, chunks):
+            whole = floats.view(chunks, layout.numel)
+            on_device, floats_layout = whole.to(CUDA), messages.Layout([Part(1, layout.numel, False)])
+            message, found = messages.encode(whole, layout), messages.encode(on_device, layout)
+            assert_same_bits(mean(on_device, floats_layout).cpu(), mean(whole, floats_layout))
+            assert_same_bits(mean(found, layout).cpu(), mean(message, layout))
+            assert_same_bits(decoded(found, layout).cpu(), decoded(message, layout))
+
+
+def mean(message: Tensor, layout: messages.Layout) -> Tensor:
+    """Over the terms of a message and a sum before."""
+    before = torch.arange(layout.numel, device=message.device).float()
+    out = torch.empty_like(before)
+    messages.add_up(message, layout, first=1, sums=[before], mean=out, divisor=len(message) + 1)
+    return out
+
+
+def decoded(message: Tensor, layout: messages.Layout) -> Tensor:
+    out = torch.empty(layout.numel, device=message.device)
+    messages.add_up(message[:1], layout, out=[out])
+    return out

@@ -23,6 +23,7 @@ from shardopt import _C
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
+from shardopt.kernels.messages import Layout, Part
 from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import BF16, FP32
 
@@ -253,11 +254,43 @@ def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
 
 def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients as bytes: the kernels of csrc/comm."""
-    for name in ("encode_message", "decode_message"):
+    for name in ("encode_message", "sum_message"):
         kernel = getattr(emulated, f"{name}_cuda")
         monkeypatch.setattr(_C, name, lambda *args, kernel=kernel: kernel(*args[:-2], device=0, stream=0))
     for dtype in message_problem.DTYPES:
-        for numel, chunks, chunk_numel in message_problem.SHAPES:
-            for _, floats in message_problem.numbers(dtype, numel, numel):
-                message_problem.check(floats, chunks, chunk_numel)
-        message_problem.check(torch.randn(1001).to(dtype)[1:], 2, 500)
+        for parts, chunks in message_problem.LAYOUTS:
+            for _, floats in message_problem.numbers(dtype, chunks * Layout(parts).numel, chunks):
+                message_problem.check(floats, parts, chunks)
+        unaligned = torch.randn(1001).to(dtype)[1:]
+        message_problem.check(unaligned, [Part(2, 250, True)], 2)
+        message_problem.check_floats(unaligned, 3)
+
+
+def test_norms(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, clipped gradients and steps that clip: the kernels of csrc/norm, and those of steps with a coefficient."""
+    gradients_of = {
+        f"{dtype} {name} {numel}": [floats, at_odd_offset(floats[: numel // 2]), floats.view(-1, 2).t()]
+        for dtype in message_problem.DTYPES
+        for numel in (2, 8, 70, 1030)
+        for name, floats in message_problem.numbers(dtype, numel, numel)
+    }
+    gradients_of["several tasks"] = [torch.randn(8192 * 2 + 9), torch.randn(8192), torch.randn(8191)]
+    with using("portable", threads=1):
+        wanted = {name: cuda_emulated.clipped(given) for name, given in gradients_of.items()}
+    cuda_emulated.use(emulated, monkeypatch)
+    for name, given in gradients_of.items():
+        for found, expected in zip(cuda_emulated.clipped(given), wanted[name], strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_roots(emulated: ModuleType) -> None:
+    for seed in range(50):
+        words = torch.randint(-(2**40), 2**40, (_C.sum_words,), generator=torch.Generator().manual_seed(seed))
+        words[seed % 20 + 1 :] = 0
+        words[seed % 20] = 1 + seed
+        words[-1] = {48: 1, 49: 2**32 + 1}.get(seed, 0)
+        for is_magnitude in (False, True):
+            found, wanted = torch.zeros(2), torch.zeros(2)
+            emulated.clip_cuda(words.data_ptr(), is_magnitude, 0.3, found.data_ptr(), 0, 0)
+            _C.clip(words.data_ptr(), is_magnitude, 0.3, wanted.data_ptr())
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

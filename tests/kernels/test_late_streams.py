@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+import shardopt
 from helpers import Named
 from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios, steps
 from late_schedule import KINDS
@@ -41,10 +42,10 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def all_gather(out: Tensor, message: Tensor, group: Peers) -> None:
         for place in range(group.size()):
-            out[place].copy_(message[0])
+            out.view(group.size(), -1)[place].copy_(message)
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", all_to_all)
-    monkeypatch.setattr("shardopt.comm.all_reduce._all_gather", all_gather)
+    monkeypatch.setattr("shardopt.comm.ddp._all_gather", all_gather)
 
 
 NAMES = list(scenarios(Path()))
@@ -152,6 +153,13 @@ PLANTS = {
         "step.tables:use_in_current_stream", "tensor.record_stream(stream)", "pass", ("device scalars",)
     ),
     "tables of a graph": Plant("step.tables:StepTables._run_on", "self._captured.append(", "tuple(", ("captured",)),
+    "tables of norms": Plant(
+        "kernels.norms:CudaNormCall.run", "use_in_current_stream(self._device, (self._tasks, self._table))", "pass",
+        ("clipped",),
+    ),
+    "sums of norms": Plant(
+        "step.gradient_norm:GradientNorm.clip", "use_in_current_stream(device, (words,))", "pass", ("clipped",)
+    ),
     "skipped elements": Plant(
         "kernels.skipped:SkippedElements.count", "torch.cuda.synchronize(device)", "pass", ("device scalars",)
     ),
@@ -172,7 +180,7 @@ PLANTS = {
         ("released step",),
     ),
     "bucket filled": Plant(
-        "comm.all_reduce:all_reduce_8bit", "stream.wait_stream(torch.cuda.current_stream(buffer.device))", "pass",
+        "comm.ddp:DdpReducer.reduce", "stream.wait_stream(torch.cuda.current_stream(buffer.device))", "pass",
         ("messages",),
     ),
 }  # fmt: skip
@@ -216,6 +224,17 @@ def test_no_step_waits() -> None:
         check(device)
         check(device, offload="state")
         check(device, lr=torch.full((), 0.01, device=CUDA))
+
+
+def test_no_clipping_waits() -> None:
+    with late_device("late") as device:
+        problem = Problem(CUDA)
+        for t in range(5):
+            problem.set_gradients(t, without=(t % 3,))
+            waits, copies = device.waits, device.copies_to_host
+            shardopt.clip_grad_norm_(problem.params.values(), 0.5, optimizer=problem.optimizer if t % 2 else None)
+            assert (device.waits, device.copies_to_host) == (waits, copies)
+            problem.optimizer.step()
 
 
 def test_released_gradients_copy_once_per_step() -> None:

@@ -33,7 +33,8 @@ pytestmark = needs_fsdp2_on_the_cpu
 
 DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 SMALL = ROOT / "configs" / "small.yaml"  # which torchrun.sh takes
-#: Endless, as far as the tests go. A norm would be summed in another order where other ranks are.
+ORDERED = ("--ordered", "--micro-batches", "6", "--clip", "0.2")
+#: Endless, as far as the tests go.
 LONG = (*TINY, "--clip", "0", "--steps", "100000", "--backend", "fsdp2", "--timeout", "10", "--keep-checkpoints", "0")
 #: Seconds in which the other machine has to end: rather more than it takes on a busy machine.
 SOON = 60
@@ -78,24 +79,24 @@ def networks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "disturb"),
+    ("options", "disturb"),
     [
-        ((), crash),
+        (ORDERED, crash),
         pytest.param((), kill_agent, marks=pytest.mark.slow),
         pytest.param((), unplug, marks=pytest.mark.slow),
         pytest.param(DEEPSPEED, crash, marks=pytest.mark.slow),
     ],
-    ids=["fsdp2-crash", "fsdp2-kill_agent", "fsdp2-unplug", "deepspeed-crash"],
+    ids=["fsdp2-ordered-crash", "fsdp2-kill_agent", "fsdp2-unplug", "deepspeed-crash"],
 )
 def test_two_machines_of_which_one_is_lost(
-    backend: tuple[str, ...],
+    options: tuple[str, ...],
     disturb: Callable[[Node, subprocess.Popen[str]], None],
     ranks: Pool,
     tmp_path: Path,
 ) -> None:
     text, output, whole = (tmp_path / name for name in ("text", "disturbed", "whole"))
     write_text(text)
-    job = (*backend, "--data", text, "--output", output)
+    job = (*options, "--data", text, "--output", output)
 
     with network.two_nodes() as nodes:
         first, second = agents = [start(node, 2, 1, *job) for node in nodes]
@@ -116,17 +117,20 @@ def test_two_machines_of_which_one_is_lost(
             said, _ = second.communicate(timeout=SOON)
             assert "train.py: error: torchrun, which started this rank, is gone" in said
 
-    # The machine that is left has as many ranks now as both had, so that the sums are the same, too.
+    # With ordered gradients, whose sums do not depend on the number of ranks, the machine that is left goes on with its
+    # one rank. Without, it has as many ranks now as both had.
+    is_ordered = options == ORDERED
     last = steps_saved(output)[-1]
     with network.two_nodes() as (node, _):
-        alone = start(node, 1, 2, *job, "--stop-at-step", last + 4)
+        alone = start(node, 1, 1 if is_ordered else 2, *job, "--stop-at-step", last + 4)
         said, _ = alone.communicate(timeout=240)
     assert alone.returncode == 0, said
     found = summary(output)["verified"]
     assert found["codes"] == found["scales"] > 0
 
     # A run under DeepSpeed ends with the bits of FSDP2.
-    run_on(ranks, 2, "--config", SMALL, *LONG, "--data", text, "--output", whole, "--stop-at-step", last + 4)
+    of_torch = options if is_ordered else ()
+    run_on(ranks, 2, "--config", SMALL, *LONG, *of_torch, "--data", text, "--output", whole, "--stop-at-step", last + 4)
     assert losses(output) == losses(whole)
     assert steps_saved(output) == list(range(4, last + 5, 4))
     for step in steps_saved(output):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._device import _device_constructors
 
+import ordered_problem
 import shardopt
 import shardopt.checkpoint
 import wrapped
@@ -236,21 +237,20 @@ def test_sharded(ranks: Pool, tmp_path: Path, way: str, rule: str) -> None:
     ranks.run(3, _sharded, way, rule, str(tmp_path / "saved"))
 
 
-def _reduced() -> None:
-    from shardopt.comm import ReduceScatter8bit, all_reduce_8bit
-
-    gradient = torch.randn(3 * 300, generator=torch.Generator().manual_seed(dist.get_rank()))
+def _ordered(way: str) -> None:
     found = []
     for device in (META, torch.device("cpu")):
-        chunk, whole = torch.empty(300), gradient.clone()
-        comm = ReduceScatter8bit()
+        model = ordered_problem.WAYS[way](ordered_problem.make_model())
         with device:
-            comm(chunk, gradient.clone(), dist.group.WORLD, dist.ReduceOp.AVG)
-            bucket = type("Bucket", (), {"buffer": lambda self, x=whole: x})()
-            result = all_reduce_8bit(dist.group.WORLD, bucket).wait()
-        found.append((chunk, *(result if isinstance(result, list) else [result])))
-    assert all(map(torch.equal, *found))
+            shardopt.comm.ordered_gradients(model, micro_batches=2 * dist.get_world_size(), wire="e4m3")
+        for number in range(2):
+            loss = ordered_problem.loss_of(model, number)
+            with device:
+                loss.backward()
+        found.append(ordered_problem.gradients(model))
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
 
 
-def test_reductions(ranks: Pool) -> None:
-    ranks.run(3, _reduced)
+@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 3), ("fsdp", 3)])
+def test_ordered_gradients(ranks: Pool, way: str, world_size: int) -> None:
+    ranks.run(world_size, _ordered, way)

@@ -52,6 +52,7 @@ INCLUDES = {
     "threads": {"threads"},
     "step": {"core", "rules", "codecs", "step", "threads"},
     "comm": {"core", "step", "comm", "threads"},
+    "norm": {"core", "step", "norm", "threads"},
 }
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
 #: Not for kernels, whose objects the wheels of all Pythons share: headers of Python, and those of bindings.

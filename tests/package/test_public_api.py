@@ -106,7 +106,15 @@ ESTIMATES: dict[str, dict[str, Any]] = {
     "Prodigy": {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "k": 0},
 }
 PRESETS = {f"{name}8bit": name for name in OPTIMIZERS} | {f"{name}4bit": name for name in ("Adam", "AdamW")}
-OTHERS = ("GradientRelease", "MemoryReport", "cast_model", "check_numerics", "is_norm", "memory_report")
+OTHERS = (
+    "GradientRelease",
+    "MemoryReport",
+    "cast_model",
+    "check_numerics",
+    "clip_grad_norm_",
+    "is_norm",
+    "memory_report",
+)
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
 OTHERS += ("muon_groups", "release_gradients")
 OPTIONS: dict[str, Any] = {
@@ -161,6 +169,13 @@ def test_defaults_are_those_of_torch(name: str) -> None:
     elsewhere = {"self", "params", "decoupled_weight_decay"}  # the last one: Adam's way to be AdamW
     unknown = set(theirs) - elsewhere - set(OPTIMIZERS[name]) - set(OPTIONS)
     assert not unknown, f"torch.optim.{name} takes {unknown}, shardopt.{name} does not"
+
+
+def test_clipping_has_torchs_signature() -> None:
+    *ours, optimizer = inspect.signature(shardopt.clip_grad_norm_).parameters.values()
+    theirs = inspect.signature(torch.nn.utils.clip_grad_norm_).parameters.values()
+    assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
+    assert optimizer.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def test_options() -> None:

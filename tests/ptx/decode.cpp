@@ -188,15 +188,16 @@ void memory(Decoding& d) {
       i.count = part == "v2" ? 2 : 4;
     } else {
       const std::vector<std::string> caching{"cs", "nc", "ca", "cg", "wb"};
-      d.demand(std::count(caching.begin(), caching.end(), part) || (d.base == "atom" && part == "add"));
+      d.demand(std::count(caching.begin(), caching.end(), part) ||
+               (d.base == "atom" && (part == "add" || part == "max")));
     }
   }
   if (d.base == "atom") {
-    d.demand(d.type == "u64" && d.has("add") && i.space == Space::kGlobal);
+    d.demand(d.type == "u64" && (d.has("add") || d.has("max")) && i.space == Space::kGlobal);
     d.to(d.arg(0), true);
     i.from[i.sources++] = d.parser.address(d.arg(1), &i.offset);
     d.from(d.arg(2), true);
-    return d.set(atomic_add);
+    return d.set(d.has("add") ? atomic_add : atomic_max);
   }
   const bool is_load = d.base == "ld";
   const std::string& value = d.arg(is_load ? 0 : 1);

@@ -189,6 +189,7 @@ void begin_launch();
 void load_memory(Warp& w, const Instruction& i, u32 mask);
 void store_memory(Warp& w, const Instruction& i, u32 mask);
 void atomic_add(Warp& w, const Instruction& i, u32 mask);
+void atomic_max(Warp& w, const Instruction& i, u32 mask);
 void begin_copy(Warp& w, const Instruction& i, u32 mask);
 void commit_copies(Warp& w, const Instruction& i, u32 mask);
 void wait_for_copies(Warp& w, const Instruction& i, u32 mask);

@@ -297,18 +297,31 @@ void store_memory(Warp& w, const Instruction& i, u32 mask) {
 }
 
 // Of 64 bits.
-void atomic_add(Warp& w, const Instruction& i, u32 mask) {
+namespace {
+
+template <class Change>
+void atomic(Warp& w, const Instruction& i, u32 mask, Change change) {
   if ((w.undefined(i.from[0]) | w.undefined(i.from[1])) & mask)
-    w.report("an atomic addition of something undefined", i);
+    w.report("an atomic operation on something undefined", i);
   for_lanes(mask, [&](int lane) {
     const u64 at = address_of(w, i.from[0], i.offset, lane);
     if (!check_global(w, i, at, 8)) return;
     for (u32 b = 0; b < 8; ++b) note_write(w, i, global_access(at + b), who(w, lane), true, true);
     u64& sum = *reinterpret_cast<u64*>(at);
     if (i.to[0].bank == Bank::kBits64) w.write64(i.to[0])[lane] = sum;
-    sum += w.value(i.from[1], lane);
+    sum = change(sum, w.value(i.from[1], lane));
   });
   w.mark(i.to[0], 0, mask);
+}
+
+}  // namespace
+
+void atomic_add(Warp& w, const Instruction& i, u32 mask) {
+  atomic(w, i, mask, [](u64 a, u64 b) { return a + b; });
+}
+
+void atomic_max(Warp& w, const Instruction& i, u32 mask) {
+  atomic(w, i, mask, [](u64 a, u64 b) { return std::max(a, b); });
 }
 
 // What it writes is undefined until it has been waited for.

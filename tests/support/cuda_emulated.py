@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pybind11
 import pytest
 import torch
 from torch import Tensor
 
-from helpers import Named, step
+import shardopt
+from helpers import Named, at_odd_offset, step
 from kernel_problem import make, using
 from ranks.snapshot import Snapshot, assert_same, snapshot
-from shardopt import _C
-from shardopt.kernels import dispatch_cuda
-from shardopt.step import batch
+from shardopt import _C, clip_grad_norm_
+from shardopt.kernels import dispatch_cuda, norms
+from shardopt.step import batch, gradient_norm
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("tests/kernels/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
@@ -53,7 +57,14 @@ def build(folder: Path) -> ModuleType:
 
 def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets optimizers step tensors on the CPU as if they were on a GPU."""
-    for name in ("cuda_tasks", "step_cuda", "cuda_prepared_bytes", "cuda_launched_gradients"):
+    for name in (
+        "cuda_tasks",
+        "step_cuda",
+        "norm_cuda",
+        "cuda_norm_task",
+        "cuda_prepared_bytes",
+        "cuda_launched_gradients",
+    ):
         monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
     monkeypatch.setattr(dispatch_cuda, "_pinned", _pageable)
     monkeypatch.setattr(dispatch_cuda, "_on", lambda table, device: table.clone())
@@ -62,6 +73,9 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(batch, "make_call", dispatch_cuda.CudaCall)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(norms, "_pinned", lambda table: torch.from_numpy(table.reshape(-1).view(np.uint8)))
+    monkeypatch.setattr(gradient_norm, "make_norm_call", norms.CudaNormCall)
 
 
 def _pageable(size: int) -> Tensor:
@@ -74,6 +88,21 @@ def run(rule: str, codec: str, initial: Named, steps: list[Named], **options: ob
         for gradient in steps:
             step(optimizer, params, gradient)
     return snapshot(params, optimizer), optimizer.nonfinite_count
+
+
+def clipped(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Norms, clipped gradients, and parameters and moments after a step that clips."""
+    found = []
+    for late in (False, True):
+        params = [torch.nn.Parameter(torch.ones_like(gradient)) for gradient in gradients]
+        optimizer = shardopt.SGD(params, lr=0.5, momentum=0.9)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = at_odd_offset(gradient) if gradient.storage_offset() else gradient.clone()
+        found += [clip_grad_norm_(params, 0.5, kind, optimizer=optimizer if late else None) for kind in (math.inf, 2.0)]
+        if late:
+            optimizer.step()
+        found += [param.detach() if late else param.grad for param in params]
+    return found
 
 
 def compare(module: ModuleType, rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> None:

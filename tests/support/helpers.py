@@ -166,7 +166,7 @@ def parameters(values: Mapping[str, Tensor]) -> Named:
 
 def at_odd_offset(tensor: Tensor, offset: int = 3) -> Tensor:
     """A contiguous copy whose storage begins ``offset`` elements before it, and ends one after."""
-    buffer = torch.zeros(tensor.numel() + offset + 1, dtype=tensor.dtype)
+    buffer = torch.zeros(tensor.numel() + offset + 1, dtype=tensor.dtype, device=tensor.device)
     view = buffer[offset : offset + tensor.numel()].view(tensor.shape)
     return view.copy_(tensor)
 

@@ -216,7 +216,9 @@ def trained(mode: str, output: Path, resume: str | None = None, **more: Any) -> 
     return digests(trainer.model_wrapped, trainer.optimizer)
 
 
-def accelerated(mode: str, folder: Path, way: str = "state", resume: bool = False) -> dict[str, str]:
+def accelerated(
+    mode: str, folder: Path, way: str = "state", resume: bool = False, max_norm: float | None = None
+) -> dict[str, str]:
     """Trains by a loop of one's own with Accelerate: 6 steps, of which the first 3 are saved, or resumed from.
 
     Args:
@@ -224,6 +226,7 @@ def accelerated(mode: str, folder: Path, way: str = "state", resume: bool = Fals
         folder: of the checkpoint.
         way: ``"state"`` saves and loads by Accelerate, ``"portable"`` by shardopt.checkpoint.
         resume: load the first 3 steps.
+        max_norm: to clip by, and save nothing.
     """
     fresh(mode)
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -258,8 +261,12 @@ def accelerated(mode: str, folder: Path, way: str = "state", resume: bool = Fals
     for step in range(3 if resume else 0, 6):
         batch = {key: torch.stack([data[2 * step + i][key] for i in range(2)]) for key in ("input_ids", "labels")}
         accelerator.backward(model(**batch).loss)
+        if max_norm is not None and accelerator.sync_gradients:
+            shardopt.clip_grad_norm_(model.parameters(), max_norm, optimizer=optimizer.optimizer)
         optimizer.step()
         optimizer.zero_grad()
+        if max_norm is not None:
+            continue
         if step == 2 and way == "state":
             accelerator.save_state(str(folder))
         elif step == 2:

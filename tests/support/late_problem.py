@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,8 +19,11 @@ import shardopt
 from helpers import CASES, Named
 from ranks.layouts import values
 from ranks.snapshot import snapshot
-from shardopt.comm import ReduceScatter8bit, all_reduce
-from shardopt.optim import ShardedOptimizer
+from shardopt.comm.ddp import DdpReducer
+from shardopt.comm.progress import Progress
+from shardopt.comm.reduction import Reduction
+from shardopt.comm.wire import Wire
+from shardopt.optim import ShardedOptimizer, clip
 from shardopt.state import residency
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -63,11 +67,14 @@ class Problem:
         self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), codec=codec, **options)
         self.sources = [[values(s, 10 * t + i, BF16).to(device) for i, s in enumerate(SHAPES)] for t in range(6)]
 
-    def step(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
+    def set_gradients(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
         for i, (param, source) in enumerate(zip(self.params.values(), self.sources[t], strict=True)):
             gradient = source * 0.125 + param.detach() * 0.25
             gradient.view(-1)[:bad] = torch.nan
             param.grad = None if i in without else gradient
+
+    def step(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
+        self.set_gradients(t, without, bad)
         self.optimizer.step()
 
     def result(self) -> Named:
@@ -125,6 +132,33 @@ def device_scalars(device: torch.device) -> Named:
         with nullcontext() if here is None else torch.cuda.stream(here):
             skipped = problem.optimizer.nonfinite_count
     return {**problem.result(), "skipped": torch.tensor(skipped)}
+
+
+def clipped(**options: Any) -> Scenario:
+    """Clipped in place and by the step, in changing streams, by both norms; gradients are freed right afterwards.
+
+    Tables are dropped in another stream than theirs, and what they were in is used again there.
+    """
+
+    def run(device: torch.device) -> Named:
+        problem, found = Problem(device, **options), {}
+        here = torch.cuda.current_stream() if device.type == "cuda" else None
+        for t in range(6):
+            with side_stream(device) if t in (1, 3) else nullcontext():
+                problem.set_gradients(t, without=(t // 2,))
+                optimizer = problem.optimizer if t % 2 else None
+                kind = math.inf if t == 2 else 2.0
+                found[f"norm {t}"] = shardopt.clip_grad_norm_(problem.params.values(), 0.5, kind, optimizer=optimizer)
+                problem.optimizer.step()
+                problem.optimizer.zero_grad()
+                if t == 3:
+                    clip._norms.clear()
+                    with nullcontext() if here is None else torch.cuda.stream(here):
+                        others = [torch.full((n,), 7, dtype=torch.uint8, device=device) for n in range(16, 4000, 8)]
+                    del others
+        return {**problem.result(), **on_cpu(found)}
+
+    return run
 
 
 def replaced(device: torch.device) -> Named:
@@ -235,16 +269,26 @@ class Peers:
 
 
 def messages(device: torch.device) -> Named:
-    """Gradients in 8 bits, by both hooks; the bucket is read and freed right afterwards."""
+    """Ordered sums of two passes, by both hooks; the bucket is read and freed right afterwards."""
     found: Named = {}
-    for t in range(3):
+    param = Parameter(torch.empty(4, 250))
+    progress = Progress([("weight", param)], micro_batches=4, ranks=2)
+    replica = SimpleNamespace(
+        process_group=Peers(), parameters=list, register_comm_hook=lambda *_: None, find_unused_parameters=False
+    )
+    reducer = DdpReducer(replica, progress, "e4m3")  # type: ignore[arg-type]
+    scattered = Reduction(progress, Wire("e4m3", [(2, 150)]), Peers(), None)  # type: ignore[arg-type]
+    for t in range(2):
+        progress.done = t
         bucket = values((1000,), t).to(device) * 0.125
-        mean = all_reduce.all_reduce_8bit(Peers(), SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
-        found[f"mean {t}"] = mean.cpu() if t == 2 else mean * 2.0
-        del mean, bucket
+        grads = [bucket.view(4, 250)]
+        holder = SimpleNamespace(buffer=lambda b=bucket: b, parameters=lambda: [param], gradients=lambda g=grads: g)
+        mean = reducer.reduce(None, holder).wait()  # type: ignore[arg-type]
+        found[f"mean {t}"] = mean.cpu() if t == 1 else mean * 2.0
+        del mean, bucket, grads, holder
         whole = values((2, 300), t).to(device) * 0.5
         out = torch.empty(300, device=device)
-        ReduceScatter8bit()(out, whole.view(-1), Peers(), torch.distributed.ReduceOp.AVG)
+        scattered.push(whole, out)
         found[f"scattered {t}"] = out
     return on_cpu(found)
 
@@ -305,6 +349,9 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "lamb offloaded": steps(rule="lamb", offload="state"),
         "prodigy": steps(rule="prodigy", offload="state"),
         "device scalars": device_scalars,
+        "clipped": clipped(),
+        "clipped offload": clipped(offload="state"),
+        "clipped offloaded step": clipped(offload="step"),
         "dropped state": dropped("state"),
         "dropped step": dropped("step"),
         "replaced": replaced,

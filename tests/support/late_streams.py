@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_map_only
 from late_memory import bytes_at, let_cuda_pass
 from late_schedule import Device, DeviceFuture, Event, Graph, Stream, capture, running_on
 from shardopt import _C
-from shardopt.comm import all_reduce
+from shardopt.comm import ddp
 from shardopt.kernels.dispatch import cpu_target
 
 
@@ -163,6 +163,8 @@ class LateDevice(Device):
             return
         if call.grad_scale:
             groups["gradient_scale"] *= np.float32(1.0 / float(bytes_at(call.grad_scale, 4).view(np.float32)[0]))
+        if call.factor:
+            groups["gradient_scale"] *= bytes_at(call.factor, 4).view(np.float32)[0]
         step = _C.CpuStep(entries, steps.copy(), tables.copy())
         step.prepare(groups, 1, cpu_target())
         bytes_at(call.nonfinite, 8).view(np.int64)[0] += step.run(call.phase)
@@ -188,6 +190,24 @@ class LateDevice(Device):
             users.append(stream.last)
         if not to_device and not self.is_locked(host):
             stream.synchronize()
+
+    def norm_cuda(
+        self, entries: int, tasks: int, task_count: int, norm_pass: _C.NormPass, factor: int, device: int, stream: int
+    ) -> None:
+        def run() -> None:
+            rows = int(bytes_at(tasks, 16 * task_count).view(np.int64)[1::2].max(initial=-1)) + 1
+            table = np.frombuffer(bytes_at(entries, rows * _C.tensor_entry.itemsize), _C.tensor_entry).copy()
+            if not self._memory.all_at([*table["gradient"].tolist(), *table["sums"].tolist()]):
+                self.faults.append("a kernel read tables that were not there")
+                return
+            by = float(bytes_at(factor, 4).view(np.float32)[0]) if factor else 1.0
+            _C.norm(table, norm_pass, by, 1, cpu_target())
+
+        self.put(self.streams[stream], run)
+
+    def clip_cuda(self, *args: Any) -> None:
+        *where, _, stream = args
+        self.put(self.streams[stream], lambda: _C.clip(*where))
 
     def message_kernel(self, name: str) -> Callable[..., None]:
         kernel = getattr(_C, name)
@@ -215,7 +235,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
     """
     let_cuda_pass()
     device = LateDevice(kind, seed)
-    all_reduce._side_stream.cache_clear()
+    ddp._side_stream.cache_clear()
     others, aten = Library("_", "IMPL"), Library("aten", "IMPL")
     with running_on(device), pytest.MonkeyPatch.context() as patch:
         Stream()
@@ -240,7 +260,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
             gc.unfreeze()
             aten._destroy()
             others._destroy()
-            all_reduce._side_stream.cache_clear()
+            ddp._side_stream.cache_clear()
 
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -277,7 +297,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(torch, "empty", empty_or_pinned)
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
     patch.setattr(Tensor, "is_pinned", lambda tensor: device.is_locked(tensor.data_ptr()))
-    patch.setattr("shardopt.comm.all_reduce.Future", DeviceFuture)
+    patch.setattr("shardopt.comm.ddp.Future", DeviceFuture)
     patch.setattr("shardopt.kernels.dispatch_cuda._table_copies", {})
 
 
@@ -291,10 +311,13 @@ def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         "cuda_prepared_bytes": 16,
         "cuda_launched_gradients": 8,
         "step_cuda": device.step_cuda,
+        "norm_cuda": device.norm_cuda,
+        "clip_cuda": device.clip_cuda,
+        "cuda_norm_task": 512,
         "copy_cuda": device.copy_cuda,
         "pin_cuda": device.host_register,
         "unpin_cuda": device.host_unregister,
         "encode_message_cuda": device.message_kernel("encode_message"),
-        "decode_message_cuda": device.message_kernel("decode_message"),
+        "sum_message_cuda": device.message_kernel("sum_message"),
     }.items():
         patch.setattr(_C, name, value, raising=False)

@@ -21,8 +21,8 @@ from shardopt.checkpoint.contents import held_tensors
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
 
 
-def make_module() -> Any:
-    """A LightningModule that shards itself where it is given a device mesh."""
+def make_module(max_norm: float | None = None) -> Any:
+    """A LightningModule that shards itself where it is given a device mesh, and clips by a norm where it is given."""
     from lightning.pytorch import LightningModule
 
     class Net(LightningModule):
@@ -39,6 +39,10 @@ def make_module() -> Any:
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return (self.layers(batch) - batch * self.current_epoch).square().mean()
+
+        def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **named_limits: Any) -> None:
+            if max_norm is not None:
+                shardopt.clip_grad_norm_(self.parameters(), max_norm, optimizer=optimizer)
 
         def validation_step(self, batch: Tensor, index: int) -> None:
             self.log("loss", (self.layers(batch) - batch).square().mean())
@@ -117,10 +121,10 @@ def validated(mode: str, folder: Path) -> float:
     return found["loss"]
 
 
-def trained(mode: str, folder: Path, resume: bool = False) -> dict[str, str]:
+def trained(mode: str, folder: Path, resume: bool = False, max_norm: float | None = None) -> dict[str, str]:
     """Trains 6 steps, saving after the third, or from there on; returns digests of the end. All ranks call this."""
     trainer = make_trainer(mode, folder)
-    module = make_module()
+    module = make_module(max_norm)
     trainer.fit(module, one_batch(), ckpt_path=folder / "step=3.ckpt" if resume else None)
     assert trainer.global_step == 6
     return of_tensors(held_tensors(trainer.strategy.model, trainer.optimizers[0]))

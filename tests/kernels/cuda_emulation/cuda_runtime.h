@@ -62,6 +62,12 @@ inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long v
   return old;
 }
 
+inline unsigned long long atomicMax(unsigned long long* to, unsigned long long value) {
+  const unsigned long long old = *to;
+  if (value > old) *to = value;
+  return old;
+}
+
 namespace emulation {
 
 constexpr unsigned kWarp = 32;

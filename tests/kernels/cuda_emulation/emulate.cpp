@@ -7,6 +7,7 @@
 
 #include "comm/cuda.h"
 #include "comm/cuda_kernel.h"
+#include "norm/cuda_kernel.h"
 #include "step/cuda_prepare.h"
 
 namespace shardopt {
@@ -51,15 +52,27 @@ void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, 
 namespace {
 
 // Three thread blocks, so that each takes several turns of the kernel's loop.
-void run_message(emulated::MessageBlocks kernel, const MessageCall& call) {
+template <class Call>
+void run_message(void (*kernel)(const Call, int64_t), const Call& call) {
   constexpr unsigned kThreadBlocks = 3;
   run_grid(kThreadBlocks, emulated::kMessageThreads, [&] { kernel(call, kThreadBlocks); });
 }
 
 }  // namespace
 
-void encode_cuda(const MessageCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
-void decode_cuda(const MessageCall& call, void*) { run_message(emulated::decode_of(call.dtype), call); }
+void encode_cuda(const EncodeCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
+void sum_cuda(const SumCall& call, void*) { run_message(emulated::sum_of(call.raw), call); }
+
+void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, const float* factor, void*) {
+  constexpr unsigned kThreads = emulated::kNormThreads;
+  const emulated::NormKernel kernel = emulated::kernel_of(call.pass);
+  if (task_count == 0) return;
+  run_grid(blocks_of(task_count, kThreads / emulated::kWarp), kThreads,
+           [&] { kernel(call.entries, tasks, task_count, factor); });
+}
+void clip_cuda(const int64_t* words, bool is_magnitude, float max_norm, float* clip, void*) {
+  run_grid(1, 1, [&] { emulated::clip_by(words, is_magnitude, max_norm, clip); });
+}
 
 int pin_cuda(uint64_t, uint64_t) { return 0; }
 void unpin_cuda(uint64_t) {}

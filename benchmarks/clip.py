@@ -1,0 +1,108 @@
+"""Cost of clipping by the norm: shardopt.clip_grad_norm_ beside torch.nn.utils.clip_grad_norm_(foreach=True).
+
+48 million elements, of which time is what memory takes, and 300 DTensors of 16, of which it is what Python takes.
+Contenders take turns; the median of the ratios within a round is reported beside the medians. "in place" multiplies the
+gradients, as torch does; "by the step" leaves them, which shardopt's optimizers multiply as they read them; "small
+norm" is below the limit, so that there is nothing to multiply.
+
+    python benchmarks/clip.py --threads 2 --json clip.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardopt
+from step_cpu import commit, machine
+from step_overhead import timed
+
+Params = list[Tensor]
+LIMIT = 1.0
+
+
+def large(dtype: torch.dtype) -> Params:
+    """48 million elements in 12 matrices."""
+    params: Params = [nn.Parameter(torch.zeros(2048, 1953, dtype=dtype)) for _ in range(12)]
+    for param in params:
+        param.grad = torch.randn(param.shape).to(dtype)
+    return params
+
+
+def small() -> Params:
+    """300 DTensors of 16 elements, on a mesh of one rank."""
+    mesh = init_device_mesh("cpu", (1,))
+    params: Params = []
+    for _ in range(300):
+        params.append(nn.Parameter(distribute_tensor(torch.zeros(16), mesh, [Shard(0)])))
+        params[-1].grad = distribute_tensor(torch.randn(16), mesh, [Shard(0)])
+    return params
+
+
+def refill(params: Params, like: list[Tensor]) -> None:
+    """Gives the gradients back what clipping took."""
+    for param, gradient in zip(params, like, strict=True):
+        assert param.grad is not None
+        (param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad).copy_(gradient)
+
+
+def measure(params: Params, rounds: int) -> dict[str, list[float]]:
+    """Seconds by contender, in each round after two that are not counted."""
+    optimizer = shardopt.AdamW8bit(params)
+    clip = {
+        "torch": partial(torch.nn.utils.clip_grad_norm_, params, LIMIT, foreach=True),
+        "in place": partial(shardopt.clip_grad_norm_, params, LIMIT),
+        "by the step": partial(shardopt.clip_grad_norm_, params, LIMIT, optimizer=optimizer),
+        "torch, small norm": partial(torch.nn.utils.clip_grad_norm_, params, 1e9, foreach=True),
+        "small norm": partial(shardopt.clip_grad_norm_, params, 1e9),
+    }
+    gradients = [g.to_local() if isinstance(g, DTensor) else g for g in (p.grad for p in params) if g is not None]
+    like = [gradient.clone() for gradient in gradients]
+    seconds: dict[str, list[float]] = {name: [] for name in clip}
+    for _ in range(rounds + 2):
+        for name, act in clip.items():
+            refill(params, like)
+            seconds[name].append(timed(act))
+    return {name: times[2:] for name, times in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print(f"{machine()}, commit {commit()}, {args.threads} threads, medians of {args.rounds} rounds")
+    cases: dict[str, Callable[[], Params]] = {
+        "48M float32": partial(large, torch.float32),
+        "48M bfloat16": partial(large, torch.bfloat16),
+        "300 DTensors of 16": small,
+    }
+    found = {}
+    for case, make in cases.items():
+        seconds = measure(make(), args.rounds * (10 if make is small else 1))
+        found[case] = {name: statistics.median(times) for name, times in seconds.items()}
+        for name, median in found[case].items():
+            beside = seconds["torch, small norm" if "small" in name else "torch"]
+            ratio = statistics.median(x / y for x, y in zip(seconds[name], beside, strict=True))
+            print(f"{case:20}{name:20}{median * 1e6:12.0f} us{ratio:8.2f} of torch's")
+    if args.json:
+        about = {"machine": machine(), "commit": commit(), "threads": args.threads, "seconds": found}
+        args.json.write_text(json.dumps(about, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

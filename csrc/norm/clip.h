@@ -1,0 +1,22 @@
+// What follows from the sum of squares of all gradients, or their largest magnitude.
+#pragma once
+
+#include "core/exact_sum.h"
+
+SHARDOPT_BEGIN_NAMESPACE
+
+// The norm, and by what gradients are multiplied so that theirs is at most some number: computed from the norm as
+// torch.nn.utils.clip_grad_norm_ does it, in float32.
+struct Clip {
+  float norm, coefficient;
+};
+
+// words: an ExactSum, or the bits of a magnitude.
+SHARDOPT_HD Clip clip_of(const int64_t* words, bool is_magnitude, float max_norm) {
+  const float norm =
+      is_magnitude ? float_from_bits(static_cast<int32_t>(*words)) : root_of(*reinterpret_cast<const ExactSum*>(words));
+  const float coefficient = reciprocal(norm + 1e-6f) * max_norm;
+  return {norm, coefficient > 1.0f ? 1.0f : coefficient};  // NaN stays
+}
+
+SHARDOPT_END_NAMESPACE

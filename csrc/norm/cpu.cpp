@@ -1,0 +1,112 @@
+#include "norm/cpu.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include "core/exact_sum.h"
+#include "norm/cpu_call.h"
+#include "step/cpu.h"
+#include "threads/pool.h"
+
+namespace shardopt {
+namespace {
+
+constexpr int64_t kTask = 1 << 16;         // elements of a task
+constexpr int64_t kWorthThread = 1 << 15;  // elements for which another thread is worth its start
+
+NormKernels kernels_of(const std::string& target) {
+  const std::vector<std::string> usable = cpu_targets();
+  if (std::find(usable.begin(), usable.end(), target) == usable.end()) {
+    throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
+  }
+#if defined(__x86_64__)
+  if (target == "avx512vbmi" || target == "avx512") return avx512::norm_kernels();
+  if (target == "avx2") return avx2::norm_kernels();
+#elif defined(__aarch64__)
+  if (target == "neon") return neon::norm_kernels();
+#endif
+  return portable::norm_kernels();
+}
+
+struct Work {
+  const NormCall& call;
+  const float factor;
+  const NormKernels kernels;
+  std::vector<int64_t> ends;  // per entry, the tasks of all entries up to it
+  std::atomic<int64_t> next{0};
+};
+
+// One thread's part of the exact sum that it adds to.
+class Gathered {
+ public:
+  ExactSum& at(uint64_t address) {
+    if (address != address_) share();
+    address_ = address;
+    return sum_;
+  }
+
+  // Adds it to those of other threads.
+  void share() {
+    if (address_ == 0) return;
+    generic::carry_once(sum_);
+    const auto from = reinterpret_cast<const int64_t*>(&sum_);
+    const auto to = reinterpret_cast<int64_t*>(address_);
+    for (size_t i = 0; i < sizeof sum_ / sizeof *from; ++i) {
+      if (from[i]) __atomic_fetch_add(to + i, from[i], __ATOMIC_RELAXED);
+    }
+    sum_ = {};
+  }
+
+ private:
+  uint64_t address_ = 0;
+  ExactSum sum_ = {};
+};
+
+void raise_to(int64_t* largest, int64_t value) {
+  for (int64_t known = __atomic_load_n(largest, __ATOMIC_RELAXED); known < value;) {
+    if (__atomic_compare_exchange_n(largest, &known, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return;
+  }
+}
+
+void run_tasks(void* context, int) {
+  Work& work = *static_cast<Work*>(context);
+  const std::vector<int64_t>& ends = work.ends;
+  Gathered gathered;
+  for (int64_t task; (task = work.next.fetch_add(1)) < ends.back();) {
+    const auto i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
+    const TensorEntry& entry = work.call.entries[i];
+    const auto dtype = static_cast<DType>(entry.gradient_dtype);
+    const int64_t begin = (task - (i == 0 ? 0 : ends[i - 1])) * kTask, n = std::min(entry.cols - begin, kTask);
+    char* const gradient = reinterpret_cast<char*>(entry.gradient) + begin * (dtype == DType::kFloat32 ? 4 : 2);
+    switch (work.call.pass) {
+      case NormPass::kSquares:
+        work.kernels.squares(gathered.at(entry.sums), gradient, dtype, n);
+        break;
+      case NormPass::kLargest:
+        raise_to(reinterpret_cast<int64_t*>(entry.sums), work.kernels.largest(gradient, dtype, n));
+        break;
+      case NormPass::kScale:
+        work.kernels.scale(gradient, dtype, n, work.factor);
+    }
+  }
+  gathered.share();
+}
+
+}  // namespace
+
+void norm_cpu(const NormCall& call, float factor, int threads, const std::string& target) {
+  if (call.count == 0) return;
+  Work work{call, factor, kernels_of(target), {}};
+  int64_t tasks = 0, elements = 0;
+  for (int64_t i = 0; i < call.count; ++i) {
+    tasks += (call.entries[i].cols + kTask - 1) / kTask;
+    elements += call.entries[i].cols;
+    work.ends.push_back(tasks);
+  }
+  const int64_t worth = std::clamp<int64_t>(elements / kWorthThread, 1, threads);
+  run_on_threads(static_cast<int>(worth), run_tasks, &work);
+}
+
+}  // namespace shardopt

@@ -1,0 +1,31 @@
+// Between the CPU driver of passes over gradients and the kernels of each instruction set.
+#pragma once
+
+#include "norm/norm.h"
+
+namespace shardopt {
+
+// Gradients are n contiguous elements at any address.
+struct NormKernels {
+  void (*squares)(ExactSum& sum, const char* gradient, DType dtype, int64_t n);
+  int32_t (*largest)(const char* gradient, DType dtype, int64_t n);
+  void (*scale)(char* gradient, DType dtype, int64_t n, float factor);
+};
+
+namespace portable {
+NormKernels norm_kernels();
+}
+#if defined(__x86_64__)
+namespace avx2 {
+NormKernels norm_kernels();
+}
+namespace avx512 {
+NormKernels norm_kernels();
+}
+#elif defined(__aarch64__)
+namespace neon {
+NormKernels norm_kernels();
+}
+#endif
+
+}  // namespace shardopt

@@ -1,0 +1,22 @@
+// One pass over gradients: what their norm is made of, or their multiplication by a coefficient.
+#pragma once
+
+#include "core/call.h"
+
+namespace shardopt {
+
+enum class NormPass : int32_t {
+  kSquares = 0,  // adds the squares to ExactSums
+  kLargest = 1,  // raises int64s to the bits of the largest magnitude as a float32: NaN is above infinity
+  kScale = 2,    // multiplies the gradients by a factor, rounding once
+};
+
+// Of an entry are used: gradient and gradient_dtype; cols, the number of elements; sums, where the result goes, which
+// entries share.
+struct NormCall {
+  const TensorEntry* entries;
+  int64_t count;
+  NormPass pass;
+};
+
+}  // namespace shardopt

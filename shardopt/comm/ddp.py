@@ -1,0 +1,123 @@
+"""Ordered sums under DistributedDataParallel: a communication hook.
+
+Annotations here are classes, not strings: DistributedDataParallel compares those of a communication hook.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shardopt.comm.counter import Counter
+from shardopt.comm.progress import Progress, rows_of
+from shardopt.comm.reduction import Reduction
+from shardopt.comm.wire import Wire, WireFormat
+
+#: Its name since PyTorch 2.13, whose old name warns.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class DdpReducer:
+    """Sums of the gradients of a DistributedDataParallel: each rank owns some rows of each parameter.
+
+    Args:
+        replica: the module. It has no communication hook yet.
+        progress: of the model.
+        wire: the format that gradients travel in.
+    """
+
+    def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
+        self._replica, self._progress, self._format = replica, progress, wire
+        self._group = replica.process_group
+        self._of: dict[Tensor, tuple[Reduction, slice]] = {}  # its sums, and its place in their chunks
+        self._buckets: dict[tuple[int, ...], Reduction] = {}  # by their parameters
+        self._means: dict[Tensor, Tensor] = {}  # of parameters, in their buckets
+        for param in replica.parameters():
+            if param.requires_grad:
+                param.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
+        replica.register_comm_hook(None, self.reduce)
+
+    def _begin(self) -> None:
+        if not self._replica.require_backward_grad_sync:
+            raise RuntimeError(
+                "got a backward pass within no_sync(), expected none with ordered_gradients: it adds gradients before "
+                "they are sent; leave no_sync() out, sums wait on their owners"
+            )
+        self._progress.begin()
+
+    def reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        if not buffer.is_cuda:
+            self._sum(bucket)
+            done: Future[Tensor] = Future()
+            done.set_result(buffer)
+            return done
+        done = Future(devices=[buffer.device])
+        stream = _side_stream(buffer.device)
+        stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(stream):
+            self._sum(bucket)
+            done.set_result(buffer)  # whoever waits for it also waits for what is in this stream by now
+        return done
+
+    @torch.no_grad()
+    def _sum(self, bucket: GradBucket) -> None:
+        params, grads = bucket.parameters(), bucket.gradients()
+        reduction = self._reduction_of(params)
+        size = self._group.size()
+        chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads], dim=0, num_chunks=size)
+        own = chunks[self._group.rank()]
+        reduction.push(chunks, own)
+        if not self._progress.is_last:
+            bucket.buffer().zero_()
+            return
+        total = own.new_empty(size * reduction.wire.numel)
+        _all_gather(total, own, group=self._group)
+        total = total.view(size, -1)
+        for param, grad in zip(params, grads, strict=True):
+            rows = total[:, self._of[param][1]].reshape(-1)
+            grad.copy_(rows[: grad.numel()].view_as(grad))
+            if self._replica.find_unused_parameters:
+                self._means[param] = grad
+
+    def _reduction_of(self, params: Sequence[Tensor]) -> Reduction:
+        """The sums of a bucket, which take over the sums of the buckets before DDP arranges them anew."""
+        key = tuple(map(id, params))
+        found = self._buckets.get(key)
+        if found is None:
+            size = self._group.size()
+            wholes = [rows_of(param.shape) for param in params]
+            parts = [(-(-rows // size), row_numel) for rows, row_numel in wholes]
+            found = self._buckets[key] = Reduction(self._progress, Wire(self._format, parts), self._group, None)
+            before = [self._of[param] for param in params if param in self._of]
+            if self._progress.first:
+                found.counter = Counter.of_parts([(reduction.counter, place) for reduction, place in before])
+            start = 0
+            for param, (rows, row_numel) in zip(params, parts, strict=True):
+                self._of[param] = found, slice(start, start := start + rows * row_numel)
+        return found
+
+    def reductions(self) -> list[Reduction]:
+        return list(self._buckets.values())
+
+    @torch.no_grad()
+    def end(self, *, is_last: bool) -> None:
+        """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
+        current = {id(reduction) for reduction, _ in self._of.values()}
+        self._buckets = {key: found for key, found in self._buckets.items() if id(found) in current}
+        for reduction in self._buckets.values():
+            reduction.end()
+        if is_last:
+            for param, mean in self._means.items():
+                if param.grad is not None:
+                    param.grad.copy_(mean)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

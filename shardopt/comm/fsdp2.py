@@ -1,0 +1,230 @@
+"""Ordered sums under FSDP2: its reduce-scatter is replaced (PyTorch >= 2.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from shardopt.comm.progress import Progress, is_in_backward, rows_of
+from shardopt.comm.reduction import Reduction
+from shardopt.comm.wire import Wire, WireFormat
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that FSDP2 reduces together. PyTorch before 2.13 has one at most."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+class Mesh:
+    """The ranks of a module's data parallelism.
+
+    Attributes:
+        shards: those that own a shard each.
+        replicas: HSDP's, None without.
+        size: how many they are.
+        rank: this one, in the order that DistributedSampler deals micro-batches out.
+    """
+
+    def __init__(self, group: Any) -> None:
+        info = group.mesh_info
+        self.shards: ProcessGroup = info.shard_process_group
+        self.replicas: ProcessGroup | None = getattr(info, "replicate_process_group", None)
+        size, rank = self.shards.size(), self.shards.rank()
+        if self.replicas is not None:
+            rank += size * self.replicas.rank()
+            size *= self.replicas.size()
+        self.size, self.rank = size, rank
+
+
+class FsdpReducer:
+    """A module's reduce-scatter, which adds gradients up in the order of micro-batches.
+
+    Args:
+        name: of the module.
+        module: one that fully_shard made.
+        progress: of the model.
+        wire: the format that gradients travel in.
+    """
+
+    def __init__(self, name: str, module: FSDPModule, progress: Progress, wire: WireFormat) -> None:
+        self._name, self._progress, self._format = name, progress, wire
+        (self._group,) = groups_of(module)
+        assert isinstance(module, Module)
+        self._mesh = Mesh(self._group)
+        self._sums: Reduction | None = None
+        module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
+        if self._mesh.shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
+            module.set_all_reduce_hook(self._take)
+        module.set_gradient_divide_factor(1.0)  # the mean is taken here
+        for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+            setattr(module, method, _always(method))
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        module.register_forward_pre_hook(lambda *_: self._drop_unreduced())
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the reduction's input or output: from PyTorch's allocator, as without this object."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Adds a micro-batch of each rank, in the current stream.
+
+        Args:
+            output_tensor: becomes the mean over the step's micro-batches in its last backward pass, zeros before.
+            input_tensor: this rank's gradient, a chunk per rank.
+            group: the ranks that own shards.
+            op: is left to the mean.
+            async_op: has to be False.
+
+        Raises:
+            RuntimeError: the pass is one too many, a divide factor has been set, the module was used twice, or a
+                parameter has no gradient and this PyTorch leaves it out.
+            ValueError: a parameter is sharded along a dim other than 0, and the wire is "e4m3".
+        """
+        _check_factor(self._name, self._group, 1.0)
+        self._progress.begin()
+        chunks = input_tensor.view(group.size(), -1)
+        if self._sums is None or self._sums.wire.numel != chunks.shape[1]:
+            self._sums = self._new_sums(chunks.shape[1])
+        if not self._sums.is_behind:
+            raise RuntimeError(
+                f"{self._name!r}: got two gradients in one backward pass, expected one: FSDP2 reduces one for each use "
+                "of a module; call fully_shard on the module that uses this one several times, not on this one"
+            )
+        self._sums.push(chunks, output_tensor)
+        self._like = output_tensor.new_empty(0)  # for its dtype and device
+
+    def _drop_unreduced(self) -> None:
+        """A backward pass that raised leaves gradients behind, to which FSDP2 would add the next pass's."""
+        if not is_in_backward():
+            for param in self._group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+
+    def _take(self, gradient: Tensor) -> None:
+        """Replaces one rank's gradient."""
+        self(gradient, gradient, self._mesh.shards, None)
+
+    def _params(self) -> list[Any]:
+        """FSDP2's parameters that have gradients."""
+        return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """What a rank's chunk has of each parameter."""
+        size = self._mesh.shards.size()
+        parts = []
+        for param in self._params():
+            shape, dim = list(param._orig_size), param.fsdp_placement.dim
+            if dim == 0:
+                rows, row_numel = rows_of(shape)
+                parts.append((-(-rows // size), row_numel))
+                continue
+            if self._format == "e4m3":
+                raise ValueError(
+                    f"{self._name!r}: got a parameter sharded along dim {dim} and wire='e4m3', expected dim 0: its "
+                    "blocks of 128 would be others on each number of ranks; use wire='bf16'"
+                )
+            shape[dim] //= size
+            parts.append(rows_of(shape))
+        return parts
+
+    def _new_sums(self, numel: int) -> Reduction:
+        wire = Wire(self._format, self._parts())
+        if wire.numel != numel or (self._sums is not None and self._progress.first):
+            raise RuntimeError(
+                f"{self._name!r}: got gradients of {numel} elements per rank, expected {wire.numel}: a parameter had "
+                "none in this micro-batch, which needs a PyTorch whose FSDPModule has set_reduce_scatter_unused_params "
+                "(2.13); use all of a module's parameters, or DistributedDataParallel"
+            )
+        return Reduction(self._progress, wire, self._mesh.shards, self._mesh.replicas)
+
+    def reductions(self) -> list[Reduction]:
+        return [] if self._sums is None else [self._sums]
+
+    @torch.no_grad()
+    def end(self, *, is_last: bool) -> None:
+        sums = self._sums
+        if sums is None:
+            return
+        was_reduced = not sums.is_behind
+        sums.end()
+        if not is_last or was_reduced or not sums.tensors:
+            return
+        out = self._like.new_empty(sums.wire.numel)
+        sums.finish(out)
+        if self._mesh.replicas is not None:
+            dist.all_reduce(out, group=self._mesh.replicas)
+        start = 0
+        for param, (rows, row_numel) in zip(self._params(), self._parts(), strict=True):
+            mean = torch.as_strided(out, param.sharded_size, param.contiguous_sharded_stride, start)
+            start += rows * row_numel
+            if param.sharded_param.grad is not None:  # zeros since an earlier pass
+                param.sharded_param.grad._local_tensor.copy_(mean)
+
+
+def _check_factor(name: str, group: Any, wanted: float | None) -> None:
+    if group.gradient_divide_factor != wanted:
+        raise RuntimeError(
+            f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), expected none: ordered "
+            "gradients are means over the micro-batches"
+        )
+
+
+def _always(method: str) -> Any:
+    """Stands in for a method of FSDP2's that has gradients added before they are sent."""
+
+    def call(flag: bool, *, recurse: bool = True) -> None:
+        if not flag:
+            raise RuntimeError(
+                f"got {method}(False), expected none with ordered_gradients: it adds gradients before they are sent; "
+                "leave it out, sums wait on their owners"
+            )
+
+    return call
+
+
+def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
+    """Checks that FSDP2 reduces all of a model's gradients in its own way so far.
+
+    Raises:
+        RuntimeError: a module has a communication hook, a divide factor, or does not synchronize its gradients.
+        ValueError: a module has parameters on several meshes, or a parameter belongs to no such module.
+    """
+    managed: set[int] = set()
+    for name, module in sharded.items():
+        groups = groups_of(module)
+        if len(groups) > 1:
+            raise ValueError(f"{name!r}: got parameters on {len(groups)} meshes, expected one; shard its modules apart")
+        group = groups[0]
+        comm = type(group._reduce_scatter_comm).__name__
+        if comm != "DefaultReduceScatter" or group._all_reduce_hook is not None:
+            raise RuntimeError(
+                f"{name!r}: got a module whose reduction has been replaced ({comm}), expected FSDP2's own; call "
+                "ordered_gradients once, and set no other communication hook"
+            )
+        _check_factor(name, group, None)
+        if not (group.reduce_grads and group.all_reduce_grads):
+            raise RuntimeError(
+                f"{name!r}: got set_requires_gradient_sync(False) or set_requires_all_reduce(False), expected True: "
+                "they add gradients before they are sent"
+            )
+        managed.update(id(param.sharded_param) for param in group.fsdp_params)
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in managed:
+            raise ValueError(
+                f"{name}: got a parameter outside of all modules that fully_shard made, expected none: nothing reduces "
+                "its gradient; call fully_shard on the module that has it"
+            )

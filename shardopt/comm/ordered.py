@@ -1,0 +1,157 @@
+"""One call that has a model's gradients summed in the order of micro-batches, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from shardopt.comm.ddp import DdpReducer
+from shardopt.comm.fsdp2 import FsdpReducer, Mesh, check_untouched, groups_of
+from shardopt.comm.plain import PlainReducer
+from shardopt.comm.progress import Progress
+from shardopt.comm.wire import WIRES, WireFormat
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "fp32") -> None:
+    """Has a model's gradients summed in an order that does not depend on the number of ranks.
+
+    To be called once, after ``fully_shard(model)`` or ``DistributedDataParallel(model)``, on all ranks. Then a step has
+    ``micro_batches / ranks`` backward passes, each of a micro-batch's mean loss, undivided. Pass j of rank r has
+    micro-batch ``j * ranks + r``, as ``DistributedSampler`` deals them out. Gradients are zeros until the
+    step's last pass, then the mean over its micro-batches, with the same bits on any number of ranks that divides
+    ``micro_batches``.
+
+    Args:
+        model: FSDP2's (PyTorch >= 2.9), on 1-D meshes and HSDP, also within other modules;
+            DistributedDataParallel; or, in one process, any module.
+        micro_batches: of a step, over all ranks.
+        wire: the format that a micro-batch's gradient is rounded to before anything is added: ``"fp32"``, ``"bf16"``
+            or ``"e4m3"`` with a scale per 128 elements of a row.
+
+    Raises:
+        ValueError: the number of ranks does not divide ``micro_batches``; the wire is unknown; ranks passed different
+            arguments; modules are on meshes of different sizes; an embedding has sparse gradients; a parameter is
+            outside of all modules that fully_shard made.
+        TypeError: FSDP1, DeepSpeed, ``replicate``, or a bare module on several ranks.
+        RuntimeError: PyTorch is too old to replace FSDP2's reduce-scatter, or the model has a communication hook
+            already.
+    """
+    if wire not in WIRES:
+        raise ValueError(f"got wire={wire!r}, expected one of {', '.join(map(repr, WIRES))}")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{name}: got {type(module).__name__} with sparse=True, expected dense gradients; make it with "
+                "sparse=False"
+            )
+    sharded, replicas = _wrapped(model)
+    ranks, groups = _ranks_of(model, sharded, replicas)
+    _check_agreement(groups, micro_batches, wire)
+    if micro_batches < 1 or micro_batches % ranks:
+        raise ValueError(
+            f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}: each rank has as "
+            "many of a step; change one of them"
+        )
+    progress = Progress(model.named_parameters(), micro_batches, ranks)
+    if sharded:
+        progress.reducers.extend(FsdpReducer(name, module, progress, wire) for name, module in sharded.items())
+    elif replicas:
+        progress.reducers.extend(DdpReducer(replica, progress, wire) for replica in replicas)
+    else:
+        progress.reducers.append(PlainReducer(model, progress, wire))
+    progress.watch(model)
+
+
+def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], list[DistributedDataParallel]]:
+    """The modules of FSDP2 that have parameters, by name, and those of DDP."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if any(base.__module__.partition(".")[0] == "deepspeed" for base in type(model).__mro__):
+        raise TypeError(
+            "got a DeepSpeed engine, expected FSDP2, DistributedDataParallel or one process: ZeRO reduces gradients "
+            'itself; set "communication_data_type" or "zero_quantized_gradients" in its config, which keep the same '
+            "bits on one number of ranks alone"
+        )
+    modules = list(model.modules())
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        raise TypeError(
+            "got FSDP1 (FullyShardedDataParallel), expected FSDP2, DistributedDataParallel or one process: PyTorch "
+            "gives FSDP1 up for FSDP2, which ordered sums are built for; use fully_shard(model)"
+        )
+    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if any(base.__name__ == "ReplicateModule" for module in sharded.values() for base in type(module).__mro__):
+        raise TypeError(
+            "got replicate(), expected fully_shard() or DistributedDataParallel: replicate() all-reduces, and PyTorch "
+            "has no way to replace that; use DistributedDataParallel(model)"
+        )
+    if sharded and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise RuntimeError(
+            f"got PyTorch {torch.__version__}, expected 2.9 or newer, whose FSDP2 lets its reduce-scatter be replaced; "
+            "install one, or use DistributedDataParallel(model)"
+        )
+    replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    for replica in replicas:
+        if replica._comm_hooks:
+            raise RuntimeError(
+                "got DistributedDataParallel with a communication hook (release_gradients, mixed_precision and "
+                "ordered_gradients register one), expected none: it can have no second; make it without"
+            )
+    if sharded and replicas:
+        raise TypeError("got both FSDP2 and DistributedDataParallel, expected one of them; wrap the model by one")
+    if not sharded and not replicas and dist.is_initialized() and dist.get_world_size() > 1:
+        raise TypeError(
+            f"got {type(model).__name__} without FSDP2 and without DistributedDataParallel on {dist.get_world_size()} "
+            "ranks, expected one of them; call this after fully_shard(model) or DistributedDataParallel(model)"
+        )
+    return {name: module for name, module in sharded.items() if groups_of(module)}, replicas
+
+
+def _ranks_of(
+    model: Module, sharded: dict[str, FSDPModule], replicas: Sequence[DistributedDataParallel]
+) -> tuple[int, list[ProcessGroup]]:
+    """How many ranks there are, and their groups."""
+    if replicas:
+        group = replicas[0].process_group
+        if any(replica.process_group is not group for replica in replicas):
+            raise ValueError("got DistributedDataParallel on several process groups, expected one; wrap the model once")
+        return group.size(), [group]
+    if not sharded:
+        return 1, []
+    check_untouched(model, sharded)
+    meshes = {name: Mesh(group) for name, module in sharded.items() for group in groups_of(module)}
+    (first, mesh), *others = meshes.items()
+    for name, other in others:
+        if (other.size, other.rank) != (mesh.size, mesh.rank):
+            raise ValueError(
+                f"got {first!r} on {mesh.size} ranks and {name!r} on {other.size}, expected one mesh for all modules: "
+                "gradients of a smaller mesh (experts under expert parallelism) are sums over several micro-batches "
+                "already; shard all modules over one mesh"
+            )
+    if mesh.replicas is not None and mesh.shards.size() == 1 < mesh.size:
+        raise ValueError(
+            f"got HSDP on a mesh of {mesh.size} replicas with 1 shard, expected several shards: FSDP2 calls no "
+            "reduce-scatter there; use DistributedDataParallel, or a mesh of one dim"
+        )
+    return mesh.size, [mesh.shards] + ([mesh.replicas] if mesh.replicas is not None else [])
+
+
+def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:
+    own = {"micro_batches": micro_batches, "wire": wire}
+    for group in groups:
+        every: list[object] = [None] * group.size()
+        dist.all_gather_object(every, own, group=group)
+        for rank, other in enumerate(every):
+            if other != own:
+                raise ValueError(
+                    f"got {own} here and {other} on rank {rank} of the group, expected one for all ranks; call "
+                    "ordered_gradients with the same arguments everywhere"
+                )

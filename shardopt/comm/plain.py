@@ -1,0 +1,41 @@
+"""Ordered sums in one process: a module's gradients are taken when a backward pass is over."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Module, Parameter
+
+from shardopt.comm.progress import Progress, rows_of
+from shardopt.comm.reduction import Reduction
+from shardopt.comm.wire import Wire, WireFormat
+
+
+class PlainReducer:
+    """Sums of the gradients of a module that is not wrapped.
+
+    Args:
+        model: the module.
+        progress: of the module.
+        wire: the format that gradients are rounded for, as if they were sent.
+    """
+
+    def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
+        self._sums: list[tuple[Parameter, Reduction]] = []
+        for param in model.parameters():
+            self._sums.append((param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None)))
+            if param.requires_grad:
+                param.register_hook(lambda _: progress.begin())  # type: ignore[no-untyped-call]
+
+    def reductions(self) -> list[Reduction]:
+        return [reduction for _, reduction in self._sums]
+
+    @torch.no_grad()
+    def end(self, *, is_last: bool) -> None:
+        for param, reduction in self._sums:
+            grad = param.grad
+            if grad is not None:
+                flat = grad.reshape(1, -1)
+                reduction.push(flat, flat[0])
+                if flat.data_ptr() != grad.data_ptr():  # a copy, of strided memory
+                    grad.copy_(flat.view_as(grad))
+            reduction.end()

@@ -1,0 +1,177 @@
+"""Where a model is in the micro-batches of a step, and what must not happen there."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardopt.report.memory import keepers_of_sums
+
+
+class Sums(Protocol):
+    """Of micro-batches' gradients."""
+
+    @property
+    def tensors(self) -> Iterable[Tensor]: ...
+
+    def reset(self) -> None:
+        """Forgets them."""
+
+
+class Reducer(Protocol):
+    """Adds up some parameters' gradients."""
+
+    def reductions(self) -> Iterable[Sums]: ...
+
+    def end(self, *, is_last: bool) -> None:
+        """Is called when a backward pass is over, and PyTorch has done with it."""
+
+
+class Progress:
+    """Counts the backward passes of a step.
+
+    Args:
+        params: the model's parameters, as an optimizer has them, by name.
+        micro_batches: per step, over all ranks.
+        ranks: how many there are.
+
+    Attributes:
+        first: the number of the running backward pass's first micro-batch.
+        reducers: are told of the ends of passes.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int) -> None:
+        self._params = dict(params)
+        self.micro_batches, self.ranks = micro_batches, ranks
+        self.passes = micro_batches // ranks
+        self.reducers: list[Reducer] = []
+        self.done = 0  # passes of this step that are over
+        self._is_running = self._has_failed = False
+        self._left: Sequence[Parameter] = ()  # have a gradient since the last pass
+        _all.add(self)
+        keepers_of_sums.add(self)
+
+    @property
+    def first(self) -> int:
+        return self.done * self.ranks
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the running backward pass is the step's last one."""
+        return self.done == self.passes - 1
+
+    def watch(self, model: Module) -> None:
+        """Has the model's next forward pass notice that a backward pass raised."""
+        model.register_forward_pre_hook(lambda *_: self._notice_failure())
+
+    def _notice_failure(self) -> None:
+        if self._is_running and not is_in_backward():
+            self._is_running, self._has_failed = False, True
+            self._left = self._with_gradient()
+
+    def begin(self) -> None:
+        """Is called by whatever comes first in a backward pass, and by more.
+
+        Raises:
+            RuntimeError: the step has had all its passes, or one that raised.
+        """
+        if self._is_running:
+            return
+        if self.done or self._has_failed:
+            if all(param.grad is None for param in self._left):
+                self._reset()
+            elif self._has_failed:
+                raise RuntimeError(
+                    "got a backward pass after one that raised, expected zero_grad() between them, which begins the "
+                    "step's micro-batches anew"
+                )
+            elif self.done == self.passes:
+                raise RuntimeError(
+                    f"got more than {self.passes} backward passes, expected {self.micro_batches} micro-batches on "
+                    f"{self.ranks} ranks per step, and zero_grad() before the next; give ordered_gradients the number "
+                    "of micro-batches, call zero_grad(set_to_none=True), and checkpoint with use_reentrant=False"
+                )
+        if not self.done:
+            for name, param in self._params.items():
+                if getattr(param, "_post_accumulate_grad_hooks", None):
+                    raise RuntimeError(
+                        f"{name}: got a hook after its gradient's accumulation (release_gradients registers one), "
+                        "expected none: it would see the step's gradient before all micro-batches are in it"
+                    )
+        self._is_running = True
+        _queue(lambda: _queue(self._end))  # behind those of DDP and FSDP2
+
+    def _end(self) -> None:
+        is_last = self.is_last
+        for reducer in self.reducers:
+            reducer.end(is_last=is_last)
+        self._left = self._with_gradient()
+        if not self._left:
+            raise RuntimeError(
+                "got no gradient in any of the parameters that ordered_gradients was given, expected some: the model "
+                "has other ones since; call ordered_gradients after to_empty() and load_state_dict(assign=True)"
+            )
+        self.done += 1
+        self._is_running = False
+
+    def _with_gradient(self) -> list[Parameter]:
+        return [param for param in self._params.values() if param.grad is not None]
+
+    def _reset(self) -> None:
+        self.done, self._has_failed, self._left = 0, False, ()
+        for reducer in self.reducers:
+            for sums in reducer.reductions():
+                sums.reset()
+
+    def sums_of(self, params: Container[int]) -> Iterator[Tensor]:
+        """See :class:`shardopt.report.memory.KeepsSums`."""
+        if any(id(param) in params for param in self._params.values()):
+            for reducer in self.reducers:
+                for sums in reducer.reductions():
+                    yield from sums.tensors
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""
+        self._notice_failure()
+        if self.done in (0, self.passes) and not self._has_failed:
+            return
+        own = set(map(id, self._params.values()))
+        if all(param.grad is None for param in self._left):
+            return  # thrown away
+        if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"got step() after {self.done} of {self.passes} backward passes, expected it after all of a step's "
+                f"{self.micro_batches} micro-batches; call zero_grad() to throw them away"
+            )
+
+
+def is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _queue(callback: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_all: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    for progress in _all:
+        progress.check_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_check_step)
+
+
+def rows_of(shape: Sequence[int]) -> tuple[int, int]:
+    """A parameter's rows, and elements per row. A scalar is one row."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)

@@ -1,0 +1,116 @@
+"""Passes over gradients: exact sums of squares, largest magnitudes, multiplication by a coefficient (csrc/norm)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.kernels.devices import use_in_current_stream
+from shardopt.kernels.dispatch import cpu_target
+
+
+class NormCall(Protocol):
+    """Passes over gradients on one device, by rows of ``_C.tensor_entry`` (csrc/norm/norm.h names the columns)."""
+
+    def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
+        """Takes a pass.
+
+        Args:
+            norm_pass: which.
+            rows: how many of the rows it takes, from the first on. Their addresses may be others in each pass.
+            factor: of the pass ``scale``: float32, 0-d.
+        """
+
+
+def make_norm_call(device: torch.device, entries: npt.NDArray[np.void]) -> NormCall:
+    """The passes on a device that :func:`shardopt.kernels.dispatch.check_device` lets pass."""
+    return _CpuNormCall(entries) if device.type == "cpu" else CudaNormCall(device, entries)
+
+
+class _CpuNormCall:
+    def __init__(self, entries: npt.NDArray[np.void]) -> None:
+        self._entries = entries
+
+    def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
+        by = 1.0 if factor is None else float(factor)
+        _C.norm(self._entries[:rows], norm_pass, by, torch.get_num_threads(), cpu_target())
+
+
+class CudaNormCall:
+    """Passes on a CUDA device, in the stream that is current then, which nothing waits for.
+
+    Args:
+        device: of the gradients.
+        entries: the rows, in host memory.
+    """
+
+    def __init__(self, device: torch.device, entries: npt.NDArray[np.void]) -> None:
+        self._device, self._entries = device, entries
+        counts = -(-entries["cols"] // _C.cuda_norm_task)
+        self._ends = np.cumsum([0, *counts.tolist()])  # by number of rows: their tasks
+        entry = np.repeat(np.arange(len(entries)), counts)
+        first = (np.arange(len(entry)) - self._ends[entry]) * _C.cuda_norm_task
+        tasks = np.stack([first, entry], 1)
+        self._tasks, self._table = (
+            torch.empty(table.nbytes, dtype=torch.uint8, device=device) for table in (tasks, entries)
+        )
+        self._tasks.copy_(_pinned(tasks), non_blocking=True)
+        self._uploaded: bytes | None = None  # addresses
+
+    def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
+        """Takes a pass; see :class:`NormCall`.
+
+        Raises:
+            RuntimeError: a CUDA graph captures it.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "got clip_grad_norm_ captured into a CUDA graph, expected it outside, as the host uploads its "
+                "tables; call it before the graph is replayed, without optimizer="
+            )
+        if factor is not None:
+            factor = factor.to(self._device)
+        use_in_current_stream(self._device, (self._tasks, self._table))
+        addresses = self._entries["gradient"].tobytes()
+        if addresses != self._uploaded:
+            self._table.copy_(_pinned(self._entries), non_blocking=True)
+            self._uploaded = addresses
+        _C.norm_cuda(
+            self._table.data_ptr(), self._tasks.data_ptr(), int(self._ends[rows]), norm_pass,
+            0 if factor is None else factor.data_ptr(), *_where(self._device),
+        )  # fmt: skip
+
+
+def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
+    """The norm, rounded once, and the coefficient by which ``torch.nn.utils.clip_grad_norm_`` multiplies then.
+
+    Args:
+        words: int64: an exact sum of squares, (``_C.sum_words``,), or the bits of the largest magnitude, (1,).
+        max_norm: of the gradients.
+        is_magnitude: whether the norm is the largest magnitude.
+
+    Returns:
+        float32, (2,), on the device of the words.
+    """
+    clip = torch.empty(2, dtype=torch.float32, device=words.device)
+    if words.device.type == "cpu":
+        _C.clip(words.data_ptr(), is_magnitude, max_norm, clip.data_ptr())
+    else:
+        _C.clip_cuda(words.data_ptr(), is_magnitude, max_norm, clip.data_ptr(), *_where(words.device))
+    return clip
+
+
+def _where(device: torch.device) -> tuple[int, int]:
+    return device.index or 0, torch.cuda.current_stream(device).cuda_stream
+
+
+def _pinned(table: npt.NDArray[np.generic]) -> Tensor:
+    """The bytes of a table in page-locked memory, which PyTorch's allocator keeps until they are uploaded."""
+    pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+    pinned.numpy()[:] = table.reshape(-1).view(np.uint8)
+    return pinned

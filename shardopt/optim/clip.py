@@ -1,0 +1,139 @@
+"""Clipping by the norm of all gradients, with the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, MutableMapping
+from operator import is_
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardopt.optim.base import ShardedOptimizer
+from shardopt.step.gradient_norm import GradientNorm
+
+#: The tables of the last call, by the first of its parameters.
+_norms: MutableMapping[Tensor, GradientNorm] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
+@_disable_dynamo
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+) -> Tensor:
+    """Multiplies gradients so that their norm is at most ``max_norm``: ``torch.nn.utils.clip_grad_norm_``, exactly.
+
+    The norm is the root of an exact sum of squares over the whole model, rounded once: it has the same bits however the
+    parameters are sharded, on any number of ranks, threads and devices, where torch adds up in an order that depends on
+    them. Elements that several ranks hold copies of count once. Gradients are read once; each set of ranks that
+    parameters are divided among exchanges one message of 184 bytes. On CUDA nothing waits for the device.
+
+    All ranks that hold parts of the same parameters call it, with these in the same order.
+
+    Args:
+        parameters: those of the model, plain or as DDP, FSDP1, FSDP2, HSDP or tensor parallelism have them: float32,
+            bfloat16 or float16, and gradients of their dtype or float32.
+        max_norm: gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
+        norm_type: 2, or ``inf`` for the largest magnitude.
+        error_if_nonfinite: raise where the norm is NaN or infinite, which waits for the device. Otherwise an infinite
+            gradient turns the others into 0, and NaN all into NaN, as in torch.
+        foreach: accepted for torch's sake, without effect.
+        optimizer: shardopt's, or several, that have all of these parameters and no other ones with a gradient. The
+            gradients then stay as they are, and the next ``step()`` multiplies by the coefficient as it reads them;
+            ``step()`` and ``zero_grad()`` forget the coefficient. Parameters and state get the bits that clipping
+            float32 gradients in place would give them; gradients in bfloat16 or float16 are not rounded once more. Call
+            it right before ``step()``, and after ``GradScaler.unscale_``; neither with released gradients nor with
+            steps in a CUDA graph.
+
+    Returns:
+        The norm: float32, 0-d, on the first parameter's device. Infinite if an element is, NaN if one is.
+
+    Raises:
+        ValueError: another ``norm_type``, or ``optimizer`` has other parameters.
+        TypeError: ``optimizer`` is not one of shardopt's.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; or a gradient is sparse, or of another dtype;
+            or nothing says what shard a parameter is; or ``optimizer`` releases gradients. Gradients are unchanged.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if float(norm_type) not in (2.0, math.inf):
+        raise ValueError(
+            f"norm_type: got {norm_type}, expected 2 or inf, whose results do not depend on the order of the elements; "
+            "use torch.nn.utils.clip_grad_norm_ for others"
+        )
+    optimizers = _optimizers(optimizer)
+    if not params:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    norm = _norm_of(params)
+    try:
+        if optimizers:
+            _check_parameters(params, norm.with_gradient, optimizers)
+        total, coefficient = norm.clip(float(max_norm), largest=math.isinf(norm_type))
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; look for the "
+                "cause with shardopt.check_numerics, or pass error_if_nonfinite=False"
+            )
+        if optimizers:
+            for each in optimizers:
+                each._internals.coefficient = coefficient
+        elif total.is_cuda or float(coefficient) != 1.0:
+            norm.scale(coefficient)
+    finally:
+        norm.forget_gradients()
+    return total
+
+
+def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOptimizer]:
+    optimizers = [] if given is None else [given] if isinstance(given, Optimizer) else list(given)
+    found: list[ShardedOptimizer] = []
+    for each in optimizers:
+        if not isinstance(each, ShardedOptimizer):
+            raise TypeError(
+                f"optimizer: got {type(each).__name__}, expected an optimizer of shardopt, which multiplies gradients "
+                "as it reads them; leave optimizer= out, and the gradients are multiplied in place"
+            )
+        if each._internals.released is not None:
+            raise RuntimeError(
+                "optimizer: got one whose gradients are released, expected all gradients at once: parameters are "
+                "stepped during the backward pass, before the norm is known; remove() the release, or train without "
+                "clipping by the norm"
+            )
+        found.append(each)
+    return found
+
+
+def _check_parameters(
+    params: list[Tensor], with_gradient: list[Tensor], optimizers: Iterable[ShardedOptimizer]
+) -> None:
+    """Raises ValueError unless these are the optimizers' parameters, as far as they have a gradient."""
+    own = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    if len(own) == len(params) and all(map(is_, own, params)):
+        return
+    given, known = set(map(id, params)), set(map(id, own))
+    if given == known:
+        return
+    missing = sum(id(param) not in known for param in with_gradient)
+    more = sum(id(param) not in given and param.grad is not None for param in own)
+    if missing or more:
+        raise ValueError(
+            f"optimizer: got {missing} parameters with a gradient that it does not have, and {more} of its own that "
+            "are not among those given, expected the same ones; give all of both, or leave optimizer= out"
+        )
+
+
+def _norm_of(params: list[Tensor]) -> GradientNorm:
+    """The tables of these parameters, which have read the gradients of now."""
+    known = _norms.get(params[0])
+    if known is None or not known.read(params):
+        known = GradientNorm(params)
+    _norms[params[0]] = known
+    return known

@@ -1,0 +1,225 @@
+"""The norm of gradients, with the same bits on any number of ranks, and their multiplication by a coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.kernels.devices import use_in_current_stream
+from shardopt.kernels.dispatch import DTYPES, check_device
+from shardopt.kernels.memory import check_storage
+from shardopt.kernels.norms import clip_of, make_norm_call
+from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
+from shardopt.step.inputs import named
+
+#: Elements of one model parameter in a gradient: `element` is the first one's index there.
+_ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("entry", _C.tensor_entry)])
+
+
+class GradientNorm:
+    """Tables of the gradients of some parameters, kept as long as ``_C.Inputs`` finds the parameters unchanged.
+
+    The tables refer to no parameter and no gradient.
+
+    Args:
+        params: the parameters. Ranks that hold parts of the same ones give these in the same order.
+
+    Raises:
+        UnknownShardError: the shard of a parameter is not known.
+        RuntimeError: the kernels cannot read a parameter's gradient.
+    """
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self._shards = [shard_of(p) if _may_have_gradient(p) else None for p in params]
+        # By the ranks that hold the parts: all of them take part in each exchange, with or without gradients.
+        self._sums: dict[Exchange | None, dict[torch.device, Tensor]] = {}
+        self._devices = list(dict.fromkeys(p.device for p in params))
+        rows = []
+        for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
+            for first, numel, ranks in () if shard is None else _parts_of(shard):
+                if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
+                    ranks = None
+                sums = self._sums.setdefault(ranks, {})
+                if param.device not in sums:
+                    check_device(f"parameter {index}", param.device)
+                    sums[param.device] = torch.zeros(_C.sum_words, dtype=torch.int64, device=param.device)
+                rows.append((index, first, self._devices.index(param.device), numel, sums[param.device].data_ptr()))
+        self._rows = np.zeros(len(rows), _ROW)
+        columns = [self._rows[name] for name in ("tensor", "element", "device")]
+        columns += [self._rows["entry"][name] for name in ("cols", "sums")]
+        for column, values in zip(columns, zip(*rows, strict=True), strict=False):
+            column[:] = values
+        entries = [None if shard is None else frozenset[str]() for shard in self._shards]
+        groups = [{"params": params}]
+        self._copied: dict[int, Tensor] = {}  # the gradients of which the kernels read copies, by index
+        read_gradient = partial(_read_gradient, self._shards, self._copied)  # no method: that would keep this alive
+        self._watched = _C.Inputs(groups, {}, self._shards, entries, shard_of, read_gradient)
+        self._selected: tuple[bytes, list[int]] | None = None
+        self._batches: list[_Batch] = []
+        if not self.read(params):
+            raise _unreadable(params)
+
+    def read(self, params: list[Tensor]) -> bool:
+        """Reads the gradients, to be called before each of the other methods.
+
+        Collectives of gradients that are not sharded as their parameters are run here.
+
+        Returns:
+            Whether the tables fit the parameters.
+        """
+        self._copied.clear()
+        result = self._watched.read([{"params": params}], {}, None)
+        if result is None:
+            return False
+        self._parts, self.with_gradient = result
+        kinds = self._watched.gradient_kinds()
+        if self._selected != (kinds, list(self._copied)):
+            self._select(np.frombuffer(kinds, dtype=np.uint8))
+            self._selected = kinds, list(self._copied)
+        for batch in self._batches:
+            batch.fill(self._watched, self._parts)
+        return True
+
+    def clip(self, max_norm: float, *, largest: bool) -> tuple[Tensor, Tensor]:
+        """The norm of all elements, and by what to multiply them so that it is at most ``max_norm``. Run on all ranks.
+
+        Args:
+            max_norm: for the coefficient.
+            largest: whether the norm is the largest magnitude, or the root of the sum of squares, rounded once.
+
+        Returns:
+            float32, 0-d, on the device of the first parameter.
+        """
+        for sums in self._sums.values():
+            for device, words in sums.items():
+                if device.type == "cuda":
+                    use_in_current_stream(device, (words,))
+                words.zero_()
+        for batch in self._batches:
+            batch.call.run(_C.NormPass.largest if largest else _C.NormPass.squares, len(batch.tensors))
+        totals: list[Tensor] = []
+        for ranks, sums in self._sums.items():
+            words = _joined([of_device[:1] if largest else of_device for of_device in sums.values()], largest)
+            if ranks is not None:
+                (ranks.all_reduce_max if largest else ranks.all_reduce_sum)(words)
+            totals.append(words)
+        no_words = torch.zeros(_C.sum_words, dtype=torch.int64, device=self._devices[0])
+        words = _joined([words.to(self._devices[0]) for words in totals] or [no_words], largest)
+        norm, coefficient = clip_of(words, max_norm, is_magnitude=largest)
+        return norm, coefficient
+
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiplies the gradients by a coefficient, in float32; each is rounded once.
+
+        Args:
+            coefficient: float32, 0-d.
+        """
+        for batch in self._batches:
+            batch.call.run(_C.NormPass.scale, batch.in_place, coefficient)
+            for index in batch.others:
+                own = self._copied.get(index, self._parts[index])
+                own.copy_(own.float() * coefficient.to(own.device))
+        self._watched.increment_gradient_versions()
+
+    def forget_gradients(self) -> None:
+        """Lets go of the gradients."""
+        self._parts, self.with_gradient = [], []
+        self._copied.clear()
+        for batch in self._batches:
+            batch.contiguous.clear()
+
+    def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
+        """Divides the rows of parameters that have a gradient by device; those to be scaled by the kernels first."""
+        has_gradient = kinds != _C.Inputs.no_gradient
+        others = has_gradient & (kinds & _C.Inputs.strided > 0)
+        others[list(self._copied)] = True
+        self._batches = []
+        for at, device in enumerate(self._devices):
+            rows = self._rows[(self._rows["device"] == at) & has_gradient[self._rows["tensor"]]]
+            is_other = others[rows["tensor"]]
+            rows = rows[np.argsort(is_other, kind="stable")]
+            self._batches.append(_Batch(device, rows, int((~is_other).sum())))
+
+
+class _Batch:
+    """The rows of the gradients on a device.
+
+    Attributes:
+        call: the kernels' call for them.
+        tensors: per row, the parameter's index.
+        in_place: how many of the first rows are of gradients that the kernels multiply.
+        others: the indices of the other parameters, whose gradients are not contiguous, or elsewhere.
+        contiguous: the copies of these that the kernels read.
+    """
+
+    def __init__(self, device: torch.device, rows: npt.NDArray[np.void], in_place: int) -> None:
+        self._entries, self._elements = rows["entry"].copy(), rows["element"].copy()
+        self.tensors, self.in_place = rows["tensor"].copy(), in_place
+        self.others: list[int] = list(dict.fromkeys(self.tensors[in_place:].tolist()))
+        self.call = make_norm_call(device, self._entries)
+        self.contiguous: dict[int, Tensor] = {}
+
+    def fill(self, watched: _C.Inputs, parts: Sequence[Tensor]) -> None:
+        """Fills in the gradients' addresses."""
+        watched.fill(self._entries, self.tensors, self._elements)
+        self.contiguous = {index: parts[index].contiguous() for index in self.others}
+        for row in range(self.in_place, len(self.tensors)):
+            copy = self.contiguous[int(self.tensors[row])]
+            self._entries["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
+
+
+def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient that the tables do not know; notes it if that is a copy."""
+    shard = shards[index]
+    assert shard is not None
+    with named(f"parameter {index} {shard.global_shape}"):
+        part = shard.local_gradient(gradient)
+    own = getattr(gradient, "_local_tensor", gradient)  # a DTensor's
+    if part is not own:
+        copied[index] = own
+    return part
+
+
+def _may_have_gradient(param: Tensor) -> bool:
+    """Whether a parameter has a gradient that the kernels can read, or may get one."""
+    return param.dtype in DTYPES and (param.requires_grad or param.grad is not None)
+
+
+def _parts_of(shard: Shard) -> list[tuple[int, int, Exchange | None]]:
+    """Of each model parameter in a shard: the first element in the local tensor, how many, and who holds the others."""
+    if isinstance(shard, FlatBuffer):
+        return [(each.offset, each.shard.numel, each.shard.parts) for each in shard.segments]
+    return [(0, shard.rows * shard.cols, shard.parts)]
+
+
+def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
+    """The sum or the maximum of some words, where the first ones are."""
+    first, *others = parts
+    for other in others:
+        there = other.to(first.device)
+        first = torch.maximum(first, there) if largest else first + there
+    return first
+
+
+def _unreadable(params: Sequence[Tensor]) -> RuntimeError:
+    """The error for the first gradient that the kernels cannot read."""
+    for index, param in enumerate(params):
+        name, gradient = f"parameter {index} of shape {tuple(param.shape)}", param.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            return RuntimeError(f"{name}: got a sparse gradient, expected a dense one; make it dense")
+        if gradient.dtype not in DTYPES or gradient.dtype not in (param.dtype, torch.float32):
+            supported = ", ".join(map(str, DTYPES))
+            return RuntimeError(
+                f"{name}: got a gradient of {gradient.dtype} for {param.dtype}, expected {supported}, and the "
+                "parameter's dtype or float32; cast it, or clip with torch.nn.utils.clip_grad_norm_"
+            )
+        check_storage(name, "gradient", gradient, RuntimeError)
+    return RuntimeError("got a gradient that is not in memory as a dense tensor; make it one")

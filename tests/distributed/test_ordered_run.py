@@ -1,0 +1,99 @@
+"""Whole runs with ordered gradients and the exact norm: one set of weights and state on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import shardopt
+from ordered_problem import WAYS, loss_of, make_model
+from ranks.pool import Pool
+from ranks.runs import snapshot_of
+from ranks.snapshot import Snapshot, assert_same
+from shardopt.comm.wire import WIRES
+from versions import needs_fsdp2_on_the_cpu
+
+OPTIMIZERS = {
+    "adamw8bit": lambda model: shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=1024),
+    "fp32": lambda model: shardopt.AdamW(model.parameters(), lr=1e-2, codec="fp32"),
+    "lamb": lambda model: shardopt.LAMB8bit(model.parameters(), lr=1e-2, min_quantized_numel=1024),
+    "muon8bit": lambda model: shardopt.Muon8bit(shardopt.muon_groups(model, lr=1e-2, adamw_lr=1e-2)),
+}
+#: Every wire format, number of micro-batches and optimizer; each wire with each number, each optimizer with one wire.
+RUNS = [(wire, micro_batches, "adamw8bit") for wire in WIRES for micro_batches in (12, 24)]
+RUNS += [("fp32", 12, "fp32"), ("bf16", 12, "lamb"), ("fp32", 12, "muon8bit")]
+
+Run = tuple[str, int, str]
+
+
+def _train(way: str, run: Run, steps: Iterable[int]) -> tuple[list[float], nn.Module, shardopt.optim.ShardedOptimizer]:
+    wire, micro_batches, name = run
+    model = WAYS[way](make_model())
+    shardopt.comm.ordered_gradients(model, micro_batches=micro_batches, wire=wire)  # type: ignore[arg-type]
+    optimizer = OPTIMIZERS[name](getattr(model, "module", model))
+    return _go_on(model, optimizer, micro_batches, steps), model, optimizer
+
+
+def _go_on(
+    model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, micro_batches: int, steps: Iterable[int]
+) -> list[float]:
+    norms = []
+    for step in steps:
+        for number in range(dist.get_rank(), micro_batches, dist.get_world_size()):
+            loss_of(model, number, step).backward()
+        clips = optimizer if step % 2 else None
+        norms.append(float(shardopt.clip_grad_norm_(model.parameters(), 0.5, optimizer=clips)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def _results(way: str, runs: Sequence[Run]) -> list[tuple[list[float], Snapshot]]:
+    found = []
+    for run in runs:
+        norms, model, optimizer = _train(way, run, range(3))
+        found.append((norms, snapshot_of(getattr(model, "module", model), optimizer)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(ranks: Pool) -> list[tuple[list[float], Snapshot]]:
+    """Of one process."""
+    return ranks.run(1, _results, "plain", RUNS)[0]
+
+
+CASES = [(way, world_size) for way in ("ddp", "fsdp") for world_size in (1, 2, 3, 4)] + [("hsdp", 4)]
+
+
+@needs_fsdp2_on_the_cpu
+@pytest.mark.parametrize(("way", "world_size"), CASES)
+def test_same_bits(ranks: Pool, wanted: list[tuple[list[float], Snapshot]], way: str, world_size: int) -> None:
+    for found in ranks.run(world_size, _results, way, RUNS):
+        for run, (norms, state), (wanted_norms, wanted_state) in zip(RUNS, found, wanted, strict=True):
+            assert norms == wanted_norms, run
+            assert max(norms) > 0.5, "a norm that clips nothing"
+            assert_same(state, wanted_state)
+
+
+def _part(way: str, run: Run, folder: Path, first: int) -> Snapshot:
+    """Two steps of a run, which goes on where its last checkpoint ends."""
+    micro_batches = run[1]
+    _, model, optimizer = _train(way, run, ())
+    bare = getattr(model, "module", model)
+    if first:
+        shardopt.checkpoint.load(folder / str(first), bare, optimizer)
+    _go_on(model, optimizer, micro_batches, (first, first + 1))
+    shardopt.checkpoint.save(folder / str(first + 2), bare, optimizer)
+    return snapshot_of(bare, optimizer)
+
+
+@needs_fsdp2_on_the_cpu
+@pytest.mark.parametrize("run", [RUNS[0], RUNS[5], RUNS[8]], ids=str)
+def test_a_run_that_changes_its_number_of_ranks_twice(ranks: Pool, tmp_path: Path, run: Run) -> None:
+    for first, (way, world_size) in zip((0, 2, 4), (("fsdp", 2), ("ddp", 3), ("hsdp", 4)), strict=True):
+        found = ranks.run(world_size, _part, way, run, tmp_path / "changing", first)[0]
+        assert_same(found, ranks.run(1, _part, "plain", run, tmp_path / "plain", first)[0])

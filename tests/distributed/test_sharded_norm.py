@@ -1,0 +1,118 @@
+"""``clip_grad_norm_`` on any sharding: the norm, clipped gradients and steps have the bits of the unsharded model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import shardopt
+from ranks.collectives import counted_collectives
+from ranks.layouts import Layout, mesh_of, shard, values
+from ranks.models import FSDP1_WAYS, WAYS, make_net, set_gradients
+from ranks.pool import Pool
+from ranks.runs import make_optimizer, snapshot_of
+from ranks.snapshot import assert_same
+from shardopt import clip_grad_norm_
+from shardopt.layout import UnknownShardError
+
+#: The ways to shard that a world of so many ranks has.
+WAYS_OF_WORLD = {
+    1: ("fsdp", "tp", "fsdp1", "fsdp1 flat"),
+    2: ("fsdp", "fsdp columns", "tp", "hsdp of one", "ddp", "zero", "fsdp offload", *FSDP1_WAYS),
+    3: ("fsdp", "fsdp columns", "tp", "hsdp of one", "fsdp1", "fsdp1 flat", "fsdp1 nested flat"),
+    4: ("fsdp", "fsdp columns", "fsdp tp", "fsdp columns tp", "hsdp", "hsdp columns", "tp", "ddp", *FSDP1_WAYS),
+}
+
+
+def _same_run(way: str, rule: str, kind: float, *, late: bool) -> None:
+    """Steps with clipped gradients, of the sharded model and of the whole one. late: the steps clip."""
+    found = []
+    for each in (way, "single"):
+        model = WAYS[each](make_net())
+        optimizer = make_optimizer(each, model, rule)
+        totals = []
+        for step in range(3):
+            set_gradients(model, step)
+            clips = optimizer if late and each != "zero" else None
+            totals.append(float(clip_grad_norm_(model.parameters(), 0.5, kind, optimizer=clips)))
+            optimizer.step()
+        found.append((totals, snapshot_of(model, optimizer)))
+    (totals, state), (wanted_totals, wanted) = found
+    assert totals == wanted_totals
+    assert all(total > 0.5 for total in totals)
+    assert_same(state, wanted)
+
+
+def _same_runs(ways: tuple[str, ...]) -> None:
+    for place, way in enumerate(ways):
+        _same_run(way, ("adamw", "lamb")[place % 2], 2.0, late=place % 3 != 0)
+        _same_run(way, "lion", math.inf, late=place % 3 == 0)
+
+
+@pytest.mark.parametrize("world_size", WAYS_OF_WORLD)
+def test_same_bits(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _same_runs, WAYS_OF_WORLD[world_size])
+
+
+def _mixed() -> None:
+    """Parameters on several meshes, plain ones, partial gradients, gradients on some ranks; what is sent is counted."""
+    size = dist.get_world_size()
+    layouts = [
+        Layout((97, 130), (size,), (Shard(0),), torch.float32),
+        Layout((3, 257), (size,), (Shard(1),), torch.bfloat16),
+        Layout((33, 31), (2, size // 2), (Replicate(), Shard(0)), torch.float32),
+        Layout((70, 96), (2, size // 2), (Shard(0), Shard(1)), torch.float32),
+        Layout((1, 40), (2, size // 2), (Replicate(), Replicate()), torch.float16),
+    ]
+    whole = [torch.nn.Parameter(values(layout.shape, 0, layout.dtype)) for layout in layouts]
+    whole += [torch.nn.Parameter(torch.ones(7)), torch.nn.Parameter(torch.ones(5))]
+    params = [torch.nn.Parameter(shard(p.detach(), layout)) for p, layout in zip(whole, layouts, strict=False)]
+    params += [torch.nn.Parameter(p.detach().clone()) for p in whole[len(params) :]]
+    for seed, (param, other) in enumerate(zip(params, whole, strict=True)):
+        other.grad = values(tuple(other.shape), 9 + seed, other.dtype)
+        param.grad = shard(other.grad.clone(), layouts[seed]) if isinstance(param, DTensor) else other.grad.clone()
+    there = params[0].grad.to_local()
+    params[0].grad = shard(whole[0].grad / 4, layouts[0]._replace(placements=(Replicate(),)))
+    params[0].grad = DTensor.from_local(params[0].grad.to_local(), mesh_of((size,)), (Partial(),))
+    whole[0].grad *= size / 4  # the sum of the partial gradients, exact for powers of two
+    before, wanted = params[0].grad.to_local().clone(), clip_grad_norm_(whole, 0.5)
+    total = clip_grad_norm_(params, 0.5)
+    assert float(total) == float(wanted)
+    coefficient = torch.clamp(0.5 / (total + 1e-6), max=1.0)
+    assert torch.equal(params[0].grad.to_local(), before * coefficient)
+    for param, other in zip(params[1:], whole[1:], strict=True):
+        found = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        assert torch.equal(found, other.grad)
+    params[0].grad = params[3].grad = None
+    if dist.get_rank() == 0:
+        params[0].grad = DTensor.from_local(there, mesh_of((size,)), (Shard(0),), shape=(97, 130), stride=(130, 1))
+    for kind, words in ((2.0, shardopt._C.sum_words), (math.inf, 1)):
+        clip_grad_norm_(params, 1.0, kind)
+        with counted_collectives() as sent:
+            found = clip_grad_norm_(params, 1e9, kind)
+        totals = [torch.empty(()) for _ in range(size)]
+        dist.all_gather(totals, found)
+        assert len(set(map(float, totals))) == 1
+        # Those of all rows; of the inner rows, if there are several; of rows, then of columns.
+        assert sent == [("allreduce", 8 * words)] * (4 if size == 4 else 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_mixed(ranks: Pool, world_size: int) -> None:
+    ranks.run(world_size, _mixed)
+
+
+def _refused() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param._fsdp_flattened = True  # wrapped before shardopt was imported
+    param.grad = torch.ones(3)
+    with pytest.raises(UnknownShardError, match="import shardopt before wrapping the model"):
+        clip_grad_norm_([param], 1.0)
+
+
+def test_unknown_shards(ranks: Pool) -> None:
+    ranks.run(1, _refused)

@@ -1,0 +1,39 @@
+"""Norms, clipped gradients and steps that clip on a GPU: the CPU's bits, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import cuda_emulated
+from cuda_device import CUDA, needs_cuda
+from message_problem import DTYPES, numbers
+from shardopt import clip_grad_norm_
+
+pytestmark = needs_cuda
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_the_cpu(dtype: torch.dtype) -> None:
+    for numel in (2, 1030, 3_000_000):
+        for name, floats in numbers(dtype, numel, numel):
+            gradients = [floats, floats[1 : numel // 2], floats.view(-1, 2).t()]
+            wanted = cuda_emulated.clipped(gradients)
+            found = cuda_emulated.clipped([gradient.to(CUDA) for gradient in gradients])
+            for one, expected in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one.cpu(), expected, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_nothing_waits() -> None:
+    params = [torch.nn.Parameter(torch.zeros(300, 40, device=CUDA)) for _ in range(5)]
+    for step in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            for kind in (2.0, math.inf):
+                clip_grad_norm_(params, 0.5, kind)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,68 @@
+"""The job with ordered gradients: its losses, weights and state do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ranks.pool import Pool
+from train_job import TINY, digests, losses, run, run_on, summary, write_text
+from versions import needs_fsdp2_on_the_cpu
+
+pytestmark = needs_fsdp2_on_the_cpu
+
+ORDERED = (*TINY, "--ordered", "--micro-batches", "6", "--clip", "0.2")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text."""
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run in one process."""
+    output = tmp_path_factory.mktemp("alone")
+    run_on(ranks, 1, *ORDERED, "--backend", "single", "--data", text, "--output", output)
+    return output
+
+
+def assert_same_run(found: Path, wanted: Path) -> None:
+    assert losses(found) == losses(wanted)
+    assert summary(found)["heldout_loss"] == summary(wanted)["heldout_loss"]
+    for step in (4, 8):
+        assert digests(found, step) == digests(wanted, step)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("ddp", 3), ("zero_redundancy", 2)]
+)
+def test_same_bits(ranks: Pool, alone: Path, text: Path, tmp_path: Path, backend: str, world_size: int) -> None:
+    run_on(ranks, world_size, *ORDERED, "--backend", backend, "--data", text, "--output", tmp_path)
+    assert_same_run(tmp_path, alone)
+
+
+def test_a_run_that_changes_its_number_of_ranks_twice(ranks: Pool, alone: Path, text: Path, tmp_path: Path) -> None:
+    job = (*ORDERED, "--backend", "fsdp2", "--data", text, "--output", tmp_path, "--resume", "auto")
+    for world_size, step in ((3, 3), (1, 6), (2, 8)):
+        run_on(ranks, world_size, *job, "--checkpoint-interval", 1, "--stop-at-step", step)
+    assert_same_run(tmp_path, alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--micro-batches", "5"], "got 5 with 1 ranks and a batch of 12, expected a multiple of the ranks"),
+        (["--accumulate", "2"], "ordered: got accumulate 2, expected 1"),
+        (["--backend", "fsdp1"], "ordered: got backend fsdp1, expected one of fsdp2, ddp, zero_redundancy, single"),
+        (["--clip", "0", "--release-gradients"], "ordered: got release_gradients True, expected none"),
+        (["--wire", "int8"], "expected one of fp32, bf16, e4m3"),
+    ],
+)
+def test_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert run(*ORDERED, "--backend", "single", "--data", text, "--output", tmp_path, *options) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""``clip_grad_norm_(optimizer=...)``: the next step multiplies the gradients as it reads them."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import shardopt
+from helpers import CASES, CODEC_NAMES, Named, with_gradient
+from kernel_problem import gradients, make, start, using
+from pairs import by_passes
+from ranks.snapshot import assert_same, snapshot
+from shardopt import _C, clip_grad_norm_
+from shardopt.optim import ShardedOptimizer
+
+SHAPES = ((1,), (33,), (4, 129), (7, 33), (2, 8, 65))
+
+
+def clipped_step(params: Named, optimizer: ShardedOptimizer, gradient: Named, *, late: bool) -> None:
+    """A step with clipped gradients. late: clipped by the step, which leaves them as they are."""
+    for name, param in params.items():
+        with_gradient(param, gradient[name].clone())
+    clip_grad_norm_(params.values(), 0.5, optimizer=optimizer if late else None)
+    optimizer.step()
+    for name, param in params.items():
+        assert not late or torch.equal(param.grad.view(torch.int32), gradient[name].view(torch.int32))
+
+
+def compare(rule: str, codec: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    """Compares steps of gradients that were clipped in place with those that clip. The third step's are NaN."""
+    found = []
+    for late in (False, True):
+        params, optimizer = make(rule, codec, start(dtype, SHAPES), **options)
+        for t in (1, 2, 3, 4):
+            clipped_step(params, optimizer, gradients(t, torch.float32, SHAPES, scale=1e-2 * t), late=late)
+        found.append(snapshot(params, optimizer))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(("rule", "codec"), by_passes(product(CASES, CODEC_NAMES)))
+def test_equals_clipping_in_place(rule: str, codec: str) -> None:
+    with using(_C.cpu_targets()[0], threads=2):
+        compare(rule, codec)
+
+
+@pytest.mark.parametrize("target", _C.cpu_targets())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"maximize": True},
+        {"offload": "state"},
+        {"offload": "step"},
+        {"dtype": torch.bfloat16, "master_weight_bits": 24},
+        {"nonfinite": "propagate"},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], target: str) -> None:
+    with using(target, threads=1):
+        compare("adamw", "log8", **options)
+
+
+def one(value: float = 3.0, **options: Any) -> tuple[Parameter, ShardedOptimizer]:
+    param = Parameter(torch.zeros(2, 3))
+    param.grad = torch.full((2, 3), value)
+    return param, shardopt.SGD([param], lr=1.0, **options)
+
+
+def test_only_the_next_step() -> None:
+    """A step, also one that is left out, and ``zero_grad`` forget the coefficient."""
+    param, optimizer = one()
+    total = clip_grad_norm_(param, 1.0, optimizer=optimizer)
+    coefficient = torch.clamp(1.0 / (total + 1e-6), max=1.0)
+    optimizer.step()
+    clipped = -3.0 * coefficient
+    assert torch.equal(param.detach(), clipped.expand(2, 3))
+    optimizer.step()
+    assert torch.equal(param.detach(), (clipped - 3.0).expand(2, 3))
+    clip_grad_norm_(param, 1.0, optimizer=optimizer)
+    optimizer.zero_grad()
+    param.grad = torch.ones(2, 3)
+    optimizer.step()
+    assert torch.equal(param.detach(), (clipped - 3.0 - 1.0).expand(2, 3))
+    clip_grad_norm_(param, 1.0, optimizer=optimizer)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    optimizer.found_inf = None
+    optimizer.step()
+    assert torch.equal(param.detach(), (clipped - 3.0 - 1.0 - 1.0).expand(2, 3))
+
+
+def test_in_a_closure() -> None:
+    """As Lightning clips: within the closure, after its backward pass."""
+    param, optimizer = one()
+
+    def closure() -> float:
+        param.grad = torch.full((2, 3), 3.0)
+        return float(clip_grad_norm_(param, 1.0, optimizer=optimizer))
+
+    total = optimizer.step(closure)
+    assert torch.equal(param.detach(), (-3.0 * torch.clamp(1.0 / (torch.tensor(total) + 1e-6), max=1.0)).expand(2, 3))
+
+
+def test_several_optimizers_and_bfloat16() -> None:
+    """One norm of all; gradients in bfloat16 are clipped in float32, as if they had been given so."""
+    found = []
+    for late in (False, True):
+        params = [Parameter(torch.ones(4, 33, dtype=torch.bfloat16)), Parameter(torch.ones(7))]
+        optimizers = [shardopt.AdamW8bit(params[:1], master_weight_bits=24), shardopt.SGD(params[1:], lr=1.0)]
+        generator = torch.Generator().manual_seed(0)
+        for param in params:
+            gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
+            with_gradient(param, gradient if late else gradient.float())
+        clip_grad_norm_(params, 0.5, optimizer=optimizers if late else None)
+        for optimizer in optimizers:
+            optimizer.step()
+        found.append(snapshot(dict(zip("ab", params, strict=True)), optimizers[0]))
+    assert_same(found[1], found[0])
+
+
+def test_grad_scaler() -> None:
+    """After ``unscale_``; without, the norm would be that of scaled gradients, which is refused by name."""
+    found = {}
+    for way in ("in place", "by the step", "scaled"):
+        param, optimizer = one()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        param.grad = None
+        scaler.scale((param * 5.0).sum()).backward()
+        if way != "scaled":
+            scaler.unscale_(optimizer)
+        clip_grad_norm_(param, 1.0, optimizer=None if way == "in place" else optimizer)
+        if way == "scaled":
+            with pytest.raises(RuntimeError, match=r"call scaler.unscale_\(optimizer\) before clip_grad_norm_"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        found[way] = param.detach().clone()
+    assert torch.equal(found["by the step"], found["in place"])
+    assert not found["scaled"].any()
+
+
+def test_refused() -> None:
+    param, optimizer = one()
+    other, of_other = one()
+    frozen = Parameter(torch.zeros(3), requires_grad=False)
+    clip_grad_norm_([param, frozen], 1.0, optimizer=optimizer)
+    with pytest.raises(ValueError, match="got 1 parameters with a gradient that it does not have, and 0 of its own"):
+        clip_grad_norm_([param, other], 1.0, optimizer=optimizer)
+    with pytest.raises(ValueError, match="got 0 parameters with a gradient that it does not have, and 1 of its own"):
+        clip_grad_norm_([param], 1.0, optimizer=[optimizer, of_other])
+    for others in (torch.optim.AdamW([param]), shardopt.quantize_state(torch.optim.AdamW([param]))):
+        with pytest.raises(TypeError, match=f"got {type(others).__name__}, expected an optimizer of shardopt"):
+            clip_grad_norm_(param, 1.0, optimizer=others)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = shardopt.SGD(layer.parameters(), lr=1.0)
+    shardopt.release_gradients(layer, optimizer)
+    with pytest.raises(RuntimeError, match="got one whose gradients are released"):
+        clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)

@@ -1,0 +1,178 @@
+"""``clip_grad_norm_``: the norm is the root of an exact sum of squares, rounded once, and clipping is torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kernel_problem import using
+from message_problem import DTYPES, numbers
+from shardopt import _C, clip_grad_norm_
+from shardopt.kernels.norms import clip_of
+from shardopt.optim import clip
+
+INF = math.inf
+
+
+def with_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
+    params: list[Tensor] = []
+    for gradient in gradients:
+        params.append(Parameter(torch.zeros_like(gradient)))
+        params[-1].grad = gradient.clone(memory_format=torch.preserve_format)
+    return params
+
+
+def assert_root(found: float, square: Fraction) -> None:
+    """Checks that a float32 is the nearest one to the root of a rational number; ties go to the even one."""
+    one = np.float32(found)
+    for other in {np.nextafter(one, np.float32(0)), np.nextafter(one, np.float32(INF))} - {one}:
+        between = (exactly(one) + exactly(other)) / 2
+        beyond = square - between**2 if other > one else between**2 - square
+        assert beyond < 0 or (beyond == 0 and int(one.view(np.int32)) % 2 == 0), (found, square)
+
+
+def exactly(x: np.float32) -> Fraction:
+    """A float32 above zero as a fraction; infinity as the number that would follow the largest."""
+    return Fraction(float(x)) if np.isfinite(x) else Fraction(2**128)
+
+
+def square_of(gradients: Sequence[Tensor]) -> Fraction:
+    counts: dict[float, int] = {}
+    for value in torch.cat([torch.zeros(1), *(g.reshape(-1).float() for g in gradients)]).abs().tolist():
+        counts[value] = counts.get(value, 0) + 1
+    return sum((count * Fraction(value) ** 2 for value, count in counts.items()), Fraction(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", _C.cpu_targets())
+def test_exact(target: str, dtype: torch.dtype) -> None:
+    for numel in (1, 16, 37, 5000):
+        for name, floats in numbers(dtype, numel, numel):
+            gradients = [floats, floats[: numel // 2] * 0.5]
+            with using(target, threads=1):
+                total, largest = (clip_grad_norm_(with_gradients(gradients), INF, kind) for kind in (2, INF))
+            wanted = max((float(g.abs().max()) for g in gradients if g.numel()), key=lambda x: (x != x, x))
+            assert float(largest) == wanted or (math.isnan(largest) and math.isnan(wanted)), name
+            if math.isfinite(wanted):
+                assert_root(float(total), square_of(gradients))
+            else:
+                assert float(total) == wanted or (math.isnan(total) and math.isnan(wanted)), name
+
+
+def test_root_rounds_once() -> None:
+    """Sums a little beside the squares of midpoints between two float32, where a root of a rounded sum goes wrong."""
+    least = 2.0**-140
+    for bits in (0x3F800000, 0x3FFFFFFF, 0x40490FDB, 0x5F000001, 0x00800001):
+        low, high = np.array([bits, bits + 1], np.int32).view(np.float32)
+        middle = (Fraction(float(low)) + Fraction(float(high))) / 2
+        for beside in (-1, 0, 1):
+            words = np.zeros(_C.sum_words, np.int64)
+            number = int(middle**2 * 2**-_C.sum_lowest_bit) + beside
+            for digit in range(_C.sum_words - 1):
+                words[digit] = number >> 32 * digit & 0xFFFFFFFF
+            norm, _ = clip_of(torch.from_numpy(words), 1.0, is_magnitude=False)
+            assert_root(float(norm), Fraction(number) / 2**-_C.sum_lowest_bit)
+    params = with_gradients([torch.tensor([3.0, 4.0]), torch.full((3,), least)])
+    assert float(clip_grad_norm_(params, INF)) == 5.0
+    huge = [torch.full((70,), 3e38)]
+    assert_root(float(clip_grad_norm_(with_gradients(huge), INF)), square_of(huge))
+
+
+def test_any_number_of_threads_and_pieces() -> None:
+    floats = torch.randn(1 << 19) * torch.exp(4 * torch.randn(1 << 19))
+    totals = set()
+    for threads, pieces in ((1, 1), (2, 3), (3, 999)):
+        with using(_C.cpu_targets()[0], threads):
+            totals.add(float(clip_grad_norm_(with_gradients(floats.tensor_split(pieces)), INF)))
+    assert len(totals) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", _C.cpu_targets())
+def test_clipped(target: str, dtype: torch.dtype) -> None:
+    """Gradients are multiplied by torch's coefficient of the exact norm; elsewhere in memory nothing changes."""
+    for kind in (2, INF):
+        for numel in (1, 31, 70_001):
+            whole = torch.randn(numel + 5).to(dtype)
+            params = with_gradients([torch.randn(3, 5).to(dtype), torch.zeros(numel, dtype=dtype)])
+            params[1].grad = whole[3 : numel + 3]
+            before = [params[0].grad.clone(), whole.clone()]
+            with using(target, threads=2):
+                total = clip_grad_norm_(params, 0.5, kind)
+            coefficient = torch.clamp(0.5 / (total + 1e-6), max=1.0)
+            wanted = [(g.float() * coefficient).to(dtype) for g in before]
+            wanted[1][:3], wanted[1][-2:] = before[1][:3], before[1][-2:]
+            assert torch.equal(params[0].grad, wanted[0])
+            assert torch.equal(whole, wanted[1])
+
+
+@pytest.mark.parametrize("value", [INF, -INF, math.nan])
+@pytest.mark.parametrize("kind", [2, INF])
+def test_not_finite(value: float, kind: float) -> None:
+    gradients = [torch.randn(40), torch.randn(3)]
+    gradients[1][1] = value
+    ours, theirs = with_gradients(gradients), with_gradients(gradients)
+    with pytest.raises(RuntimeError, match="expected a finite one"):
+        clip_grad_norm_(ours, 1.0, kind, error_if_nonfinite=True)
+    assert all(torch.equal(p.grad[:1], g[:1]) for p, g in zip(ours, gradients, strict=True))
+    found, wanted = clip_grad_norm_(ours, 1.0, kind), torch.nn.utils.clip_grad_norm_(theirs, 1.0, kind)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_that_come_go_and_move() -> None:
+    """Cached tables follow the gradients: none, new ones, strided ones, expanded ones, and frozen parameters."""
+    params = with_gradients([torch.randn(4, 6), torch.randn(70), torch.randn(2, 3, 4)])
+    params[2].requires_grad_(False)
+    kinds = [
+        [torch.randn(4, 6), None, torch.randn(2, 3, 4)],
+        [torch.randn(6, 4).t(), torch.randn(140)[::2], None],
+        [None, None, None],
+        [torch.randn(4, 6), torch.randn(1).expand(70).clone(), torch.randn(4, 3, 2).permute(2, 1, 0)],
+    ]
+    for gradients in kinds * 2:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        there = [g.clone() for g in gradients if g is not None]
+        total = clip_grad_norm_(params, 0.25)
+        assert_root(float(total), square_of(there))
+        for param, gradient in zip([p for p in params if p.grad is not None], there, strict=True):
+            assert torch.equal(param.grad, gradient * torch.clamp(0.25 / (total + 1e-6), max=1.0))
+    assert float(clip_grad_norm_([], 1.0)) == 0.0
+    assert clip_grad_norm_(iter(params), 1.0, foreach=True).dtype == torch.float32
+
+
+def test_versions_and_memory() -> None:
+    """Autograd notices a changed gradient; nothing keeps parameters or gradients alive."""
+    import weakref
+
+    params = with_gradients([torch.ones(5), torch.ones(3, 5).t()])
+    gradient, strided = (param.grad for param in params)
+    assert gradient is not None
+    assert strided is not None
+    version = gradient._version
+    clip_grad_norm_(params, 1.0)
+    assert gradient._version > version
+    gone = [weakref.ref(params[0]), weakref.ref(gradient), weakref.ref(strided), weakref.ref(clip._norms[params[0]])]
+    del params, gradient, strided
+    assert [reference() for reference in gone] == [None] * 4
+
+
+def test_refused() -> None:
+    params = with_gradients([torch.randn(5)])
+    with pytest.raises(ValueError, match=r"norm_type: got 1.0, expected 2 or inf"):
+        clip_grad_norm_(params, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(5,\): got a gradient of torch.float64"):
+        clip_grad_norm_(with_gradients([torch.randn(5, dtype=torch.float64)]), 1.0)
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="got a sparse gradient"):
+        clip_grad_norm_(embedding.weight, 1.0)

@@ -1,0 +1,149 @@
+"""A model to train by micro-batches, and the sums of their gradients as docs/gradients.md defines them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import reference_messages as reference
+from ranks.layouts import mesh_of
+from shardopt.comm.wire import WireFormat
+
+MICRO_BATCHES = 12
+
+
+class Blocks(nn.Module):
+    """Rows of whole blocks, of short ones, and too short for one; an odd dim 0; a layer that some batches leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 97)
+        self.norm = nn.LayerNorm(97)
+        self.down = nn.Linear(97, 130)
+        self.extra = nn.Linear(130, 130)
+        self.head = nn.Linear(130, 3, bias=False)
+
+    def forward(self, x: Tensor, with_extra: bool = True, is_checkpointed: bool = False) -> Tensor:
+        x = checkpoint(self._body, x, use_reentrant=False) if is_checkpointed else self._body(x)
+        if with_extra:
+            x = x + self.extra(x)
+        return self.head(x)
+
+    def _body(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(self.norm(self.up(x))))
+
+
+def make_model(seed: int = 0) -> Blocks:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Blocks()
+
+
+def loss_of(
+    model: nn.Module, number: int, step: int = 0, *, leaves_out: Sequence[int] = (), is_checkpointed: bool = False
+) -> Tensor:
+    """The mean loss of a numbered micro-batch; gradients of several orders of magnitude. Some leave a layer out."""
+    generator = torch.Generator().manual_seed(100 * step + number)
+    x = torch.randn(5, 128, generator=generator) * 10.0 ** (number % 3)
+    return model(x, number not in leaves_out, is_checkpointed).square().mean()
+
+
+def _fsdp(
+    model: nn.Module, shape: tuple[int, ...] | None = None, layers: Sequence[str] = ("up", "extra"), **options: object
+) -> nn.Module:
+    mesh = mesh_of(shape, "replicas", "shards") if shape else mesh_of((dist.get_world_size(),))
+    for module in (*map(model.get_submodule, layers), model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+#: Ways to wrap a model, by name.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "ddp": partial(DistributedDataParallel, bucket_cap_mb=0.05),
+    "ddp views": partial(DistributedDataParallel, bucket_cap_mb=0.05, gradient_as_bucket_view=True),
+    "ddp static": partial(DistributedDataParallel, bucket_cap_mb=0.05, static_graph=True),
+    "ddp unused": partial(DistributedDataParallel, bucket_cap_mb=0.05, find_unused_parameters=True),
+    "fsdp": _fsdp,
+    "fsdp kept": partial(_fsdp, reshard_after_forward=False),
+    "fsdp whole": partial(_fsdp, layers=()),
+    "fsdp offload": partial(_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "fsdp columns": partial(_fsdp, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (128,) else None),
+    "fsdp bf16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "fsdp bf16 sums": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+    "fsdp fp16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16)),
+    "hsdp": lambda model: _fsdp(model, (2, dist.get_world_size() // 2)),
+    "hsdp of 3": lambda model: _fsdp(model, (dist.get_world_size() // 3, 3)),
+    "hsdp of 1": lambda model: _fsdp(model, (1, dist.get_world_size())),
+}
+
+
+def needs_custom_reduce_scatter(way: str) -> bool:
+    return "fsdp" in way or "hsdp" in way
+
+
+can_replace_reduce_scatter = hasattr(FSDPModule, "set_custom_reduce_scatter")
+
+
+def backward(model: nn.Module, step: int = 0, *, passes: int | None = None, **options: Any) -> None:
+    """A step's backward passes, or the first few."""
+    ranks = dist.get_world_size()
+    for index in range(MICRO_BATCHES // ranks if passes is None else passes):
+        loss_of(model, index * ranks + dist.get_rank(), step, **options).backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients in full, by the names of the bare model."""
+    return {name.removeprefix("module."): _full(param.grad) for name, param in model.named_parameters()}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): _full(param.detach()) for name, param in model.named_parameters()}
+
+
+def _full(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def rounded(gradient: Tensor, wire: WireFormat) -> Tensor:
+    """A gradient as it arrives."""
+    rows = gradient.view(len(gradient), -1)
+    if wire == "fp32" or (wire == "e4m3" and rows.shape[1] < 128):
+        return gradient.float()
+    if wire == "bf16":
+        return gradient.bfloat16().float()
+    return reference.decode(reference.encode(rows)).view_as(gradient)
+
+
+def wanted_gradients(
+    wire: WireFormat, step: int = 0, *, micro_batches: int = MICRO_BATCHES, leaves_out: Sequence[int] = ()
+) -> dict[str, Tensor | None]:
+    """The mean over a step's micro-batches, of a bare model's gradients."""
+    terms: dict[str, list[Tensor]] = {}
+    used: set[str] = set()
+    for number in range(micro_batches):
+        model = make_model()
+        loss_of(model, number, step, leaves_out=leaves_out).backward()
+        for name, param in model.named_parameters():
+            used |= {name} if param.grad is not None else set()
+            terms.setdefault(name, []).append(
+                rounded(torch.zeros_like(param) if param.grad is None else param.grad, wire)
+            )
+    return {name: _mean(each) if name in used else None for name, each in terms.items()}
+
+
+def _mean(terms: Sequence[Tensor]) -> Tensor:
+    known = {range(number, number + 1): term for number, term in enumerate(terms)}
+    sums = [reference.sum_over(numbers, known) for numbers in reference.ranges(0, len(terms))]
+    return reference.mean(sums, len(terms))
