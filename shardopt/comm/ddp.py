@@ -3,6 +3,7 @@
 Annotations here are classes, not strings: DistributedDataParallel compares those of a communication hook.
 """
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 
@@ -37,10 +38,13 @@ class DdpReducer:
         self._of: dict[Tensor, tuple[Reduction, slice]] = {}  # its sums, and its place in their chunks
         self._buckets: dict[tuple[int, ...], Reduction] = {}  # by their parameters
         self._means: dict[Tensor, Tensor] = {}  # of parameters, in their buckets
+        self._has_begun = False  # the running pass has reached this module
+        # Hooks that PyTorch's reducer reaches would keep the module alive for good if they held this. The module does.
+        this = weakref.ref(self)
         for param in replica.parameters():
             if param.requires_grad:
-                param.register_hook(lambda _: self._begin())  # type: ignore[no-untyped-call]
-        replica.register_comm_hook(None, self.reduce)
+                param.register_hook(lambda _: _found(this)._begin())  # type: ignore[no-untyped-call]
+        replica.register_comm_hook(this, _reduce)
 
     def _begin(self) -> None:
         if not self._replica.require_backward_grad_sync:
@@ -49,8 +53,9 @@ class DdpReducer:
                 "they are sent; leave no_sync() out, sums wait on their owners"
             )
         self._progress.begin()
+        self._has_begun = True
 
-    def reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         if not buffer.is_cuda:
             self._sum(bucket)
@@ -108,6 +113,12 @@ class DdpReducer:
     @torch.no_grad()
     def end(self, *, is_last: bool) -> None:
         """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
+        has_begun, self._has_begun = self._has_begun, False
+        if has_begun and (not self._buckets or any(reduction.is_behind for reduction, _ in self._of.values())):
+            raise RuntimeError(
+                "got a backward pass that DistributedDataParallel does not reduce, expected one that it does: call it, "
+                "not its module, outside of no_sync(), and no torch.autograd.grad"
+            )
         current = {id(reduction) for reduction, _ in self._of.values()}
         self._buckets = {key: found for key, found in self._buckets.items() if id(found) in current}
         for reduction in self._buckets.values():
@@ -116,6 +127,16 @@ class DdpReducer:
             for param, mean in self._means.items():
                 if param.grad is not None:
                     param.grad.copy_(mean)
+
+
+def _found(reducer: weakref.ref[DdpReducer]) -> DdpReducer:
+    found = reducer()
+    assert found is not None
+    return found
+
+
+def _reduce(reducer: weakref.ref[DdpReducer], bucket: GradBucket) -> Future[Tensor]:
+    return _found(reducer).reduce(bucket)
 
 
 @cache

@@ -67,8 +67,6 @@ class FsdpReducer:
         if self._mesh.shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
             module.set_all_reduce_hook(self._take)
         module.set_gradient_divide_factor(1.0)  # the mean is taken here
-        for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-            setattr(module, method, _always(method))
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
         module.register_forward_pre_hook(lambda *_: self._drop_unreduced())
@@ -194,6 +192,16 @@ def _always(method: str) -> Any:
             )
 
     return call
+
+
+def refuse_partial_sums(model: Module) -> None:
+    """Has FSDP2's modules refuse what adds gradients before they are sent. A root may have no parameters of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+                setattr(module, method, _always(method))
 
 
 def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:

@@ -12,9 +12,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.ddp import DdpReducer
-from shardopt.comm.fsdp2 import FsdpReducer, Mesh, check_untouched, groups_of
+from shardopt.comm.fsdp2 import FsdpReducer, Mesh, check_untouched, groups_of, refuse_partial_sums
 from shardopt.comm.plain import PlainReducer
-from shardopt.comm.progress import Progress
+from shardopt.comm.progress import Progress, is_counted
 from shardopt.comm.wire import WIRES, WireFormat
 
 if TYPE_CHECKING:
@@ -61,8 +61,13 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
             f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}: each rank has as "
             "many of a step; change one of them"
         )
+    if is_counted(list(model.parameters())):
+        raise RuntimeError(
+            "got a model whose gradients are ordered already, expected one call; leave the second one out"
+        )
     progress = Progress(model.named_parameters(), micro_batches, ranks)
     if sharded:
+        refuse_partial_sums(model)
         progress.reducers.extend(FsdpReducer(name, module, progress, wire) for name, module in sharded.items())
     elif replicas:
         progress.reducers.extend(DdpReducer(replica, progress, wire) for replica in replicas)

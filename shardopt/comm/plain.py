@@ -20,11 +20,20 @@ class PlainReducer:
     """
 
     def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
-        self._sums: list[tuple[Parameter, Reduction]] = []
-        for param in model.parameters():
-            self._sums.append((param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None)))
-            if param.requires_grad:
-                param.register_hook(lambda _: progress.begin())  # type: ignore[no-untyped-call]
+        self._progress = progress
+        self._sums = [
+            (param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None)) for param in model.parameters()
+        ]
+        self._hooked: set[Parameter] = set()
+        self._hook()
+        model.register_forward_pre_hook(lambda *_: self._hook())
+
+    def _hook(self) -> None:
+        """Has the gradients of all parameters begin a pass, of those that are no longer frozen, too."""
+        for param, _ in self._sums:
+            if param.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
+                param.register_hook(lambda _: self._progress.begin())  # type: ignore[no-untyped-call]
 
     def reductions(self) -> list[Reduction]:
         return [reduction for _, reduction in self._sums]

@@ -131,6 +131,10 @@ class Progress:
             for sums in reducer.reductions():
                 sums.reset()
 
+    def has_any(self, params: Iterable[Tensor]) -> bool:
+        own = set(map(id, self._params.values()))
+        return any(id(param) in own for param in params)
+
     def sums_of(self, params: Container[int]) -> Iterator[Tensor]:
         """See :class:`shardopt.report.memory.KeepsSums`."""
         if any(id(param) in params for param in self._params.values()):
@@ -143,13 +147,12 @@ class Progress:
         self._notice_failure()
         if self.done in (0, self.passes) and not self._has_failed:
             return
-        own = set(map(id, self._params.values()))
         if all(param.grad is None for param in self._left):
             return  # thrown away
-        if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+        if self.has_any(param for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(
                 f"got step() after {self.done} of {self.passes} backward passes, expected it after all of a step's "
-                f"{self.micro_batches} micro-batches; call zero_grad() to throw them away"
+                f"{self.micro_batches} micro-batches; call zero_grad(set_to_none=True) to throw them away"
             )
 
 
@@ -162,6 +165,11 @@ def _queue(callback: Any) -> None:
 
 
 _all: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+def is_counted(params: Sequence[Tensor]) -> bool:
+    """Whether somebody counts passes of one of the parameters already."""
+    return any(progress.has_any(params) for progress in _all)
 
 
 def _check_step(optimizer: Optimizer, *_: Any) -> None:

@@ -168,7 +168,6 @@ class ShardedOptimizer(OptimizerInterface):
             for group in self.param_groups:
                 self.begin_step(group)
             internals.stepper.prepare(self.param_groups, self.state, internals.group_of, clipped)()
-        internals.coefficient = None
         internals.skipped.publish()
         if released is not None:
             released.next_step()
@@ -230,6 +229,7 @@ class ShardedOptimizer(OptimizerInterface):
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()
+        self._internals.coefficient = None
         for group, param in self._all_params():
             if group["offload"] is not None and self.state.get(param):
                 self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])

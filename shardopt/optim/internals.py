@@ -158,7 +158,7 @@ class Internals:
             self.released.forget()
 
     def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step whose gradients are multiplied by :attr:`coefficient`.
+        """The scaling of a step whose gradients are multiplied by :attr:`coefficient`, which is used up.
 
         Raises:
             RuntimeError: torch.amp.GradScaler has not unscaled the gradients, whose norm was another one.
@@ -168,7 +168,8 @@ class Internals:
                 "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
                 "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
             )
-        return scaling._replace(coefficient=self.coefficient)
+        coefficient, self.coefficient = self.coefficient, None
+        return scaling._replace(coefficient=coefficient)
 
     def warn_of_skipped(self) -> None:
         """Warns of gradient elements that were skipped since the last warning."""

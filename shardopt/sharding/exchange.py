@@ -94,7 +94,10 @@ class RanksExchange:
     @property
     def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
         """See :class:`shardopt.layout.Exchange`."""
-        return tuple(tuple(get_process_group_ranks(group)) for group in self.groups)
+        # After destroy_process_group() and another init_process_group() DTensors may still have groups of before.
+        return tuple(
+            (get_rank(),) if group.size() == 1 else tuple(get_process_group_ranks(group)) for group in self.groups
+        )
 
     def gathered(self, message: bytes) -> dict[int, bytes]:
         """See :class:`shardopt.layout.Exchange`."""

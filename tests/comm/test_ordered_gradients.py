@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -291,6 +293,10 @@ def _refused(what: str) -> None:
         "outside": lambda: (fully_shard((model := make_model()).up), order(model)),
         "factor": lambda: ((model := fsdp(make_model())).set_gradient_divide_factor(2.0), order(model)),
         "late factor": lambda: ((model := ordered("fsdp")).set_gradient_divide_factor(2.0), backward(model)),
+        "no sync of the root": lambda: (
+            order(model := fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8))))),
+            model.set_requires_gradient_sync(False, recurse=False),
+        ),
         "no sync": lambda: ordered("fsdp").set_requires_gradient_sync(False),
         "no all-reduce": lambda: ordered("fsdp").set_requires_all_reduce(False),
         "meshes": lambda: (
@@ -322,6 +328,12 @@ def _refused(what: str) -> None:
         backward(model)
         if "zeros" not in what:
             backward(model, 1)
+    elif "module alone" in what:
+        loss_of(model.module, 0).backward()
+    elif "forward in no_sync" in what:
+        with model.no_sync():
+            loss = loss_of(model, 0)
+        loss.backward()
     elif "no_sync" in what:
         with model.no_sync():
             backward(model)
@@ -353,6 +365,8 @@ def _refused(what: str) -> None:
         ("ddp step", r"RuntimeError: got step\(\) after 2 of 6 backward passes"),
         ("ddp too many", "RuntimeError: got more than 6 backward passes"),
         ("ddp no_sync", r"RuntimeError: got a backward pass within no_sync\(\)"),
+        ("ddp forward in no_sync", "RuntimeError: got a backward pass that DistributedDataParallel does not reduce"),
+        ("ddp module alone", "RuntimeError: got a backward pass that DistributedDataParallel does not reduce"),
         *(
             pytest.param(what, message, marks=needs_fsdp2)
             for what, message in (
@@ -360,6 +374,7 @@ def _refused(what: str) -> None:
                 ("outside", "ValueError: norm.weight: got a parameter outside of all modules"),
                 ("factor", r"RuntimeError: .*got set_gradient_divide_factor\(2.0\)"),
                 ("late factor", r"RuntimeError: .*got set_gradient_divide_factor\(2.0\)"),
+                ("no sync of the root", r"RuntimeError: got set_requires_gradient_sync\(False\)"),
                 ("no sync", r"RuntimeError: got set_requires_gradient_sync\(False\)"),
                 ("no all-reduce", r"RuntimeError: got set_requires_all_reduce\(False\)"),
                 ("meshes", "ValueError: got '' on 2 ranks and 'up' on 1, expected one mesh"),
@@ -377,6 +392,38 @@ def _refused(what: str) -> None:
 def test_refused(ranks: Pool, what: str, message: str) -> None:
     with pytest.raises(RankFailure, match=f"(?s){message}"):
         ranks.run(2, _refused, what)
+
+
+def _is_freed(way: str) -> None:
+    model = ordered(way)
+    backward(model)
+    alive = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    del model
+    gc.collect()
+    assert [each() for each in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2)])
+def test_models_are_freed(ranks: Pool, way: str, world_size: int) -> None:
+    ranks.run(world_size, _is_freed, way)
+
+
+def _thaws() -> None:
+    model = make_model()
+    model.up.requires_grad_(False)
+    shardopt.comm.ordered_gradients(model, micro_batches=MICRO_BATCHES)
+    for module, is_trained in ((model.up, True), (model.extra, False), (model.down, False), (model.head, False)):
+        module.requires_grad_(is_trained)
+    model.norm.requires_grad_(False)
+    backward(model)
+    wanted = wanted_gradients("fp32")
+    assert_same(gradients(model), {name: each if name.startswith("up") else None for name, each in wanted.items()})
+    with pytest.raises(RuntimeError, match="got a model whose gradients are ordered already"):
+        shardopt.comm.ordered_gradients(model, micro_batches=2)
+
+
+def test_parameters_that_are_no_longer_frozen(ranks: Pool) -> None:
+    ranks.run(1, _thaws)
 
 
 def test_refused_in_one_process(ranks: Pool) -> None:

@@ -260,7 +260,7 @@ def test_optimizers_and_their_options(options: tuple[str, ...], text: Path, tmp_
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_runs(path: Path, text: Path, tmp_path: Path) -> None:
-    few = ["--batch", 4, "--steps", 3, "--warmup", 1, "--eval-windows", 4, "--checkpoint-interval", 2]
+    few = ["--batch", 12, "--steps", 3, "--warmup", 1, "--eval-windows", 4, "--checkpoint-interval", 2]
     assert run("--config", path, *TINY_MODEL, *few, "--data", text, "--output", tmp_path) == 0
     left_out = {"backend", "device", "context", "batch", "steps", "warmup", "eval_windows", "checkpoint_interval"}
     given = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key not in left_out | {"output"}}

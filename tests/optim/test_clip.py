@@ -160,3 +160,15 @@ def test_refused() -> None:
     shardopt.release_gradients(layer, optimizer)
     with pytest.raises(RuntimeError, match="got one whose gradients are released"):
         clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)
+
+
+def test_a_coefficient_is_used_up_by_a_step_that_raises() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = shardopt.SGD([param], lr=1.0, nonfinite="raise")
+    param.grad = torch.full((4,), float("inf"))
+    shardopt.clip_grad_norm_([param], 1.0, optimizer=optimizer)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    param.grad = torch.ones(4)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.zeros(4), rtol=0, atol=0)
