@@ -69,7 +69,7 @@ SHARDOPT_HD void carry_once(ExactSum& sum) {
   }
 }
 
-// What a term that is NaN or infinite adds to `lost`.
+// Added to `lost` for a term that is NaN or infinite.
 SHARDOPT_HD int64_t lost_by(int32_t magnitude) { return magnitude > kInfinityBits ? kLostNaN : 1; }
 
 // The first 64 bits of a sum, whether there are any below them, and where they stand: sign * window * 2^exponent.
@@ -131,7 +131,8 @@ SHARDOPT_HD float root_of(const ExactSum& sum) {
   for (uint64_t bit = uint64_t{1} << 31; bit != 0; bit >>= 1) {
     if ((root | bit) * (root | bit) <= square) root |= bit;
   }
-  // It has 31 bits or more, of which float32 keeps 24: any bit below them, set in the last place, rounds alike.
+  // The root has at least 31 bits, and float32 keeps 24. All that lies below the root's last bit only decides a tie, so
+  // that one bit set there stands for it.
   const bool has_more = first.has_more || root * root != square || square << dropped != first.window;
   const auto odd = static_cast<double>(root | static_cast<uint64_t>(has_more));
   return static_cast<float>(odd * power_of_two((first.exponent + dropped) / 2));

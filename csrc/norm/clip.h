@@ -1,4 +1,4 @@
-// What follows from the sum of squares of all gradients, or their largest magnitude.
+// The norm of all gradients, from the sum of their squares or the largest magnitude, and what to multiply them by.
 #pragma once
 
 #include "core/exact_sum.h"

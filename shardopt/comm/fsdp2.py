@@ -121,7 +121,7 @@ class FsdpReducer:
         return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
 
     def _parts(self) -> list[tuple[int, int]]:
-        """What a rank's chunk has of each parameter."""
+        """Rows, and elements per row, that a rank's chunk has of each parameter."""
         size = self._mesh.shards.size()
         parts = []
         for param in self._params():

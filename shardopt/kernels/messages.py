@@ -60,7 +60,7 @@ class Layout:
         self._on_devices: dict[torch.device, Tensor] = {}
 
     def argument(self, device: torch.device, nbytes: int) -> tuple[int, int, int, int, int]:
-        """What kernels on a device read, for messages of so many bytes per chunk."""
+        """The layout as kernels on a device read it, for messages of so many bytes per chunk."""
         table = self._table
         if device.type != "cpu":
             if device not in self._on_devices:

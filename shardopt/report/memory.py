@@ -16,7 +16,7 @@ from shardopt.state.slice_state import LOW_BITS
 
 
 class KeepsSums(Protocol):
-    """What keeps sums of gradients between backward passes."""
+    """An object that keeps sums of gradients between backward passes."""
 
     def sums_of(self, params: Container[int]) -> Iterable[Tensor]:
         """The sums, if any of these parameters' gradients are in them. Parameters are told by their ``id``."""
