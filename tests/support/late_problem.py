@@ -283,7 +283,7 @@ def messages(device: torch.device) -> Named:
         bucket = values((1000,), t).to(device) * 0.125
         grads = [bucket.view(4, 250)]
         holder = SimpleNamespace(buffer=lambda b=bucket: b, parameters=lambda: [param], gradients=lambda g=grads: g)
-        mean = reducer.reduce(None, holder).wait()  # type: ignore[arg-type]
+        mean = reducer.reduce(holder).wait()  # type: ignore[arg-type]
         found[f"mean {t}"] = mean.cpu() if t == 1 else mean * 2.0
         del mean, bucket, grads, holder
         whole = values((2, 300), t).to(device) * 0.5
