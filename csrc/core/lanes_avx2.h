@@ -21,6 +21,10 @@ SHARDOPT_HD Ints select(Mask m, Ints yes, Ints no) {
 SHARDOPT_HD Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
+SHARDOPT_HD Doubles load_doubles(const float* from) { return (Doubles)_mm256_cvtps_pd(_mm_loadu_ps(from)); }
+SHARDOPT_HD Doubles add_product(Doubles a, Doubles b, Doubles sum) {
+  return (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
+}
 SHARDOPT_HD Floats square_root(Floats a) { return (Floats)_mm256_sqrt_ps((__m256)a); }
 SHARDOPT_HD Ints max_int(Ints a, Ints b) { return (Ints)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm256_min_epi32((__m256i)a, (__m256i)b); }

@@ -28,6 +28,10 @@ SHARDOPT_HD Ints select(Mask m, Ints yes, Ints no) { return (Ints)_mm512_mask_mo
 SHARDOPT_HD Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
 }
+SHARDOPT_HD Doubles load_doubles(const float* from) { return (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(from)); }
+SHARDOPT_HD Doubles add_product(Doubles a, Doubles b, Doubles sum) {
+  return (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
+}
 SHARDOPT_HD Floats square_root(Floats a) { return (Floats)_mm512_sqrt_ps((__m512)a); }
 SHARDOPT_HD Ints max_int(Ints a, Ints b) { return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 SHARDOPT_HD Ints min_int(Ints a, Ints b) { return (Ints)_mm512_min_epi32((__m512i)a, (__m512i)b); }

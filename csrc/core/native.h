@@ -14,6 +14,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * SHARDOPT_LANES)));
 typedef uint32_t UnsignedInts __attribute__((vector_size(4 * SHARDOPT_LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * SHARDOPT_LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * SHARDOPT_LANES)));  // twice as many
+typedef double Doubles __attribute__((vector_size(4 * SHARDOPT_LANES)));   // half as many
 
 #if SHARDOPT_LANES == 16
 constexpr Ints kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -28,6 +29,16 @@ SHARDOPT_HD Floats float_from_bits(Ints a) { return reinterpret_cast<Floats>(a);
 SHARDOPT_HD Floats to_float(Ints a) { return __builtin_convertvector(a, Floats); }
 SHARDOPT_HD UnsignedInts as_unsigned(Ints a) { return reinterpret_cast<UnsignedInts>(a); }
 SHARDOPT_HD Ints as_signed(UnsignedInts a) { return reinterpret_cast<Ints>(a); }
+
+#if !defined(__AVX2__)
+SHARDOPT_HD Doubles load_doubles(const float* from) {
+  float copy __attribute__((vector_size(2 * SHARDOPT_LANES)));
+  __builtin_memcpy(&copy, from, sizeof copy);
+  return __builtin_convertvector(copy, Doubles);
+}
+// A product that a double holds exactly and a sum, rounded once.
+SHARDOPT_HD Doubles add_product(Doubles a, Doubles b, Doubles sum) { return a * b + sum; }
+#endif
 
 #if !defined(__AVX512F__)  // it has registers for masks; elsewhere they are vectors
 using Mask = Ints;

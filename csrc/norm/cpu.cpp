@@ -74,7 +74,9 @@ void run_tasks(void* context, int) {
   Work& work = *static_cast<Work*>(context);
   const std::vector<int64_t>& ends = work.ends;
   Gathered gathered;
-  for (int64_t task; (task = work.next.fetch_add(1)) < ends.back();) {
+  for (int64_t next; (next = work.next.fetch_add(1)) < ends.back();) {
+    // Gradients are multiplied from the last one on: the norm's pass has left that in the cache.
+    const int64_t task = work.call.pass == NormPass::kScale ? ends.back() - 1 - next : next;
     const auto i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
     const TensorEntry& entry = work.call.entries[i];
     const auto dtype = static_cast<DType>(entry.gradient_dtype);

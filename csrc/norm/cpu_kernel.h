@@ -34,10 +34,12 @@ SHARDOPT_HD void each_pack(char* gradient, uint64_t bytes, int64_t n, Act act) {
 
 void squares(ExactSum& sum, const char* gradient, DType dtype, int64_t n) {
   alignas(64) float floats[kNormBlock];
+  const int zeros = dtype == DType::kFloat32 ? 0 : dtype == DType::kBFloat16 ? 16 : 13;  // below 8 and 11 bits
   for (int64_t left = n; left > 0; left -= kNormBlock, gradient += kNormBlock * bytes_of(dtype)) {
     const int count = static_cast<int>(left < kNormBlock ? left : kNormBlock);
+    const char* const ahead = gradient + kNormBlock * bytes_of(dtype);
     if (dtype == DType::kFloat32 && count % kEach == 0) {
-      add_squares(sum, reinterpret_cast<const float*>(gradient), count);
+      add_squares(sum, reinterpret_cast<const float*>(gradient), count, zeros, ahead);
       continue;
     }
     float* to = floats;
@@ -45,7 +47,7 @@ void squares(ExactSum& sum, const char* gradient, DType dtype, int64_t n) {
       store_lanes(to, load_pack(from, dtype));
       to += kEach;
     });
-    add_squares(sum, floats, static_cast<int>(to - floats));
+    add_squares(sum, floats, static_cast<int>(to - floats), zeros, ahead);
   }
 }
 

@@ -7,37 +7,56 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kHalf = kLanes / 2;  // doubles in a vector
-typedef double Doubles __attribute__((vector_size(8 * kHalf)));
+using Doubles = native::Doubles;
 typedef uint64_t Longs __attribute__((vector_size(8 * kHalf)));  // unsigned: sums may wrap
-typedef float HalfFloats __attribute__((vector_size(4 * kHalf)));
 
-inline Doubles load_doubles(const float* x) {
-  HalfFloats narrow;
-  __builtin_memcpy(&narrow, x, sizeof narrow);
-  return __builtin_convertvector(narrow, Doubles);
+// Bits that a double still has for a term where 2 * kHalf doubles add up n terms.
+inline int window_bits(int n) {
+  int room = 0;
+  while ((kLanes << room) < n) ++room;
+  return 51 - room;
 }
 
-// Products below 2^top in magnitude, all multiples of 2^(top - kRounds * kWindowBits): each round adds up a window of
-// their bits. kSquares: y is x. Out of line: inlined, GCC sends halves of vectors through memory.
+// Products below 2^top in magnitude, all multiples of 2^(top - kRounds * window). Each round's totals are doubles of one
+// exponent, whose last bit is 2^window below the round's largest terms: to add a term rounds it to that bit, and what
+// is lost, which a double holds exactly, goes to the next round. kSquares: y is x. ahead: memory that is read next. Out of line: inlined, GCC sends halves
+// of vectors through memory.
 template <bool kSquares, int kRounds>
-__attribute__((noinline)) void add_windows(ExactSum& sum, const float* x, const float* y, int n, int top) {
-  double rounder[kRounds];
-  Longs count[kRounds] = {};
-  for (int r = 0; r < kRounds; ++r) rounder[r] = rounder_of(top - r * kWindowBits);
-  for (int i = 0; i < n; i += kHalf) {
-    const Doubles wide = load_doubles(x + i);
-    Doubles left = wide * (kSquares ? wide : load_doubles(y + i));
-    for (int r = 0; r < kRounds; ++r) {
-      const Doubles rounded = left + rounder[r];
-      count[r] += (Longs)rounded;  // its bits
-      left -= rounded - rounder[r];
+__attribute__((noinline)) void add_windows(ExactSum& sum, const float* x, const float* y, int n, int top, int window,
+                                            const char* ahead) {
+  Doubles total[kRounds][2];
+  double zero[kRounds];
+  for (int r = 0; r < kRounds; ++r) {
+    zero[r] = 1.5 * power_of_two(top - (r + 1) * window + 52);
+    total[r][0] = total[r][1] = Doubles{} + zero[r];
+  }
+  for (int i = 0; i < n; i += 2 * kHalf) {
+    __builtin_prefetch(ahead + sizeof(float) * static_cast<unsigned>(i));
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int at = i + half * kHalf;
+      const Doubles a = native::load_doubles(x + at), b = kSquares ? a : native::load_doubles(y + at);
+      Doubles next = native::add_product(a, b, total[0][half]);
+      if (kRounds == 1) {
+        total[0][half] = next;
+        continue;
+      }
+      Doubles left = native::add_product(a, b, total[0][half] - next);
+      total[0][half] = next;
+#pragma GCC unroll 4
+      for (int r = 1; r < kRounds - 1; ++r) {
+        next = total[r][half] + left;
+        left += total[r][half] - next;
+        total[r][half] = next;
+      }
+      total[kRounds - 1][half] += left;
     }
   }
   for (int r = 0; r < kRounds; ++r) {
-    for (int lane = 0; lane < kHalf; ++lane) {
-      const uint64_t none = static_cast<uint64_t>(n / kHalf) * static_cast<uint64_t>(bits(rounder[r]));
-      add(sum, static_cast<int64_t>(count[r][lane] - none), top - (r + 1) * kWindowBits);
-    }
+    const Longs counts = (Longs)total[r][0] + (Longs)total[r][1];  // from the bits of two zeros on
+    uint64_t count = 0;
+    for (int lane = 0; lane < kHalf; ++lane) count += counts[lane] - 2 * static_cast<uint64_t>(bits(zero[r]));
+    add(sum, static_cast<int64_t>(count), top - (r + 1) * window);
   }
 }
 
@@ -71,21 +90,37 @@ struct Exponents {
   }
 };
 
+// zeros: low bits of all mantissas that are not set.
 template <bool kSquares>
-void add_exactly(ExactSum& sum, const float* x, const float* y, int n) {
+void add_exactly(ExactSum& sum, const float* x, const float* y, int n, int zeros, const char* ahead) {
   const Exponents of_x(x, n), of_y = kSquares ? of_x : Exponents(y, n);
   if (!of_x.finite || !of_y.finite) return add_slowly(sum, x, y, n);
   if (!of_x.any || !of_y.any) return;
-  const int top = of_x.highest + of_y.highest - 252;
-  const int lowest = of_x.lowest + of_y.lowest - 300, rounds = (top - lowest + kWindowBits - 1) / kWindowBits;
-  if (rounds == 1) return add_windows<kSquares, 1>(sum, x, y, n, top);
-  if (rounds == 2) return add_windows<kSquares, 2>(sum, x, y, n, top);
-  if (rounds == 3) return add_windows<kSquares, 3>(sum, x, y, n, top);
-  add_slowly(sum, x, y, n);
+  const int top = of_x.highest + of_y.highest - 252, window = window_bits(n);
+  const int lowest = of_x.lowest + of_y.lowest - 300 + 2 * zeros;
+  switch ((top - lowest + window - 1) / window) {
+    case 1:
+      return add_windows<kSquares, 1>(sum, x, y, n, top, window, ahead);
+    case 2:
+      return add_windows<kSquares, 2>(sum, x, y, n, top, window, ahead);
+    case 3:
+      return add_windows<kSquares, 3>(sum, x, y, n, top, window, ahead);
+    case 4:
+      return add_windows<kSquares, 4>(sum, x, y, n, top, window, ahead);
+    default:
+      add_slowly(sum, x, y, n);
+  }
 }
 
-// n: a multiple of kEach.
-inline void add_squares(ExactSum& sum, const float* x, int n) { add_exactly<true>(sum, x, x, n); }
-inline void add_products(ExactSum& sum, const float* x, const float* y, int n) { add_exactly<false>(sum, x, y, n); }
+// n: a multiple of kEach. zeros, ahead: see above.
+inline void add_squares(ExactSum& sum, const float* x, int n, int zeros, const char* ahead) {
+  add_exactly<true>(sum, x, x, n, zeros, ahead);
+}
+inline void add_squares(ExactSum& sum, const float* x, int n) {
+  add_squares(sum, x, n, 0, reinterpret_cast<const char*>(x));
+}
+inline void add_products(ExactSum& sum, const float* x, const float* y, int n) {
+  add_exactly<false>(sum, x, y, n, 0, reinterpret_cast<const char*>(x));
+}
 
 SHARDOPT_END_NAMESPACE

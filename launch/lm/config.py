@@ -130,6 +130,7 @@ def _check_unit_scaling(config: Config) -> None:
         "parametrization u-mup",
         ("optimizer", config.optimizer in OF_UNIT_SCALING, f"one of {able}: the learning rates are for their updates"),
         ("backend", config.backend != "deepspeed", "another one: this job runs u-mup on PyTorch's backends"),
+        ("dropout", config.dropout == 0, "0: its layers keep std 1, which dropout does not"),
         ("tied", not config.tied, "no tied embedding: embedding and output layer have other factors and rates"),
         ("clip", config.clip == 0, "0: gradients have std 1, so that their norm is the root of the model's size"),
     )
@@ -205,7 +206,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
     low = _FIELDS[name].metadata["low"]
     if low is not None and result < low:
         raise UserError(f"{where}: got {result}, expected at least {low}")
-    if name == "heldout" and result >= 1:
+    if name in ("heldout", "dropout") and result >= 1:
         raise UserError(f"{where}: got {result}, expected a share below 1")
     return result
 

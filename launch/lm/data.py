@@ -136,6 +136,11 @@ def check(corpus: Corpus, context: int) -> None:
             )
 
 
+def seed_of(seed: int, step: int, micro_batch: int) -> int:
+    """A seed for a micro-batch's random numbers, such as dropout's: a function of these, not of the ranks."""
+    return int(np.random.SeedSequence((seed, step, micro_batch)).generate_state(1)[0])
+
+
 def train_offsets(corpus: Corpus, context: int, batch: int, seed: int, step: int) -> list[int]:
     """The offsets of a step's windows in the training text: a function of seed and step, not of the ranks.
 

@@ -159,11 +159,12 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim)
         self.mlp = SwiGLU(config)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """x: (batch, positions, dim)."""
-        x = x + self.attention(self.attention_norm(x), cosines, sines)
-        x = x + self.mlp(self.mlp_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cosines, sines))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x
 
 

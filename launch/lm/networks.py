@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from lm import model, unit_model
 from lm.model import ModelConfig
@@ -24,6 +25,7 @@ def build(
     fp8: bool = False,
     ranks: int = 1,
     accumulation: int = 1,
+    dropout: float = 0.0,
 ) -> Network:
     """The model on the CPU with the same weights on every rank; the rotary tables stay float32.
 
@@ -35,6 +37,7 @@ def build(
         fp8: whether the linear layers of the blocks multiply in FP8.
         ranks: ranks that average gradients.
         accumulation: backward passes of a step, by which losses are divided.
+        dropout: share of each layer's outputs that training drops.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -44,6 +47,8 @@ def build(
     for module in network.blocks.modules():
         if isinstance(module, model.Linear | unit.Linear):
             module.fp8 = fp8
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
     if isinstance(network, unit_model.UnitTransformer):
         unit.set_split(network, ranks, accumulation)
         network.accumulation = accumulation

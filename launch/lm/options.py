@@ -33,7 +33,7 @@ class Config:
     )
     deterministic: bool = opt(False, "give the same bits in every run on a GPU, at some cost; a CPU always does")
     timeout: float = opt(600.0, "seconds that a rank waits for another rank before the run ends", low=1)
-    seed: int = opt(0, "seeds the initial weights and the order of the data", low=0)
+    seed: int = opt(0, "seeds the initial weights, the order of the data and dropout", low=0)
 
     # The model.
     parametrization: str = opt(
@@ -60,6 +60,7 @@ class Config:
     )
     micro_batches: int = opt(8, "with --ordered, forward and backward passes per step, over all ranks", low=1)
     wire: str = opt("fp32", "with --ordered, the format that gradients travel in")
+    dropout: float = opt(0.0, "share of each layer's outputs that training drops, seeded per micro-batch", low=0)
     lr: float = opt(1e-3, "peak learning rate", low=0)
     min_lr: float = opt(0.1, "final learning rate, as a share of the peak", low=0)
     warmup: int = opt(50, "steps of linear warm-up before the cosine", low=0)

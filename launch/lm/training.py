@@ -50,6 +50,7 @@ class Trainer:
             precision.stored,
             precision.fp8,
             *((plan.micro_batches, 1) if config.ordered else (self.ranks.world_size, config.accumulate)),
+            config.dropout,
         )
         self.numel = sum(parameter.numel() for parameter in network.parameters())
         self.learner = BACKENDS[config.backend].build(network, self.ranks, config)
@@ -146,6 +147,8 @@ class Trainer:
         losses = torch.zeros(self.plan.micro_batches, device=self.ranks.device)
         own = range(self.ranks.rank, self.plan.micro_batches, self.ranks.world_size)
         for number in own:
+            if config.dropout:
+                torch.manual_seed(data.seed_of(config.seed, step, number))
             with self.learner.micro_step(last=number == own[-1]):
                 loss = self._losses(*self._micro_batch(offsets, number)).mean()
                 self.learner.backward(loss if config.ordered else loss / len(own))

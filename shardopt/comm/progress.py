@@ -15,9 +15,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt.report.memory import keepers_of_sums
 
+#: A gradient's address, and PyTorch's count of writes to it.
+_Written = tuple[int, int]
+
 
 class Sums(Protocol):
-    """Of micro-batches' gradients."""
+    """Of micro-batches' gradients.
+
+    Attributes:
+        is_behind: they have nothing of the running pass.
+    """
+
+    is_behind: bool
 
     @property
     def tensors(self) -> Iterable[Tensor]: ...
@@ -55,7 +64,9 @@ class Progress:
         self.reducers: list[Reducer] = []
         self.done = 0  # passes of this step that are over
         self._is_running = self._has_failed = False
-        self._left: Sequence[Parameter] = ()  # have a gradient since the last pass
+        self._task = -1  # PyTorch's number of the running backward pass
+        self._left: dict[Parameter, _Written] = {}  # those with a gradient after the last pass
+        self._at_begin: dict[Parameter, _Written] = {}  # and before the running one
         _all.add(self)
         keepers_of_sums.add(self)
 
@@ -81,23 +92,32 @@ class Progress:
         """Is called by whatever comes first in a backward pass, and by more.
 
         Raises:
-            RuntimeError: the step has had all its passes, or one that raised.
+            RuntimeError: the step has had all its passes, or one that raised, or its gradients were written between.
         """
-        if self._is_running:
+        task = torch._C._current_graph_task_id()
+        if self._is_running and (task == -1 or task == self._task):
             return
+        if self._is_running:
+            self._is_running, self._has_failed, self._left = False, True, self._with_gradient()
         if self.done or self._has_failed:
             if all(param.grad is None for param in self._left):
                 self._reset()
             elif self._has_failed:
                 raise RuntimeError(
-                    "got a backward pass after one that raised, expected zero_grad() between them, which begins the "
-                    "step's micro-batches anew"
+                    "got a backward pass after one that raised, or within another, expected zero_grad() between them, "
+                    "which begins the step's micro-batches anew, and checkpoints with use_reentrant=False"
                 )
             elif self.done == self.passes:
                 raise RuntimeError(
                     f"got more than {self.passes} backward passes, expected {self.micro_batches} micro-batches on "
                     f"{self.ranks} ranks per step, and zero_grad() before the next; give ordered_gradients the number "
                     "of micro-batches, call zero_grad(set_to_none=True), and checkpoint with use_reentrant=False"
+                )
+            elif self._has_written():
+                raise RuntimeError(
+                    f"got gradients that were written after {self.done} of {self.passes} backward passes, expected "
+                    "none: their sums are elsewhere; unscale and clip after all passes, and call "
+                    "zero_grad(set_to_none=True) to throw passes away"
                 )
         if not self.done:
             for name, param in self._params.items():
@@ -106,10 +126,13 @@ class Progress:
                         f"{name}: got a hook after its gradient's accumulation (release_gradients registers one), "
                         "expected none: it would see the step's gradient before all micro-batches are in it"
                     )
-        self._is_running = True
+        self._is_running, self._task, self._at_begin = True, task, self._with_gradient()
         _queue(lambda: _queue(self._end))  # behind those of DDP and FSDP2
 
     def _end(self) -> None:
+        self._is_running = False
+        if not self._has_reduced() and self._with_gradient() == self._at_begin:
+            return  # torch.autograd.grad
         is_last = self.is_last
         for reducer in self.reducers:
             reducer.end(is_last=is_last)
@@ -120,13 +143,22 @@ class Progress:
                 "has other ones since; call ordered_gradients after to_empty() and load_state_dict(assign=True)"
             )
         self.done += 1
-        self._is_running = False
 
-    def _with_gradient(self) -> list[Parameter]:
-        return [param for param in self._params.values() if param.grad is not None]
+    def _has_reduced(self) -> bool:
+        return any(not sums.is_behind for reducer in self.reducers for sums in reducer.reductions())
+
+    def _with_gradient(self) -> dict[Parameter, _Written]:
+        """The parameters that have a gradient, and when that was written last."""
+        grads = ((param, param.grad) for param in self._params.values())
+        return {param: _written(grad) for param, grad in grads if grad is not None}
+
+    def _has_written(self) -> bool:
+        """Whether somebody wrote to gradients since the last pass. DDP moves its views of buckets, unchanged."""
+        now = self._with_gradient()
+        return any(param in now and now[param][0] == at and now[param][1] != n for param, (at, n) in self._left.items())
 
     def _reset(self) -> None:
-        self.done, self._has_failed, self._left = 0, False, ()
+        self.done, self._has_failed, self._left = 0, False, {}
         for reducer in self.reducers:
             for sums in reducer.reductions():
                 sums.reset()
@@ -154,6 +186,11 @@ class Progress:
                 f"got step() after {self.done} of {self.passes} backward passes, expected it after all of a step's "
                 f"{self.micro_batches} micro-batches; call zero_grad(set_to_none=True) to throw them away"
             )
+
+
+def _written(gradient: Tensor) -> _Written:
+    local: Tensor = getattr(gradient, "_local_tensor", gradient)  # a DTensor's; both count
+    return local.data_ptr(), local._version + gradient._version
 
 
 def is_in_backward() -> bool:

@@ -394,6 +394,41 @@ def test_refused(ranks: Pool, what: str, message: str) -> None:
         ranks.run(2, _refused, what)
 
 
+def _takes_gradients(way: str) -> None:
+    """Asks for gradients without accumulating them, before each pass of a step."""
+    model = ordered(way)
+    for step in range(2):
+        for done in range(MICRO_BATCHES // dist.get_world_size()):
+            number = done * dist.get_world_size() + dist.get_rank()
+            for _ in range(2):
+                torch.autograd.grad(loss_of(getattr(model, "module", model), number, step), list(model.parameters()))
+            loss_of(model, number, step).backward()
+        assert_same(gradients(model), wanted_gradients("fp32", step))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2)])
+def test_autograd_grad_is_no_pass(ranks: Pool, way: str, world_size: int) -> None:
+    ranks.run(world_size, _takes_gradients, way)
+
+
+def _written(way: str) -> None:
+    model = ordered(way)
+    backward(model, passes=2)
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"got gradients that were written after 2 of \d+ backward passes"):
+        backward(model, passes=1)
+    model.zero_grad()
+    if way == "plain":
+        backward(model)
+        assert_same(gradients(model), wanted_gradients("fp32"))
+
+
+@pytest.mark.parametrize("way", ["plain", "ddp", "ddp views", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_gradients_written_between_passes_are_refused(ranks: Pool, way: str) -> None:
+    ranks.run(2 - (way == "plain"), _written, way)
+
+
 def _is_freed(way: str) -> None:
     model = ordered(way)
     backward(model)
@@ -467,3 +502,15 @@ def _refused_in_one_process() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="got more than 12 backward passes"):
         backward(model, passes=1)
+    model = ordered("plain")
+    for parts in (False, True):  # whole, or modules one by one, past the model's own hooks
+        x = torch.ones(2, 128)
+        handle = model.up.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            (model.norm(model.up(x)) if parts else model(x)).sum().backward()
+        handle.remove()
+        with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
+            (model.norm(model.up(x)) if parts else model(x)).sum().backward()
+        model.zero_grad()
+    backward(model)
+    assert_same(gradients(model), wanted_gradients("fp32"))

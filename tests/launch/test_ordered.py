@@ -12,7 +12,7 @@ from versions import needs_fsdp2_on_the_cpu
 
 pytestmark = needs_fsdp2_on_the_cpu
 
-ORDERED = (*TINY, "--ordered", "--micro-batches", "6", "--clip", "0.2")
+ORDERED = (*TINY, "--ordered", "--micro-batches", "6", "--clip", "0.2", "--dropout", "0.1")
 
 
 @pytest.fixture(scope="module")

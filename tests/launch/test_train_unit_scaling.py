@@ -143,6 +143,7 @@ def test_older_checkpoints_do_not_say_the_parametrization(text: Path, tmp_path: 
     [
         (["--parametrization", "u-mup"], "got clip 1.0, expected 0"),
         (["--parametrization", "u-mup", "--clip", "0", "--tied"], "got tied True"),
+        (["--parametrization", "u-mup", "--clip", "0", "--dropout", "0.1"], "got dropout 0.1, expected 0"),
         (
             ["--parametrization", "u-mup", "--clip", "0", "--optimizer", "muon"],
             "got optimizer muon, expected one of adamw",
