@@ -17,13 +17,13 @@ inline int window_bits(int n) {
   return 51 - room;
 }
 
-// Products below 2^top in magnitude, all multiples of 2^(top - kRounds * window). Each round's totals are doubles of one
-// exponent, whose last bit is 2^window below the round's largest terms: to add a term rounds it to that bit, and what
-// is lost, which a double holds exactly, goes to the next round. kSquares: y is x. ahead: memory that is read next. Out of line: inlined, GCC sends halves
-// of vectors through memory.
+// Adds products below 2^top in magnitude, all multiples of 2^(top - kRounds * window). Each round's totals are doubles
+// of one exponent, whose last bit is 2^window below the round's largest terms. Adding a term rounds it to that bit; the
+// rest, exact in a double, goes to the next round. kSquares: y is x. ahead: memory that is read next. Out of line:
+// inlined, GCC sends halves of vectors through memory.
 template <bool kSquares, int kRounds>
 __attribute__((noinline)) void add_windows(ExactSum& sum, const float* x, const float* y, int n, int top, int window,
-                                            const char* ahead) {
+                                           const char* ahead) {
   Doubles total[kRounds][2];
   double zero[kRounds];
   for (int r = 0; r < kRounds; ++r) {

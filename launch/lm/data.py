@@ -138,7 +138,8 @@ def check(corpus: Corpus, context: int) -> None:
 
 def seed_of(seed: int, step: int, micro_batch: int) -> int:
     """A seed for a micro-batch's random numbers, such as dropout's: a function of these, not of the ranks."""
-    return int(np.random.SeedSequence((seed, step, micro_batch)).generate_state(1)[0])
+    (state,) = np.random.SeedSequence((seed, step, micro_batch, 1)).generate_state(1, np.uint64)  # 1: not the data's
+    return int(state)
 
 
 def train_offsets(corpus: Corpus, context: int, batch: int, seed: int, step: int) -> list[int]:

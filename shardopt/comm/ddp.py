@@ -38,7 +38,6 @@ class DdpReducer:
         self._of: dict[Tensor, tuple[Reduction, slice]] = {}  # its sums, and its place in their chunks
         self._buckets: dict[tuple[int, ...], Reduction] = {}  # by their parameters
         self._means: dict[Tensor, Tensor] = {}  # of parameters, in their buckets
-        self._has_begun = False  # the running pass has reached this module
         # Hooks that PyTorch's reducer reaches would keep the module alive for good if they held this. The module does.
         this = weakref.ref(self)
         for param in replica.parameters():
@@ -53,7 +52,6 @@ class DdpReducer:
                 "they are sent; leave no_sync() out, sums wait on their owners"
             )
         self._progress.begin()
-        self._has_begun = True
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
@@ -113,11 +111,11 @@ class DdpReducer:
     @torch.no_grad()
     def end(self, *, is_last: bool) -> None:
         """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
-        has_begun, self._has_begun = self._has_begun, False
-        if has_begun and (not self._buckets or any(reduction.is_behind for reduction, _ in self._of.values())):
+        is_behind = not self._buckets or any(reduction.is_behind for reduction, _ in self._of.values())
+        if is_behind and self._progress.has_changed(self._replica.parameters()):
             raise RuntimeError(
                 "got a backward pass that DistributedDataParallel does not reduce, expected one that it does: call it, "
-                "not its module, outside of no_sync(), and no torch.autograd.grad"
+                "not its module, outside of no_sync()"
             )
         current = {id(reduction) for reduction, _ in self._of.values()}
         self._buckets = {key: found for key, found in self._buckets.items() if id(found) in current}

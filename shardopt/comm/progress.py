@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ class Sums(Protocol):
     """Of micro-batches' gradients.
 
     Attributes:
-        is_behind: they have nothing of the running pass.
+        is_behind: no gradient of the running pass is in them.
     """
 
     is_behind: bool
@@ -65,6 +66,7 @@ class Progress:
         self.done = 0  # passes of this step that are over
         self._is_running = self._has_failed = False
         self._task = -1  # PyTorch's number of the running backward pass
+        self._callback: Callable[[], object] = lambda: None  # a reference to what PyTorch holds until its end
         self._left: dict[Parameter, _Written] = {}  # those with a gradient after the last pass
         self._at_begin: dict[Parameter, _Written] = {}  # and before the running one
         _all.add(self)
@@ -85,8 +87,7 @@ class Progress:
 
     def _notice_failure(self) -> None:
         if self._is_running and not is_in_backward():
-            self._is_running, self._has_failed = False, True
-            self._left = self._with_gradient()
+            self._fail()
 
     def begin(self) -> None:
         """Is called by whatever comes first in a backward pass, and by more.
@@ -95,17 +96,17 @@ class Progress:
             RuntimeError: the step has had all its passes, or one that raised, or its gradients were written between.
         """
         task = torch._C._current_graph_task_id()
-        if self._is_running and (task == -1 or task == self._task):
-            return
         if self._is_running:
-            self._is_running, self._has_failed, self._left = False, True, self._with_gradient()
+            if task in (-1, self._task) or self._callback() is not None:
+                return  # the running pass, or one within it
+            self._fail()
         if self.done or self._has_failed:
             if all(param.grad is None for param in self._left):
                 self._reset()
             elif self._has_failed:
                 raise RuntimeError(
-                    "got a backward pass after one that raised, or within another, expected zero_grad() between them, "
-                    "which begins the step's micro-batches anew, and checkpoints with use_reentrant=False"
+                    "got a backward pass after one that raised, expected zero_grad() between them, which begins the "
+                    "step's micro-batches anew"
                 )
             elif self.done == self.passes:
                 raise RuntimeError(
@@ -126,23 +127,44 @@ class Progress:
                         f"{name}: got a hook after its gradient's accumulation (release_gradients registers one), "
                         "expected none: it would see the step's gradient before all micro-batches are in it"
                     )
-        self._is_running, self._task, self._at_begin = True, task, self._with_gradient()
-        _queue(lambda: _queue(self._end))  # behind those of DDP and FSDP2
+        self._is_running, self._task = True, task
+        self._at_begin = self._with_gradient()
+        end = partial(_queue, self._end)  # behind those of DDP and FSDP2
+        self._callback = weakref.ref(end)
+        _queue(end)
 
     def _end(self) -> None:
-        self._is_running = False
-        if not self._has_reduced() and self._with_gradient() == self._at_begin:
-            return  # torch.autograd.grad
+        if not self._is_running:
+            return
+        if not self._has_reduced() and not self.has_changed(self._params.values()):
+            self._is_running = False  # nothing was accumulated, as by torch.autograd.grad
+            return
         is_last = self.is_last
-        for reducer in self.reducers:
-            reducer.end(is_last=is_last)
-        self._left = self._with_gradient()
+        try:
+            for reducer in self.reducers:
+                reducer.end(is_last=is_last)
+            self._left = self._with_gradient()
+            self._check_left()
+        except BaseException:
+            self._fail()
+            raise
+        self.done += 1
+        self._is_running = False
+
+    def _fail(self) -> None:
+        self._is_running, self._has_failed, self._left = False, True, self._with_gradient()
+
+    def _check_left(self) -> None:
         if not self._left:
             raise RuntimeError(
                 "got no gradient in any of the parameters that ordered_gradients was given, expected some: the model "
                 "has other ones since; call ordered_gradients after to_empty() and load_state_dict(assign=True)"
             )
-        self.done += 1
+
+    def has_changed(self, params: Iterable[Parameter]) -> bool:
+        """Whether the running pass has written to a parameter's gradient."""
+        now = self._with_gradient()
+        return any(now.get(param) != self._at_begin.get(param) for param in params)
 
     def _has_reduced(self) -> bool:
         return any(not sums.is_behind for reducer in self.reducers for sums in reducer.reductions())
@@ -153,7 +175,10 @@ class Progress:
         return {param: _written(grad) for param, grad in grads if grad is not None}
 
     def _has_written(self) -> bool:
-        """Whether somebody wrote to gradients since the last pass. DDP moves its views of buckets, unchanged."""
+        """Whether somebody wrote to gradients since the last pass.
+
+        DDP moves views of its buckets without writing: a gradient at another address says nothing.
+        """
         now = self._with_gradient()
         return any(param in now and now[param][0] == at and now[param][1] != n for param, (at, n) in self._left.items())
 
@@ -189,7 +214,7 @@ class Progress:
 
 
 def _written(gradient: Tensor) -> _Written:
-    local: Tensor = getattr(gradient, "_local_tensor", gradient)  # a DTensor's; both count
+    local: Tensor = getattr(gradient, "_local_tensor", gradient)  # a DTensor and its local tensor count apart
     return local.data_ptr(), local._version + gradient._version
 
 

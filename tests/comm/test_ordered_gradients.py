@@ -412,6 +412,63 @@ def test_autograd_grad_is_no_pass(ranks: Pool, way: str, world_size: int) -> Non
     ranks.run(world_size, _takes_gradients, way)
 
 
+class _Recomputed(torch.autograd.Function):
+    """A layer that its backward pass runs again, by a backward pass within."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.tanh(x @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = torch.tanh(x @ weight)
+        return torch.autograd.grad(out, (x, weight), gradient)
+
+
+class _Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.middle = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor, is_plain: bool) -> Tensor:
+        x = self.first(x) if is_plain else checkpoint(self.first, x, use_reentrant=True)
+        x = torch.tanh(x @ self.middle) if is_plain else _Recomputed.apply(x, self.middle)  # type: ignore[no-untyped-call]
+        return self.last(x)
+
+
+def _nests() -> None:
+    """Passes within a pass count as one with it."""
+    found = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = _Reentrant()
+        shardopt.comm.ordered_gradients(model, micro_batches=2)
+        for _ in range(2):
+            model(torch.randn(3, 4, requires_grad=True), is_plain).sum().backward()
+        found.append(gradients(model))
+    assert_same(found[1], found[0])
+
+
+def test_a_pass_within_a_pass(ranks: Pool) -> None:
+    ranks.run(1, _nests)
+
+
+def _refused_at_its_end() -> None:
+    model = ordered("ddp")
+    with pytest.raises(RuntimeError, match="got a backward pass that DistributedDataParallel does not reduce"):
+        loss_of(model.module, 0).backward()  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
+        backward(model, passes=1)
+
+
+def test_a_refused_pass_is_thrown_away(ranks: Pool) -> None:
+    ranks.run(2, _refused_at_its_end)
+
+
 def _written(way: str) -> None:
     model = ordered(way)
     backward(model, passes=2)
