@@ -66,7 +66,7 @@ def train(way: str, name: str, seed: int, steps: int) -> float:
     task = task_of(name, "small")
     problem = task.load(task.settings, Path(tempfile.gettempdir(), "shardopt-quality"))
     model = wrapped(way, problem.model(seed))
-    optimizer = shardopt.AdamW(model.parameters(), lr=task.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=task.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     own = 1000 * (1 + dist.get_rank()) + seed  # of this rank's batches
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:

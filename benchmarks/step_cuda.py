@@ -42,7 +42,7 @@ def flashoptim_adamw(params: Params) -> torch.optim.Optimizer:
 
 
 def ours(**options: object) -> Callable[[Params], torch.optim.Optimizer]:
-    return lambda params: shardopt.AdamW(params, lr=1e-4, **options)
+    return lambda params: shardopt.AdamW8bit(params, lr=1e-4, **options)
 
 
 def general_kernels(params: Params) -> torch.optim.Optimizer:

@@ -48,7 +48,7 @@ class Quickstart:
 
     def run(self) -> list[str]:
         """Trains, resumes, prints the table, and returns the failures, a line each."""
-        wide = self._train("32-bit", self.ranks, "--codec", "fp32", "--checkpoint-interval", "0")
+        wide = self._train("32-bit", self.ranks, "--optimizer", "adamw", "--checkpoint-interval", "0")
         narrow = self._train("8-bit", self.ranks, "--verify")
         small = self._train("5 bytes", self.ranks, *FIVE_BYTES, "--checkpoint-interval", "0")
         runs = {"32-bit": wide, "8-bit": narrow, "5 bytes": small}

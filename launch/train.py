@@ -7,7 +7,7 @@ One process::
 
 Several processes, one per GPU or all on the CPU::
 
-    torchrun --nproc-per-node 2 launch/train.py --config configs/quickstart.yaml --codec fp32
+    torchrun --nproc-per-node 2 launch/train.py --config configs/quickstart.yaml --optimizer adamw
 
 ``deepspeed --num_gpus 2``, ``mpirun -np 2 python`` and ``srun -n 2 python`` start the job, too; ``launch/multinode/``
 has scripts for several machines. DeepSpeed is a backend like the others, and takes its own config::

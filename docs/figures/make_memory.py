@@ -31,7 +31,7 @@ class Bar(NamedTuple):
 
 
 def estimated(
-    name: str, optimizer: str = "adamw", dtype: str = "bfloat16", release: bool = False, **options: object
+    name: str, optimizer: str = "adamw8bit", dtype: str = "bfloat16", release: bool = False, **options: object
 ) -> Bar:
     """A bar of what :func:`shardopt.memory_report` would find on the GPU."""
     model = Model.of_size("7B")
@@ -45,7 +45,7 @@ def bars() -> list[list[Bar]]:
     """Bars in groups: torch, the other packages, shardopt."""
     bits = {"master_weight_bits": 24}
     return [
-        [estimated("torch AdamW, float32", dtype="float32", codec="fp32")],
+        [estimated("torch AdamW, float32", "adamw", "float32")],
         [
             Bar("bitsandbytes AdamW8bit, float32 weights", (4, 4, 2 * (1 + 4 / 256), 0)),
             Bar("FlashOptim AdamW, bf16 + 8 bits", (2, 2, 2 * (1 + 2 / 32), 1)),

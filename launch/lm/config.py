@@ -18,7 +18,7 @@ from lm.backends import BACKENDS
 from lm.errors import UserError
 from lm.model import SIZES
 from lm.networks import PARAMETRIZATIONS
-from lm.optimizers import OF_UNIT_SCALING, OPTIMIZERS
+from lm.optimizers import OF_UNIT_SCALING, OPTIMIZERS, rule_of
 from lm.options import Config
 from lm.precision import PRECISIONS
 from shardopt.comm.wire import WIRES
@@ -128,7 +128,11 @@ def _check_unit_scaling(config: Config) -> None:
     _demand(
         config,
         "parametrization u-mup",
-        ("optimizer", config.optimizer in OF_UNIT_SCALING, f"one of {able}: the learning rates are for their updates"),
+        (
+            "optimizer",
+            rule_of(config.optimizer) in OF_UNIT_SCALING,
+            f"one of {able}: the learning rates are for their updates",
+        ),
         ("backend", config.backend != "deepspeed", "another one: this job runs u-mup on PyTorch's backends"),
         ("dropout", config.dropout == 0, "0: its layers keep std 1, which dropout does not"),
         ("tied", not config.tied, "no tied embedding: embedding and output layer have other factors and rates"),

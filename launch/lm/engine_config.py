@@ -14,6 +14,7 @@ from typing import Any
 from lm import optimizers
 from lm.errors import UserError
 from lm.options import Config
+from shardopt.sharding.deepspeed.hooks import TYPES
 
 Settings = dict[str, Any]
 
@@ -124,7 +125,10 @@ def complete(config: Config, world_size: int) -> Settings:
     )
     kind, params = optimizers.chosen(config)
     section = settings.setdefault("optimizer", {})
-    section["type"] = f"{kind.__name__.removesuffix('8bit')}8bit"
+    section["type"] = kind.__name__
+    if config.optimizer not in TYPES:  # DeepSpeed has that name itself
+        section["type"] += "8bit"
+        params.setdefault("codec", "fp32")
     section["params"] = {**_without_auto(section.get("params", {}), _PARAMS), **params}
     bf16 = settings.setdefault("bf16", {})
     bf16["enabled"] = config.precision != "fp32"
@@ -140,11 +144,10 @@ def _says(section: Mapping[str, Any], name: str) -> bool:
 
 
 def _optimizer(kind: Any, path: str) -> str:
-    named: dict[str, str] = {f"{known.__name__}8bit": name for name, known in optimizers.OPTIMIZERS.items()}
-    for known, name in named.items():
-        if known.lower() == str(kind).lower():
-            return name
-    raise UserError(f"{path}: got optimizer.type {kind!r}, expected one of {', '.join(named)}, or leave it out")
+    if str(kind).lower() in TYPES:
+        return str(kind).lower()
+    named = ", ".join(known.__name__ for known in TYPES.values())
+    raise UserError(f"{path}: got optimizer.type {kind!r}, expected one of {named}, or leave it out")
 
 
 def _without_auto(params: Settings, names: tuple[str, ...]) -> Settings:

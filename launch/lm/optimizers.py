@@ -23,7 +23,7 @@ Groups = list[dict[str, Any]]
 # (class, param groups, options, the wrapped model) -> optimizer
 Make = Callable[[type[Optimizer], Groups, dict[str, Any], nn.Module], Optimizer]
 
-# The update rules, by the values of the option optimizer.
+# The optimizers, by the values of the option optimizer: update rules with the state's codec.
 OPTIMIZERS: Mapping[str, type[Optimizer]] = shardopt.optim.OPTIMIZERS
 
 # Update rules that u-muP's learning rates are for: updates have elements of about lr, weight decay stands apart.
@@ -31,6 +31,11 @@ OF_UNIT_SCALING = ("adamw", "stableadamw", "lion")
 
 # Options that lay out the state; a checkpoint loads only into a run that agrees on them.
 STATE_OPTIONS = ("optimizer", *STATE_FORMAT)
+
+
+def rule_of(optimizer: str) -> str:
+    """The update rule of an optimizer: "adamw" of "adamw8bit"."""
+    return optimizer.removesuffix("8bit").removesuffix("4bit")
 
 
 def arguments(kind: type[Optimizer]) -> list[str]:
@@ -77,7 +82,7 @@ def groups(config: Config, module: nn.Module, matrices: Collection[str]) -> Grou
     """
     if config.parametrization == "u-mup":
         return shardopt.param_groups(module, rule="u-mup", lr=config.lr, weight_decay=config.weight_decay)
-    if config.optimizer == "muon":
+    if rule_of(config.optimizer) == "muon":
         vectors = [name for name in parameter_names(module) if name not in matrices]
         return shardopt.muon_groups(module, lr=config.lr, adamw_lr=config.adamw_lr, no_decay=vectors)
     found: Groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
@@ -118,7 +123,7 @@ def describe(config: Config, param_groups: Groups) -> dict[str, Any]:
     """The values of `STATE_OPTIONS` in use, with defaults filled in."""
     group = param_groups[0]
     return {
-        name: config.optimizer if name == "optimizer" else group.get(name, getattr(config, name))
+        name: rule_of(config.optimizer) if name == "optimizer" else group.get(name, getattr(config, name))
         for name in STATE_OPTIONS
     }
 

@@ -76,7 +76,7 @@ class Config:
     )
 
     # The optimizer. None stands for the library's default.
-    optimizer: str = opt("adamw", "update rule")
+    optimizer: str = opt("adamw8bit", "update rule, with 8bit or 4bit behind it for such a state, else float32")
     betas: tuple[float, ...] | None = opt(None, "decay rates of moments, as many as the optimizer has")
     eps: float | None = opt(None, "added to the denominator of adamw and its kin")
     adamw_lr: float = opt(3e-4, "with muon, peak learning rate of what adamw steps: embedding, output, norms", low=0)
@@ -84,7 +84,7 @@ class Config:
     momentum: float | None = opt(None, "momentum of muon, sgd, rmsprop and signum")
     dampening: float | None = opt(None, "dampening of sgd")
     nesterov: bool | None = opt(None, "Nesterov momentum of muon and sgd")
-    codec: str | None = opt(None, "codec of the state: log8 (default), fp32, ...")
+    codec: str | None = opt(None, "codec of the state (default: the optimizer's: fp32, log8 or log4)")
     block_size: int | None = opt(None, "elements that share a scale")
     min_quantized_numel: int | None = opt(None, "elements below which a parameter keeps float32 state")
     master_weight_bits: int | None = opt(None, "bits of master weights beside bfloat16 parameters: 24 or 32")

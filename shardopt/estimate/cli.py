@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     )
     asked = parser.add_argument_group("a row to add (any of these options adds it)")
     add, unset = asked.add_argument, argparse.SUPPRESS
-    add("--optimizer", choices=OPTIMIZERS, default=unset, help="sgd is with momentum (default: adamw)")
+    add("--optimizer", choices=OPTIMIZERS, default=unset, help="sgd is with momentum (default: adamw8bit)")
     add(
         "--dtype",
         type=lambda text: _SHORT_DTYPES.get(text, text),
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
     add("--backend", default=unset, help=f"how the model is sharded: {', '.join(BACKENDS)} (default: single)")
     add("--world-size", type=int, default=unset, metavar="N", help="GPUs (default: 1)")
     add("--gpus-per-node", type=int, default=unset, metavar="N", help="of them on one host, at most (default: 8)")
-    add("--codec", choices=CODECS, default=unset, help="of the moments (default: log8)")
+    add("--codec", choices=CODECS, default=unset, help="of the moments (default: that of the optimizer)")
     add("--block-size", type=int, default=unset, metavar="N", help="elements that share a scale (default: 128)")
     add("--master-weight-bits", type=int, choices=(24, 32), default=unset, help="(default: no master weights)")
     add("--release-gradients", action="store_true", default=unset, help="steps in the backward pass")
@@ -144,7 +144,7 @@ def _name(setup: Setup) -> str:
     bits = None if setup.dtype == "float32" else options.get("master_weight_bits")  # it has them all anyway
     weights = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
     weights += "+fp32" if setup.stepped_dtype != DTYPES[setup.dtype] else ""
-    words = [setup.optimizer, options.get("codec", "log8"), weights]
+    words = [setup.optimizer, *([options["codec"]] if "codec" in options else []), weights]
     words += [f"ordered {setup.micro_batches}"] if setup.micro_batches is not None else []
     words += ["released"] if setup.release_gradients else []
     words += [f"zero_offload={setup.zero_offload}"] if setup.zero_offload != "none" else []

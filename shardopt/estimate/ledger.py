@@ -31,7 +31,9 @@ from shardopt.state.residency import Budget, Residency
 from shardopt.state.slice_state import SliceState
 
 #: Optimizers by name, each with the moments that training uses.
-OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {**optim.OPTIMIZERS, "sgd": partial(SGD, momentum=0.9)}
+OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
+    name: partial(kind, momentum=0.9) if issubclass(kind, SGD) else kind for name, kind in optim.OPTIMIZERS.items()
+}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,7 +71,7 @@ class Setup:
         ValueError: some of it is not possible, alone or together.
     """
 
-    optimizer: str = "adamw"
+    optimizer: str = "adamw8bit"
     dtype: str = "bfloat16"
     backend: str = "single"
     world_size: int = 1

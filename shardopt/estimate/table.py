@@ -80,7 +80,7 @@ def ladder(model: Model) -> list[Row]:
     """AdamW on one GPU, from float32 throughout to all that shardopt has."""
     masters = {"master_weight_bits": 24}
     return [
-        Row("fp32 throughout", model, Setup(dtype="float32", options={"codec": "fp32"})),
+        Row("fp32 throughout", model, Setup("adamw", "float32")),
         Row("8-bit state, fp32 weights", model, Setup(dtype="float32")),
         Row("bf16 weights, 24-bit masters", model, Setup(options=masters)),
         Row("  + release_gradients", model, Setup(release_gradients=True, options=masters)),
@@ -101,7 +101,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append("Released gradients: the largest single parameter's is counted.")
     if any(setup.backend == "fsdp2" for setup in released):
         found.append("Released gradients with fsdp2: those of the largest unit are counted.")
-    if any(setup.optimizer == "muon" for setup in setups):
+    if any(setup.optimizer.startswith("muon") for setup in setups):
         found.append(
             "Muon: a step takes orthogonalize_memory on top, 512 MiB by default, or what the largest matrices need."
         )

@@ -61,9 +61,7 @@ __all__ = [
     "StableAdamW8bit",
 ]
 
-#: Every optimizer with float32 state unless ``codec`` says otherwise, by its name in configs: "adamw", ...
+#: Every optimizer by its name in configs: "adamw" with float32 state, "adamw8bit", "adamw4bit", ...
 OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {
-    name.lower(): kind
-    for name, kind in list(globals().items())
-    if name in __all__ and kind is not ShardedOptimizer and not name.endswith(("4bit", "8bit"))
+    name.lower(): kind for name, kind in list(globals().items()) if name in __all__ and kind is not ShardedOptimizer
 }

@@ -72,4 +72,6 @@ class Adagrad(ShardedOptimizer):
 
 
 class Adagrad8bit(Adagrad):
-    """:class:`Adagrad` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Adagrad` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

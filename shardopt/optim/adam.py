@@ -176,11 +176,15 @@ class Adam(AdamW):
 
 
 class AdamW8bit(AdamW):
-    """:class:`AdamW` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`AdamW` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"
 
 
 class Adam8bit(Adam):
-    """:class:`Adam` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Adam` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"
 
 
 class AdamW4bit(AdamW):

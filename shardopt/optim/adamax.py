@@ -56,4 +56,6 @@ class Adamax(ShardedOptimizer):
 
 
 class Adamax8bit(Adamax):
-    """:class:`Adamax` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Adamax` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

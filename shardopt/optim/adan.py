@@ -84,4 +84,6 @@ class Adan(ShardedOptimizer):
 
 
 class Adan8bit(Adan):
-    """:class:`Adan` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Adan` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

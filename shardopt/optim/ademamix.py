@@ -104,4 +104,6 @@ class AdEMAMix(ShardedOptimizer):
 
 
 class AdEMAMix8bit(AdEMAMix):
-    """:class:`AdEMAMix` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`AdEMAMix` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -62,4 +62,6 @@ class ADOPT(AdamKin):
 
 
 class ADOPT8bit(ADOPT):
-    """:class:`ADOPT` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`ADOPT` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -65,4 +65,6 @@ class LAMB(ShardedOptimizer):
 
 
 class LAMB8bit(LAMB):
-    """:class:`LAMB` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`LAMB` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -72,4 +72,6 @@ class LARS(ShardedOptimizer):
 
 
 class LARS8bit(LARS):
-    """:class:`LARS` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`LARS` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

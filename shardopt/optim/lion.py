@@ -77,4 +77,6 @@ class Lion(ShardedOptimizer):
 
 
 class Lion8bit(Lion):
-    """:class:`Lion` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Lion` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

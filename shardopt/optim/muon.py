@@ -214,7 +214,9 @@ class Muon(ShardedOptimizer):
 
 
 class Muon8bit(Muon):
-    """:class:`Muon` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Muon` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"
 
 
 @lru_cache(maxsize=1024)

@@ -123,4 +123,6 @@ def _product(group: Mapping[str, Any], steps: int) -> float:
 
 
 class NAdam8bit(NAdam):
-    """:class:`NAdam` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`NAdam` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -216,4 +216,6 @@ def _check(name: str, value: object, least: float, most: float, expected: str, *
 
 
 class Prodigy8bit(Prodigy):
-    """:class:`Prodigy` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Prodigy` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

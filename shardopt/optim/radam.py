@@ -61,4 +61,6 @@ class RAdam(AdamKin):
 
 
 class RAdam8bit(RAdam):
-    """:class:`RAdam` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`RAdam` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -92,4 +92,6 @@ class RMSprop(ShardedOptimizer):
 
 
 class RMSprop8bit(RMSprop):
-    """:class:`RMSprop` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`RMSprop` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -81,4 +81,6 @@ class SGD(ShardedOptimizer):
 
 
 class SGD8bit(SGD):
-    """:class:`SGD` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`SGD` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -62,4 +62,6 @@ class Signum(ShardedOptimizer):
 
 
 class Signum8bit(Signum):
-    """:class:`Signum` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`Signum` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

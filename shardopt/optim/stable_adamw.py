@@ -61,4 +61,6 @@ class StableAdamW(ShardedOptimizer):
 
 
 class StableAdamW8bit(StableAdamW):
-    """:class:`StableAdamW` with an 8-bit codec, log8 unless ``codec`` says otherwise."""
+    """:class:`StableAdamW` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"

@@ -86,7 +86,7 @@ class Options(TypedDict, total=False):
 
 DEFAULTS: Options = {
     "maximize": False,
-    "codec": "log8",
+    "codec": "fp32",
     "block_size": 128,
     "min_quantized_numel": 4096,
     "nonfinite": "skip",

@@ -44,7 +44,7 @@ def newer(path: Path) -> None:
 
 def other_model(path: Path) -> None:
     model = nn.Linear(64, 64)
-    save_safetensors(path, model, shardopt.AdamW(model.parameters()))
+    save_safetensors(path, model, shardopt.AdamW8bit(model.parameters()))
 
 
 def wider_model(path: Path) -> None:

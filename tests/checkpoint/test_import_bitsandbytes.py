@@ -45,12 +45,12 @@ NEEDED: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.5}}
 
 #: Optimizers that keep moments which none of bitsandbytes does.
 WITHOUT_KIND: dict[str, Callable[[Any], ShardedOptimizer]] = {
-    "SGD without momentum": shardopt.SGD,
-    "RMSprop with momentum": lambda params: shardopt.RMSprop(params, momentum=0.9),
-    "centered RMSprop": lambda params: shardopt.RMSprop(params, centered=True),
-    "amsgrad": lambda params: shardopt.AdamW(params, amsgrad=True),
-    "Adamax": shardopt.Adamax,
-    "Adan": shardopt.Adan,
+    "SGD without momentum": shardopt.SGD8bit,
+    "RMSprop with momentum": lambda params: shardopt.RMSprop8bit(params, momentum=0.9),
+    "centered RMSprop": lambda params: shardopt.RMSprop8bit(params, centered=True),
+    "amsgrad": lambda params: shardopt.AdamW8bit(params, amsgrad=True),
+    "Adamax": shardopt.Adamax8bit,
+    "Adan": shardopt.Adan8bit,
 }
 
 

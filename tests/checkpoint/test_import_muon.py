@@ -101,4 +101,4 @@ def test_dion_without_its_decay_rate() -> None:
         "param_groups": [{"params": [0], "algorithm": "muon"}, {"params": [1], "algorithm": "adamw"}],
     }
     with pytest.raises(ValueError, match="got mu=None"):
-        import_state(shardopt.Muon(_groups(params)), saved)
+        import_state(shardopt.Muon8bit(_groups(params)), saved)

@@ -250,7 +250,7 @@ def test_zero_grad_after_a_pass_that_raised(ranks: Pool, way: str, world_size: i
 def _not_finite(way: str) -> float:
     """One rank's loss overflows: gradients of all are not finite, and GradScaler leaves the step out."""
     model = ordered(way, "e4m3")
-    optimizer = shardopt.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = shardopt.SGD8bit(model.parameters(), lr=1.0, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = weights(model)
     for number in range(dist.get_rank(), MICRO_BATCHES, dist.get_world_size()):

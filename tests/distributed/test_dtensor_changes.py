@@ -80,7 +80,7 @@ def _run(gradient: Gradient, change: Callable[[Any, dict[str, Any]], None]) -> N
     found = []
     for forgets in (False, True):
         param = nn.Parameter(_sharded(values(SHAPE, 1, torch.float32), mesh))
-        optimizer = shardopt.AdamW([param], lr=0.01)
+        optimizer = shardopt.AdamW8bit([param], lr=0.01)
         for t in range(6):
             if t == CHANGED_AT:
                 change(param, optimizer.state[param])
@@ -107,7 +107,7 @@ def test_changes(ranks: Pool, change: Callable[[Any, dict[str, Any]], None]) -> 
 def _wrong_spec() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     param: Any = nn.Parameter(_sharded(values(SHAPE, 1, torch.float32), mesh))
-    optimizer = shardopt.AdamW([param], lr=0.01)
+    optimizer = shardopt.AdamW8bit([param], lr=0.01)
     for t in range(2):
         param.grad = _sharded(values(SHAPE, t, torch.float32), mesh)
         optimizer.step()
@@ -125,7 +125,7 @@ def test_a_layout_that_is_none_of_the_local_tensor_is_refused(ranks: Pool) -> No
 def _reads_attributes_only() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     params = [nn.Parameter(_sharded(values(SHAPE, i, torch.float32), mesh)) for i in range(3)]
-    optimizer = shardopt.AdamW(params, lr=0.01)
+    optimizer = shardopt.AdamW8bit(params, lr=0.01)
     calls = 0
     shard = type(shardopt.layout.shard_of(params[0]))
     saved = shard.local, shard.local_gradient

@@ -20,7 +20,7 @@ def _message(param: Tensor, gradient: Tensor, **options: object) -> str:
     local = param.to_local() if isinstance(param, DTensor) else param
     before = local.clone()
     param.grad = gradient
-    optimizer = shardopt.AdamW([param], **options)
+    optimizer = shardopt.AdamW8bit([param], **options)
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     assert torch.equal(local, before)

@@ -21,7 +21,7 @@ from test_estimate_sharded import MODELS
 
 #: With a parameter within which a partition lies.
 ALL_MODELS = {**MODELS, "large embedding": {**MODELS["odd"], "vocab_size": 5005}}
-TYPES = {"adamw": "AdamW8bit", "lion": "Lion8bit", "sgd": "SGD8bit"}
+TYPES = {"adamw8bit": "AdamW8bit", "lion8bit": "Lion8bit", "sgd8bit": "SGD8bit"}
 BUCKET = 50_000  # elements
 WEIGHTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
@@ -43,7 +43,7 @@ PLACES = [
 
 def _settings(setup: Setup) -> dict[str, Any]:
     """The DeepSpeed config that a setup is about."""
-    params = {"lr": 1e-3, **setup.options, **({"momentum": 0.9} if setup.optimizer == "sgd" else {})}
+    params = {"lr": 1e-3, **setup.options, **({"momentum": 0.9} if setup.optimizer == "sgd8bit" else {})}
     offload = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "param")}[setup.zero_offload]
     bf16: dict[str, Any] = {"enabled": setup.dtype == "bfloat16"}
     return {
@@ -101,8 +101,8 @@ def test_other_models_and_options(deepspeed_ranks: Pool) -> None:
     """Every place and every weight format at least once."""
     cases: list[tuple[str, dict[str, Any]]] = [
         ("large embedding", {}),
-        ("odd", {"optimizer": "lion"}),
-        ("few rows", {"optimizer": "sgd", "options": {"codec": "companded8"}}),
+        ("odd", {"optimizer": "lion8bit"}),
+        ("few rows", {"optimizer": "sgd8bit", "options": {"codec": "companded8"}}),
         ("odd", {"options": {"codec": "fp32"}}),
         ("even", {"options": {"codec": "bf16", "min_quantized_numel": 20_000, "master_weight_bits": 24}}),
         ("odd", {"options": {"codec": "dynamic8", "block_size": 32}}),
@@ -129,7 +129,7 @@ def test_sub_groups(deepspeed_ranks: Pool, sub_group: int) -> None:
 @pytest.mark.parametrize("name", ALL_MODELS)
 @pytest.mark.parametrize(
     ("world_size", "optimizer", "codec"),
-    [(1, "adamw", "log8"), (2, "sgd", "fp32"), (3, "lion", "companded8"), (4, "adamw", "dynamic8")],
+    [(1, "adamw8bit", "log8"), (2, "sgd8bit", "fp32"), (3, "lion8bit", "companded8"), (4, "adamw8bit", "dynamic8")],
 )
 def test_everything(deepspeed_ranks: Pool, world_size: int, optimizer: str, codec: str, name: str) -> None:
     setups = _setups(world_size, optimizer=optimizer, options={"codec": codec})

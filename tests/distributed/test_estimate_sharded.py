@@ -61,9 +61,9 @@ def _compare(name: str, setup: Setup) -> None:
     net = _wrapped(setup.backend, model, DTYPES[setup.dtype])
     params = list(net.parameters())
     if setup.backend == "zero_redundancy":
-        optimizer = ZeroRedundancyOptimizer(params, optimizer_class=shardopt.AdamW, **setup.options)
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class=shardopt.AdamW8bit, **setup.options)
     else:
-        optimizer = shardopt.AdamW(params, **setup.options)
+        optimizer = shardopt.AdamW8bit(params, **setup.options)
     with most_gradient_bytes(params if setup.release_gradients else []) as most:
         if setup.release_gradients:
             shardopt.release_gradients(net, optimizer)

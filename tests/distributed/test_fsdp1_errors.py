@@ -32,7 +32,7 @@ def _tiny() -> nn.Module:
 def _unknown(tiny: bool, orig: bool) -> None:
     model = _tiny() if tiny else make_odds(use_orig_params=orig)[1]
     forget_shards(model)
-    optimizer = shardopt.AdamW(model.parameters())
+    optimizer = shardopt.AdamW8bit(model.parameters())
     before = [param.detach().clone() for param in model.parameters()]
     set_gradients(model, 0)
     for _ in range(2):
@@ -58,7 +58,7 @@ def _nothing_here() -> None:
     model, whole = _tiny(), nn.Sequential(nn.Linear(1, 1))
     for name, param in whole.named_parameters():
         param.data = _gathered_parameter(model, name)
-    optimizer, expected = (shardopt.AdamW(m.parameters(), nonfinite="raise") for m in (model, whole))
+    optimizer, expected = (shardopt.AdamW8bit(m.parameters(), nonfinite="raise") for m in (model, whole))
     for step in range(3):
         step_with(model, optimizer, step)
         step_with(whole, expected, step)
@@ -149,7 +149,7 @@ def _raises_in_one_group() -> None:
     tensors = {piece.name: piece.tensor for piece in pieces(model)}
     watched = [tensors.pop("units.4.weight0"), tensors.pop("units.0.weight1")]
     groups = [{"params": list(tensors.values())}, {"params": watched, "nonfinite": "raise"}]
-    optimizer = shardopt.AdamW(groups, **SMALL)
+    optimizer = shardopt.AdamW8bit(groups, **SMALL)
     set_gradients(model, 0)
     _spoil(model, "units.2.weight0", 2000, math.nan)
     with warnings.catch_warnings():
@@ -207,7 +207,7 @@ def _strided(orig: bool) -> str:
     """FSDP1 flattens such weights in the order of memory, which is not that of their elements."""
     model = nn.Sequential(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
     wrapped = FullyShardedDataParallel(model, use_orig_params=orig, device_id=torch.device("cpu"))
-    optimizer = shardopt.AdamW(wrapped.parameters())
+    optimizer = shardopt.AdamW8bit(wrapped.parameters())
     with pytest.raises(RuntimeError) as attaching:
         optimizer.attach(wrapped)
     with pytest.raises(RuntimeError) as stepping:

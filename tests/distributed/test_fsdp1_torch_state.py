@@ -53,7 +53,7 @@ class Wrapper(torch.optim.Optimizer):
 
 def _made(orig: bool, steps: int, group: Any = None, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     model = fsdp1(make_net(), use_orig_params=orig, process_group=group)
-    optimizer = shardopt.AdamW(model.parameters(), **SMALL, **options)
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL, **options)
     for step in range(steps):
         step_with(model, optimizer, step)
     return model, optimizer
@@ -104,7 +104,7 @@ def test_saving_is_refused(ranks: Pool, orig: bool, steps: int, options: dict[st
 def _loading(orig: bool, steps: int, flatten: bool) -> None:
     """State that torch gathered of our optimizer elsewhere, where it can."""
     whole = make_net()
-    their_optimizer = shardopt.AdamW(whole.parameters(), **SMALL)
+    their_optimizer = shardopt.AdamW8bit(whole.parameters(), **SMALL)
     step_with(whole, their_optimizer, 0)
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     saved = get_optimizer_state_dict(whole, their_optimizer, options=options)
@@ -149,7 +149,7 @@ def _on_some_ranks(first: int) -> None:
     if dist.get_rank() not in own:
         return
     whole = make_net()
-    theirs = shardopt.AdamW(whole.parameters(), **SMALL)
+    theirs = shardopt.AdamW8bit(whole.parameters(), **SMALL)
     step_with(whole, theirs, 0)
     saved = get_optimizer_state_dict(whole, theirs)
     model, optimizer = _made(True, 1, group)

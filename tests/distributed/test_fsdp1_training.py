@@ -232,7 +232,7 @@ def _attached_again(way: str) -> None:
     optimizer.attach(model)
     optimizer.attach(model)
     step_with(model, optimizer, 1)
-    shardopt.SGD(model.parameters()).attach(model)
+    shardopt.SGD8bit(model.parameters()).attach(model)
     step_with(model, optimizer, 2)
     assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
 
@@ -244,7 +244,7 @@ def _two_optimizers() -> None:
 
     def of(params: dict[str, Any]) -> list[ShardedOptimizer]:
         odd, even = ([params[name] for name in names[k::2]] for k in (1, 0))
-        return [shardopt.AdamW(odd, **SMALL), shardopt.Lion(even, **SMALL)]
+        return [shardopt.AdamW8bit(odd, **SMALL), shardopt.Lion8bit(even, **SMALL)]
 
     sharded = of({piece.name: piece.tensor for piece in pieces(model)})
     plain = of(dict(whole.named_parameters()))
@@ -287,8 +287,8 @@ def _tied(orig: bool) -> None:
     whole = Tied()
     torch.manual_seed(0)
     model = fsdp1(Tied(), ["mix"], use_orig_params=orig)
-    optimizer = shardopt.AdamW(model.parameters(), block_size=16, **SMALL)
-    expected = shardopt.AdamW(whole.parameters(), block_size=16, **SMALL)
+    optimizer = shardopt.AdamW8bit(model.parameters(), block_size=16, **SMALL)
+    expected = shardopt.AdamW8bit(whole.parameters(), block_size=16, **SMALL)
     for step in range(3):
         _backward(model, step)
         _step_both(model, optimizer, whole, expected)

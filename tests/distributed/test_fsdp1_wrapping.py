@@ -62,7 +62,7 @@ def _flat(shard: FlatShard) -> Any:
 def _as_attached(make: Callable[[], nn.Module]) -> None:
     model = make()
     params = list(model.parameters())
-    optimizer = shardopt.AdamW(params)
+    optimizer = shardopt.AdamW8bit(params)
     found = [_described(param) for param in params]
     optimizer.attach(model)
     assert found == [_described(param) for param in params]
@@ -91,7 +91,7 @@ def _wrapped_further() -> None:
     """Whoever wraps last knows best, also after attach()."""
     model = Odds()
     unit = model.units[3] = _wrap(model.units[3])
-    optimizer = shardopt.AdamW(unit.parameters(), **SMALL)
+    optimizer = shardopt.AdamW8bit(unit.parameters(), **SMALL)
     optimizer.attach(unit)
     assert [segment.name for segment in shard_of(unit._flat_param).segments] == ["weight0", "weight1", "weight2"]
     whole = _wrap(model)
@@ -107,7 +107,7 @@ def test_the_outermost_module_counts(ranks: Pool) -> None:
 
 def _scaling(way: str) -> bool:
     model = _sharded(way)
-    return shardopt.AdamW(model.parameters())._step_supports_amp_scaling
+    return shardopt.AdamW8bit(model.parameters())._step_supports_amp_scaling
 
 
 @pytest.mark.parametrize(("way", "whole"), [("fsdp1", False), ("fsdp1 flat", False), ("fsdp1 none", True)])
@@ -126,7 +126,7 @@ def _in_pieces(orig: bool) -> tuple[nn.Module, nn.Module]:
 
 def _pieces_as_whole(orig: bool, options: dict[str, Any]) -> None:
     whole, model = _in_pieces(orig)
-    optimizer, expected = (shardopt.AdamW(m.parameters(), **SMALL, **options) for m in (model, whole))
+    optimizer, expected = (shardopt.AdamW8bit(m.parameters(), **SMALL, **options) for m in (model, whole))
     for step in range(3):
         step_with(model, optimizer, step)
         step_with(whole, expected, step)
@@ -141,7 +141,7 @@ def test_a_model_in_pieces(ranks: Pool, orig: bool, options: dict[str, Any]) -> 
 def _unknown_places() -> None:
     """Noise depends on which of all parameters each is; a unit does not know what stands beside it."""
     _, model = _in_pieces(False)
-    optimizer = shardopt.AdamW(model.parameters(), **SMALL, **STOCHASTIC)
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL, **STOCHASTIC)
     before = gathered_parameters(model)
     set_gradients(model, 0)
     for _ in range(2):
@@ -163,7 +163,7 @@ def _one_piece() -> None:
     wholes, models = [make_net(BF16) for _ in range(2)], [_wrap(make_net(BF16)) for _ in range(2)]
     outer = nn.ModuleList([nn.Linear(2, 2), *models])
     for whole, model in zip(wholes, outer[1:], strict=True):
-        optimizer, expected = (shardopt.AdamW(m.parameters(), **SMALL, **STOCHASTIC) for m in (model, whole))
+        optimizer, expected = (shardopt.AdamW8bit(m.parameters(), **SMALL, **STOCHASTIC) for m in (model, whole))
         for step in range(2):
             step_with(model, optimizer, step)
             step_with(whole, expected, step)
@@ -178,7 +178,7 @@ def _two_models(orig: bool) -> None:
     """One optimizer has the parameters of both."""
     wholes, models = [make_net(seed=s) for s in (0, 1)], [fsdp1(make_net(seed=s), use_orig_params=orig) for s in (0, 1)]
     optimizer, expected = (
-        shardopt.AdamW([p for model in each for p in model.parameters()], **SMALL) for each in (models, wholes)
+        shardopt.AdamW8bit([p for model in each for p in model.parameters()], **SMALL) for each in (models, wholes)
     )
     for step in range(3):
         for each, stepped in ((models, optimizer), (wholes, expected)):
@@ -198,14 +198,14 @@ def _let_go(orig: bool) -> None:
     """Parameters that an optimizer still has keep no model alive, before and after they were asked for their shards."""
     for steps in (0, 1):
         model = make_odds(use_orig_params=orig)[1]
-        optimizer = shardopt.AdamW(model.parameters(), **SMALL)
+        optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL)
         for step in range(steps):
             step_with(model, optimizer, step)
         alive = weakref.ref(model)
         del model
         gc.collect()
         assert alive() is None
-    optimizer = shardopt.AdamW(make_odds(use_orig_params=orig)[1].parameters(), **SMALL)
+    optimizer = shardopt.AdamW8bit(make_odds(use_orig_params=orig)[1].parameters(), **SMALL)
     gc.collect()
     with pytest.raises(UnknownShardError, match="which does not say what part of the model's it holds"):
         optimizer.step()

@@ -36,7 +36,7 @@ def _step_on_full_gradients(way: str, batches: int, clip: float | None) -> None:
     """Steps the sharded model, and a whole one on the gathered gradients."""
     sharded, whole = WAYS[way](make_net()), make_net()
     sharded_params, params = named_parameters(sharded), named_parameters(whole)
-    sharded_optimizer, optimizer = (shardopt.AdamW(model.parameters(), **SMALL) for model in (sharded, whole))
+    sharded_optimizer, optimizer = (shardopt.AdamW8bit(model.parameters(), **SMALL) for model in (sharded, whole))
     for step in range(3):
         _backward(sharded, step, batches=batches, same_on_all="tp" in way)
         if clip is not None:
@@ -76,7 +76,7 @@ def test_accumulation_and_clipping(ranks: Pool, way: str) -> None:
 
 def _train(way: str, same_on_all: bool = True) -> tuple[list[float], Snapshot]:
     model = WAYS[way](make_net())
-    optimizer = shardopt.AdamW(model.parameters(), **SMALL)
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL)
     losses = []
     for step in range(5):
         losses += _backward(model, step, same_on_all=same_on_all)
@@ -128,7 +128,7 @@ def test_embedding_sweep(ranks: Pool, world_size: int, codec: str) -> None:
 def _loss_scaling(overflow: bool) -> None:
     """Trains with a scaled loss, and without; with an overflow, the last gradient of one rank is infinite."""
     scaled, plain = (WAYS["fsdp columns"](make_net()) for _ in range(2))
-    optimizers = [shardopt.AdamW(model.parameters(), **SMALL) for model in (scaled, plain)]
+    optimizers = [shardopt.AdamW8bit(model.parameters(), **SMALL) for model in (scaled, plain)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):
         for model, scale in ((scaled, scaler.scale), (plain, torch.clone)):

@@ -171,7 +171,7 @@ def _zero(options: dict[str, Any]) -> list[Shape]:
     model = make_net()
     model = remember_bare(DistributedDataParallel(model), bare_shapes(model))
     groups = [dict(group) for group in shardopt.muon_groups(model)]
-    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.Muon, **SMALL, **options)
+    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.Muon8bit, **SMALL, **options)
     with orthogonalized() as computed:
         for step in range(STEPS):
             step_with(model, optimizer, step)

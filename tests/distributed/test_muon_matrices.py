@@ -87,7 +87,7 @@ def _splits() -> None:
         for groups, param in zip((whole, sharded), params, strict=True):
             groups.append({"params": [nn.Parameter(param)], "split": split})
     options = {"adjust_lr_fn": "spectral_norm", "orthogonalize_memory": 100_000, "lr": 0.02, **SMALL}
-    optimizers = [shardopt.Muon(groups, **options) for groups in (whole, sharded)]
+    optimizers = [shardopt.Muon8bit(groups, **options) for groups in (whole, sharded)]
     for step, (optimizer, groups) in product(range(2), zip(optimizers, (whole, sharded), strict=True)):
         for index, group in enumerate(groups):
             (param,) = group["params"]
@@ -109,7 +109,7 @@ def _split_flat() -> None:
     """FSDP1 and FSDP2 cut matrices of a fused parameter anywhere."""
     split = {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
     models = [fsdp1(_matrices(), ["1"]), _matrices()]
-    optimizers = [shardopt.Muon(shardopt.muon_groups(model, split=split), **SMALL) for model in models]
+    optimizers = [shardopt.Muon8bit(shardopt.muon_groups(model, split=split), **SMALL) for model in models]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
             step_with(model, optimizer, step)
@@ -128,7 +128,7 @@ def _no_ranges(split: Any) -> None:
     columns = 5 if cuts_uneven_strided_shards else 8
     layout = Layout((6, columns, 40), (dist.get_world_size(),), placements, torch.float32)
     param = nn.Parameter(shard(values(layout.shape, 0), layout))
-    optimizer = shardopt.Muon([param], split=split, **SMALL)
+    optimizer = shardopt.Muon8bit([param], split=split, **SMALL)
     param.grad = shard(values(layout.shape, 1), layout)
     with (
         counted_collectives() as found,
@@ -160,7 +160,7 @@ def _matrices(width: int = 40) -> nn.Sequential:
 
 def _flat(strategy: ShardingStrategy) -> None:
     got, whole = fsdp1(_matrices(), ["1"], use_orig_params=False, sharding_strategy=strategy), _matrices()
-    optimizers = [shardopt.Muon(model.parameters(), **SMALL) for model in (got, whole)]
+    optimizers = [shardopt.Muon8bit(model.parameters(), **SMALL) for model in (got, whole)]
     for step in range(STEPS):
         for model, optimizer in zip((got, whole), optimizers, strict=True):
             step_with(model, optimizer, step)
@@ -179,7 +179,7 @@ def test_flat_parameters(ranks: Pool, world_size: int, strategy: str) -> None:
 def _flat_of_both() -> None:
     model = fsdp1(make_net(), ["up"], use_orig_params=False)
     with pytest.raises(ValueError, match=r"got a parameter of shape .* in a param group for Muon"):
-        shardopt.Muon(model.parameters(), **SMALL)
+        shardopt.Muon8bit(model.parameters(), **SMALL)
     with pytest.raises(
         ValueError, match=r"got .* in one flat parameter, expected the same options for all of its parts"
     ):

@@ -43,7 +43,7 @@ def _equal_matrices(memory: str | int, mesh: bool) -> tuple[Counter[str], dict[s
     size = dist.get_world_size()
     names = ("replicas", "shards")
     fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names) if mesh else None)
-    optimizer = shardopt.Muon(model.parameters(), orthogonalize_memory=memory, **SMALL)
+    optimizer = shardopt.Muon8bit(model.parameters(), orthogonalize_memory=memory, **SMALL)
     return *_of_step(model, optimizer), 8 * 64 * 64
 
 
@@ -106,7 +106,7 @@ def _most_bytes(way: str, pairs: int, memory: int) -> int:
     model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for outputs, inputs in shapes))
     if way == "fsdp":
         fully_shard(model)
-    optimizer = shardopt.Muon(
+    optimizer = shardopt.Muon8bit(
         shardopt.muon_groups(DistributedDataParallel(model) if way == "ddp" else model),
         orthogonalize_memory=memory, **SMALL,
     )  # fmt: skip

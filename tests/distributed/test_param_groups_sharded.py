@@ -56,9 +56,9 @@ def _trained(
     model = WAYS[way](net)
     groups = early or shardopt.param_groups(model, overrides, no_decay)
     if way == "zero":
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.AdamW, **options)
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.AdamW8bit, **options)
     else:
-        optimizer = shardopt.AdamW(groups, **options)
+        optimizer = shardopt.AdamW8bit(groups, **options)
     for step in range(STEPS):
         step_with(model, optimizer, step)
     return model, optimizer
@@ -144,7 +144,7 @@ def _save(path: Path) -> None:
 
 def _load(way: str, path: Path) -> None:
     model = WAYS[way](make_net(seed=1))
-    optimizer = shardopt.AdamW(shardopt.param_groups(model, OF_UNITS), min_quantized_numel=64, lr=1e-2)
+    optimizer = shardopt.AdamW8bit(shardopt.param_groups(model, OF_UNITS), min_quantized_numel=64, lr=1e-2)
     shardopt.checkpoint.load(path, model, optimizer)
     assert_same(snapshot_of(model, optimizer), snapshot_of(*_trained("single", OF_UNITS)))
 
@@ -160,7 +160,7 @@ def _torch_state() -> None:
     found = get_optimizer_state_dict(model, optimizer)
     assert found["state"]["embed.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
     other = WAYS["fsdp"](make_net(seed=1))
-    loaded = shardopt.AdamW(shardopt.param_groups(other, OVERRIDES, NO_DECAY), min_quantized_numel=64)
+    loaded = shardopt.AdamW8bit(shardopt.param_groups(other, OVERRIDES, NO_DECAY), min_quantized_numel=64)
     set_optimizer_state_dict(other, loaded, found)
     assert loaded.param_groups[0]["param_names"] == ["embed.weight"]
     states = [
@@ -224,12 +224,12 @@ def test_noise_follows_the_model() -> None:
         lambda net: [*net.parameters()][::-1],
     ):
         net = make_net(torch.bfloat16)
-        optimizer = shardopt.AdamW(make(net), min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+        optimizer = shardopt.AdamW8bit(make(net), min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
         step_with(net, optimizer, 0)
         snapshots.append(snapshot_of(net, optimizer))
     assert_same(snapshots[0], snapshots[1])
     net = make_net(torch.bfloat16)
-    attached = shardopt.AdamW([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+    attached = shardopt.AdamW8bit([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
     attached.attach(net)
     step_with(net, attached, 0)
     assert_same(snapshot_of(net, attached), snapshots[1])
@@ -242,7 +242,7 @@ def test_a_look_at_groups_changes_no_noise() -> None:
     snapshots = []
     for looks in (False, True):
         net = make_net(torch.bfloat16)
-        optimizer = shardopt.AdamW([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+        optimizer = shardopt.AdamW8bit([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
         if looks:
             shardopt.param_groups(net).table()
         step_with(net, optimizer, 0)
@@ -258,7 +258,7 @@ def _noise_beside_flat_parameters(ignored: str) -> None:
         left_out = [net.get_submodule(ignored)]
         model = fsdp1(net, (), use_orig_params=False, ignored_modules=left_out) if flat else net
         groups = shardopt.param_groups(model, no_decay=())
-        optimizer = shardopt.AdamW(groups, min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+        optimizer = shardopt.AdamW8bit(groups, min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
         for step in range(STEPS):
             step_with(model, optimizer, step)
         results.append(snapshot_of(model, optimizer))
@@ -294,7 +294,7 @@ def test_noise_under_deepspeed(deepspeed_ranks: Pool, stage: int) -> None:
 def _group_added_later() -> None:
     model = WAYS["zero"](make_net())
     first, second = shardopt.param_groups(model, no_decay=NO_DECAY)
-    optimizer = ZeroRedundancyOptimizer([first], optimizer_class=shardopt.AdamW)
+    optimizer = ZeroRedundancyOptimizer([first], optimizer_class=shardopt.AdamW8bit)
     optimizer.add_param_group(second)
     step_with(model, optimizer, 0)
 

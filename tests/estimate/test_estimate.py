@@ -303,7 +303,7 @@ def test_asked_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(plain["rows"]) == 5
     assert found["rows"][:5] == plain["rows"]
     (row,) = found["rows"][5:]
-    assert row["name"] == "adamw log8 bf16+32 offload=state fsdp2 x 16"
+    assert row["name"] == "adamw8bit bf16+32 offload=state fsdp2 x 16"
     assert row["gpu_bytes_per_parameter"]["parameters"] == 2 / 16
     assert row["gib_per_host"] == pytest.approx(4 * sum(row["host_bytes_per_gpu"].values()) / 2**30)
     assert sum(row["host_bytes_per_gpu"].values()) == (2 + 2 + 0.09375) * 2**32 / 16
@@ -335,7 +335,7 @@ def test_deepspeed_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--zero-offload", "optimizer"]) == 0
     found = json.loads(capsys.readouterr().out)
     row = found["rows"][5]
-    assert row["name"] == "adamw log8 bf16+fp32 zero_offload=optimizer zero2 x 16"
+    assert row["name"] == "adamw8bit bf16+fp32 zero_offload=optimizer zero2 x 16"
     assert row["gpu_bytes_per_parameter"]["total"] == 2
     assert sum(row["host_bytes_per_gpu"].values()) == (4 + 4 + 2 + 2 + 0.09375) * 2**32 / 16 + 4
     assert row["gib_per_host"] == pytest.approx(4 * sum(row["host_bytes_per_gpu"].values()) / 2**30)
@@ -352,10 +352,10 @@ def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_are_not_taken_for_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """One that says what is so anyway asks for a row, too."""
-    for arguments in (["--codec", "log8"], ["--offload", "none"], ["--world-size", "1"]):
+    for arguments, codec in ((["--codec", "log8"], " log8"), (["--offload", "none"], ""), (["--world-size", "1"], "")):
         main(["estimate", "7B", "--json", *arguments])
         rows = json.loads(capsys.readouterr().out)["rows"]
-        assert rows[5]["name"] == "adamw log8 bf16 single"
+        assert rows[5]["name"] == f"adamw8bit{codec} bf16 single"
         assert round(rows[5]["gpu_bytes_per_parameter"]["total"], 2) == 6.09
 
 
@@ -363,7 +363,7 @@ def test_master_weights_of_float32(capsys: pytest.CaptureFixture[str]) -> None:
     """Ignored, as the optimizer does: it has all bits anyway."""
     main(["estimate", "7B", "--json", "--dtype", "float32", "--master-weight-bits", "24"])
     row = json.loads(capsys.readouterr().out)["rows"][5]
-    assert row["name"] == "adamw log8 fp32 single"
+    assert row["name"] == "adamw8bit fp32 single"
     assert row["gpu_bytes_per_parameter"]["master_weights"] == 0
 
 

@@ -246,8 +246,8 @@ def test_precisions(backend: str, precision: str, text: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "options",
     [
-        ("--optimizer", "adam", "--eps", "1e-7", "--codec", "companded8"),
-        ("--optimizer", "lion", "--betas", "0.9", "0.98", "--block-size", "64"),
+        ("--optimizer", "adam8bit", "--eps", "1e-7", "--codec", "companded8"),
+        ("--optimizer", "lion8bit", "--betas", "0.9", "0.98", "--block-size", "64"),
         ("--optimizer", "sgd", "--momentum", "0.9", "--nesterov", "--codec", "dynamic8"),
         ("--weight-decay", "0.1", "--min-quantized-numel", "0", "--nonfinite", "raise", "--codec", "bf16"),
     ],

@@ -43,7 +43,7 @@ def load(tmp_path: Path, settings: Any, *options: object) -> Config:
 def test_the_job_takes_over_what_the_config_says(tmp_path: Path) -> None:
     options = load(tmp_path, MANY)
     assert (options.batch, options.accumulate, options.clip, options.precision) == (24, 3, 0.25, "bf16-mixed")
-    assert (options.optimizer, options.lr, options.betas, options.weight_decay) == ("adamw", 3e-4, (0.9, 0.95), 0.1)
+    assert (options.optimizer, options.lr, options.betas, options.weight_decay) == ("adamw8bit", 3e-4, (0.9, 0.95), 0.1)
     assert options.block_size == 64
     assert options.codec is None
 
@@ -61,7 +61,7 @@ def test_the_config_takes_over_what_the_job_says(tmp_path: Path) -> None:
     assert found["optimizer"]["params"] == {**MANY["optimizer"]["params"], "betas": (0.9, 0.95)}
 
     short = {"zero_optimization": {"stage": 3}, "gradient_clipping": "auto", "optimizer": {"params": {"lr": "auto"}}}
-    given = ("--batch", 12, "--optimizer", "lion", "--lr", "2e-4", "--clip", 0, "--codec", "companded8")
+    given = ("--batch", 12, "--optimizer", "lion8bit", "--lr", "2e-4", "--clip", 0, "--codec", "companded8")
     assert engine_config.complete(load(tmp_path, short, *given), 2) == {
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 6,
@@ -99,7 +99,7 @@ CONTRADICTIONS = {
     "train_batch_size 24, but batch is given as 12": ("--batch", 12),
     "gradient_accumulation_steps 3, but accumulate is given as 1": ("--accumulate", 1),
     "gradient_clipping 0.25, but clip is given as 0": ("--clip", 0),
-    "optimizer.type adamw, but optimizer is given as lion": ("--optimizer", "lion"),
+    "optimizer.type adamw8bit, but optimizer is given as lion8bit": ("--optimizer", "lion8bit"),
     "optimizer.params.lr 0.0003, but lr is given as 0.001": ("--lr", 1e-3),
     "optimizer.params.block_size 64, but block_size is given as 128": ("--block-size", 128),
     "bf16 bf16-mixed, but precision is given as fp32": ("--precision", "fp32"),
@@ -125,7 +125,7 @@ REFUSED = {
     "fp16": ({"fp16": {"enabled": True}}, "got fp16, but the job computes in float32 or bfloat16"),
     "another optimizer": (
         {"optimizer": {"type": "OneBitAdam"}},
-        "got optimizer.type 'OneBitAdam', expected one of Adagrad8bit, Adam8bit, AdamW8bit",
+        "got optimizer.type 'OneBitAdam', expected one of Adagrad8bit, Adam4bit, Adam8bit, AdamW4bit",
     ),
     "a bad value": ({"optimizer": {"params": {"lr": "fast"}}}, "optimizer.params.lr: got 'fast', expected a number"),
     "sizes": (

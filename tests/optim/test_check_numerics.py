@@ -28,7 +28,7 @@ def moved(weights: str, lr: float, direction: int) -> Tensor:
     """Where Lion, whose updates are exactly the learning rate, moves weights towards zero (-1) or away from it."""
     dtype, options = ALL[weights]
     param = Parameter(many_weights(dtype))
-    optimizer = shardopt.Lion([param], lr=lr, weight_decay=0.0, **options)
+    optimizer = shardopt.Lion8bit([param], lr=lr, weight_decay=0.0, **options)
     before = optimizer.full_precision_parameters()[param]
     step(optimizer, {"": param}, {"": torch.where(before.signbit(), 1.0, -1.0).to(dtype) * direction})
     return optimizer.full_precision_parameters()[param] != before
@@ -39,7 +39,7 @@ def moved(weights: str, lr: float, direction: int) -> Tensor:
 def test_exactly_those_that_do_not_move(weights: str, lr: float) -> None:
     dtype, options = ALL[weights]
     param = Parameter(many_weights(dtype))
-    optimizer = shardopt.Lion([param], lr=lr, **options)
+    optimizer = shardopt.Lion8bit([param], lr=lr, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         share = shardopt.check_numerics(optimizer).get("parameter 0 of param group 0", 0.0)

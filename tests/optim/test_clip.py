@@ -67,7 +67,7 @@ def test_options(options: dict[str, Any], target: str) -> None:
 def one(value: float = 3.0, **options: Any) -> tuple[Parameter, ShardedOptimizer]:
     param = Parameter(torch.zeros(2, 3))
     param.grad = torch.full((2, 3), value)
-    return param, shardopt.SGD([param], lr=1.0, **options)
+    return param, shardopt.SGD8bit([param], lr=1.0, **options)
 
 
 def test_only_the_next_step() -> None:
@@ -110,7 +110,7 @@ def test_several_optimizers_and_bfloat16() -> None:
     found = []
     for late in (False, True):
         params = [Parameter(torch.ones(4, 33, dtype=torch.bfloat16)), Parameter(torch.ones(7))]
-        optimizers = [shardopt.AdamW8bit(params[:1], master_weight_bits=24), shardopt.SGD(params[1:], lr=1.0)]
+        optimizers = [shardopt.AdamW8bit(params[:1], master_weight_bits=24), shardopt.SGD8bit(params[1:], lr=1.0)]
         generator = torch.Generator().manual_seed(0)
         for param in params:
             gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -156,7 +156,7 @@ def test_refused() -> None:
         with pytest.raises(TypeError, match=f"got {type(others).__name__}, expected an optimizer of shardopt"):
             clip_grad_norm_(param, 1.0, optimizer=others)
     layer = torch.nn.Linear(3, 2)
-    optimizer = shardopt.SGD(layer.parameters(), lr=1.0)
+    optimizer = shardopt.SGD8bit(layer.parameters(), lr=1.0)
     shardopt.release_gradients(layer, optimizer)
     with pytest.raises(RuntimeError, match="got one whose gradients are released"):
         clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)
@@ -164,7 +164,7 @@ def test_refused() -> None:
 
 def test_a_coefficient_is_used_up_by_a_step_that_raises() -> None:
     param = torch.nn.Parameter(torch.ones(4))
-    optimizer = shardopt.SGD([param], lr=1.0, nonfinite="raise")
+    optimizer = shardopt.SGD8bit([param], lr=1.0, nonfinite="raise")
     param.grad = torch.full((4,), float("inf"))
     shardopt.clip_grad_norm_([param], 1.0, optimizer=optimizer)
     with pytest.raises(FloatingPointError):

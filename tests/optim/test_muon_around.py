@@ -44,11 +44,11 @@ def test_different_memory_in_groups() -> None:
         {"params": start()[:3], "orthogonalize_memory": 1},
         {"params": start()[3:], "orthogonalize_memory": "1GiB", "nesterov": False},
     ]
-    optimizer = advance(shardopt.Muon(groups, **OPTIONS), range(STEPS))
+    optimizer = advance(shardopt.Muon8bit(groups, **OPTIONS), range(STEPS))
     for group in groups:
         del group["orthogonalize_memory"]
     groups = [{"params": start()[:3]}, {"params": start()[3:], "nesterov": False}]
-    assert_equal(optimizer, advance(shardopt.Muon(groups, **OPTIONS), range(STEPS)))
+    assert_equal(optimizer, advance(shardopt.Muon8bit(groups, **OPTIONS), range(STEPS)))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_accumulated_gradients_and_a_closure() -> None:
 def test_parameters_without_gradient_stay() -> None:
     """In one step or all; the others are as if alone."""
     optimizer = make()
-    alone = shardopt.Muon(start()[1:], **OPTIONS)
+    alone = shardopt.Muon8bit(start()[1:], **OPTIONS)
     first = params_of(optimizer)[0]
     before = first.detach().clone()
     for step in range(STEPS):
@@ -216,7 +216,7 @@ COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {
 @pytest.mark.parametrize("steps", [0, 2])
 def test_copies_go_on_alike(how: str, steps: int) -> None:
     groups = [{"params": start()}, {"params": start(shapes=((30,),)), "algorithm": "lion"}]
-    optimizer = advance(shardopt.Muon(groups, **OPTIONS), range(steps))
+    optimizer = advance(shardopt.Muon8bit(groups, **OPTIONS), range(steps))
     other = COPIES[how](optimizer)
     assert_equal(optimizer, other)
     assert_equal(advance(optimizer, range(steps, 4)), advance(other, range(steps, 4)))
@@ -290,7 +290,7 @@ def test_a_parameter_that_needs_more_is_by_itself() -> None:
         {"params": [param], "orthogonalize_memory": m}
         for param, m in zip(start(shapes=shapes), (1, "1GiB") * 3, strict=True)
     ]
-    assert _most_bytes(shardopt.Muon(groups, **OPTIONS)) == least
+    assert _most_bytes(shardopt.Muon8bit(groups, **OPTIONS)) == least
 
 
 def test_polar_express_is_for_more_steps_than_it_has() -> None:

@@ -59,9 +59,9 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
 def test_a_parameter_that_is_no_matrix() -> None:
     named = [("up.weight", Parameter(torch.zeros(4, 4))), ("norm.weight", Parameter(torch.zeros(4)))]
     with pytest.raises(ValueError, match=r"norm\.weight.*got a parameter of shape \(4,\) in a param group for Muon"):
-        shardopt.Muon(named)
+        shardopt.Muon8bit(named)
     with pytest.raises(ValueError, match=r"got a parameter of shape \(4,\).*muon_groups"):
-        shardopt.Muon([param for _, param in named])
+        shardopt.Muon8bit([param for _, param in named])
 
 
 def test_a_group_that_is_refused_leaves_no_trace() -> None:

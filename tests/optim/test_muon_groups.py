@@ -127,7 +127,7 @@ def test_split() -> None:
         assert found[f"model.layers.{i}.self_attn.qkv_proj.weight"]["split"] == (8, 8, 8)
         assert found[f"model.layers.{i}.experts"]["split"] == "each"
         assert "split" not in found[f"model.layers.{i}.self_attn.o_proj.weight"]
-    shardopt.Muon(groups)
+    shardopt.Muon8bit(groups)
 
 
 def test_lion() -> None:

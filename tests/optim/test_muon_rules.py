@@ -84,13 +84,13 @@ def test_splits_as_the_reference(format: str) -> None:
         {"params": start(dtype, ((40, 130), (40, 5, 5))), "split": (3, 1, 36), "adjust_lr_fn": "spectral_norm"},
         {"params": start(dtype, ((3, 33, 40), (2, 20, 4, 5))), "split": "each", "adjust_lr_fn": "match_rms_adamw"},
     ]
-    check_reference(shardopt.Muon(groups, **{**OPTIONS, **options}), dtype)
+    check_reference(shardopt.Muon8bit(groups, **{**OPTIONS, **options}), dtype)
 
 
 def test_defaults_are_those_of_torch() -> None:
     muon = pytest.importorskip("torch.optim._muon", reason="this version of PyTorch has no Muon")
     theirs = muon.Muon([Parameter(torch.zeros(2, 2))]).defaults
-    ours = shardopt.Muon([Parameter(torch.zeros(2, 2))]).defaults
+    ours = shardopt.Muon8bit([Parameter(torch.zeros(2, 2))]).defaults
     assert {name: ours[name] for name in theirs} == theirs
 
 
@@ -111,7 +111,7 @@ def test_fused_rows_are_as_parameters_of_their_own(codec: str, adjust: str) -> N
     rows, shape = (30, 5, 61), (96, 130)
     fused = advance(make(shapes=(shape,), split=rows, codec=codec, adjust_lr_fn=adjust), range(0))
     options = {**OPTIONS, "codec": codec, "adjust_lr_fn": adjust}
-    apart = shardopt.Muon([Parameter(x.clone()) for x in values(shape, 0).split(rows)], **options)
+    apart = shardopt.Muon8bit([Parameter(x.clone()) for x in values(shape, 0).split(rows)], **options)
     for step in range(STEPS):
         whole = gradient(shape, step, 0)
         for param, part in zip(params_of(apart), whole.split(rows), strict=True):
@@ -128,7 +128,7 @@ def test_stacks_are_as_parameters_of_their_own(codec: str) -> None:
     shape = (4, 33, 64)
     stack = make(shapes=(shape,), split="each", codec=codec, block_size=32, adjust_lr_fn="spectral_norm")
     options = {**OPTIONS, "codec": codec, "adjust_lr_fn": "spectral_norm", "block_size": 32}
-    apart = shardopt.Muon([Parameter(x.clone()) for x in values(shape, 0)], **options)
+    apart = shardopt.Muon8bit([Parameter(x.clone()) for x in values(shape, 0)], **options)
     for step in range(STEPS):
         whole = gradient(shape, step, 0)
         for param, part in zip(params_of(apart), whole, strict=True):
@@ -294,9 +294,9 @@ def test_other_groups_are_as_their_class(algorithm: str, codec: str) -> None:
     optimizer = shardopt.Muon(groups, codec=codec, min_quantized_numel=64)
     own = {**hyper, "codec": codec, "min_quantized_numel": 64}
     others: torch.optim.Optimizer = (
-        shardopt.AdamW(start(shapes=shapes), eps=1e-6, **own)
+        shardopt.AdamW8bit(start(shapes=shapes), eps=1e-6, **own)
         if algorithm == "adamw"
-        else shardopt.Lion(start(shapes=shapes), **own)
+        else shardopt.Lion8bit(start(shapes=shapes), **own)
     )
     matrices = make(codec=codec)
     for step in range(STEPS):
@@ -314,7 +314,7 @@ def test_other_groups_are_as_their_class(algorithm: str, codec: str) -> None:
 
 def test_use_muon_is_another_name() -> None:
     groups = [{"params": start(), "use_muon": True}, {"params": start(), "use_muon": False}]
-    optimizer = shardopt.Muon(groups, **OPTIONS)
+    optimizer = shardopt.Muon8bit(groups, **OPTIONS)
     assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
     advance(optimizer, range(2))
     assert set(optimizer.state[params_of(optimizer)[-1]]) == {"step", "exp_avg", "exp_avg_sq"}

@@ -57,7 +57,7 @@ def test_memory_formats(options: dict[str, Any], grad_dtype: torch.dtype | None)
 
 def test_what_lies_between_the_elements_stays() -> None:
     wide = torch.full((48, 60), 3.0)
-    optimizer = shardopt.Muon([Parameter(wide[:, 7:53])], **OPTIONS)
+    optimizer = shardopt.Muon8bit([Parameter(wide[:, 7:53])], **OPTIONS)
     advance(optimizer, range(3))
     assert (wide[:, :7] == 3).all()
     assert (wide[:, 53:] == 3).all()
@@ -73,7 +73,7 @@ def test_gradients_are_not_changed() -> None:
 
 def test_storage_at_odd_offsets() -> None:
     expected = advance(make(), range(STEPS))
-    got = shardopt.Muon([Parameter(at_odd_offset(values(shape, i))) for i, shape in enumerate(SHAPES)], **OPTIONS)
+    got = shardopt.Muon8bit([Parameter(at_odd_offset(values(shape, i))) for i, shape in enumerate(SHAPES)], **OPTIONS)
     for step in range(STEPS):
         for index, param in enumerate(params_of(got)):
             param.grad = at_odd_offset(gradient(tuple(param.shape), step, index), 5)
@@ -103,7 +103,7 @@ def test_released_gradients(dtype: torch.dtype, offload: str | None) -> None:
         models = [make_net(dtype) for _ in range(2)]
         options = {"stochastic_rounding": dtype == torch.bfloat16, "min_quantized_numel": 64}
         released, ordinary = (
-            shardopt.Muon(shardopt.muon_groups(model), **options, offload=how)
+            shardopt.Muon8bit(shardopt.muon_groups(model), **options, offload=how)
             for model, how in zip(models, (offload, None), strict=True)
         )
         shardopt.release_gradients(models[0], released)

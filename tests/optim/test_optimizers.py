@@ -60,7 +60,7 @@ def test_copies_have_the_noise_of_stochastic_rounding(how: str) -> None:
     """Where it follows the model, in which the parameters have another order."""
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)).bfloat16()
     groups = shardopt.param_groups(model, {"*.bias": {"lr": 1e-3}})
-    optimizer = shardopt.AdamW(groups, min_quantized_numel=64, stochastic_rounding=True)
+    optimizer = shardopt.AdamW8bit(groups, min_quantized_numel=64, stochastic_rounding=True)
     other = COPIES[how](optimizer)
     for each in (optimizer, other):
         advance(each, range(2))
@@ -133,7 +133,7 @@ def test_one_group_is_as_several() -> None:
     """A parameter does not see what else its group and the call hold."""
     together, apart = make(), make()
     (group,) = apart.param_groups
-    apart = shardopt.AdamW([{"params": [p]} for p in group["params"]], lr=1e-2, weight_decay=0.1)
+    apart = shardopt.AdamW8bit([{"params": [p]} for p in group["params"]], lr=1e-2, weight_decay=0.1)
     for each in (together, apart):
         advance(each, range(3))
     assert_same(everything(apart), everything(together))
@@ -341,7 +341,7 @@ def test_devices_without_kernels(device: str, remedy: str) -> None:
     assert "nvcc" not in str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", [shardopt.AdamW, shardopt.Adam, shardopt.Lion, shardopt.SGD])
+@pytest.mark.parametrize("optimizer", [shardopt.AdamW8bit, shardopt.Adam8bit, shardopt.Lion8bit, shardopt.SGD8bit])
 def test_a_step_of_nothing_keeps_the_parameters_bits(optimizer: type[shardopt.AdamW]) -> None:
     weight = torch.nn.Parameter(torch.randn(64, 128))
     weight.data[0] = -0.0

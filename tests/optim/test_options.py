@@ -106,7 +106,7 @@ def test_unknown_options() -> None:
 def test_wrong_momentum(hyper: dict[str, Any]) -> None:
     """At construction, and put there by hand."""
     with pytest.raises(ValueError, match=r"(nesterov|momentum|dampening): got"):
-        shardopt.SGD([Parameter(torch.zeros(3))], **hyper)
+        shardopt.SGD8bit([Parameter(torch.zeros(3))], **hyper)
     optimizer = make("momentum", dampening=0.0)
     advance(optimizer, range(1))
     before = everything(optimizer)
@@ -119,8 +119,8 @@ def test_wrong_momentum(hyper: dict[str, Any]) -> None:
 def test_hyper_parameters_at_the_ends_of_their_ranges() -> None:
     """Frameworks take steps with lr=0 to have state made; dampening may be below zero, as in torch."""
     largest = torch.finfo(torch.float32).max
-    shardopt.AdamW([Parameter(torch.zeros(3))], lr=0, betas=[0, 1 - 2.0**-53], eps=0.0, weight_decay=largest)
-    shardopt.SGD([Parameter(torch.zeros(3))], lr=largest, momentum=largest, dampening=-largest)
+    shardopt.AdamW8bit([Parameter(torch.zeros(3))], lr=0, betas=[0, 1 - 2.0**-53], eps=0.0, weight_decay=largest)
+    shardopt.SGD8bit([Parameter(torch.zeros(3))], lr=largest, momentum=largest, dampening=-largest)
 
 
 def test_a_learning_rate_on_a_device_is_not_read() -> None:
@@ -269,4 +269,4 @@ def test_sizes_in_bytes() -> None:
 @pytest.mark.parametrize("names", [1.5, "weight", [1]])
 def test_param_names_are_names(names: Any) -> None:
     with pytest.raises(ValueError, match=r"param_names: got .*, expected a list of the parameters' names"):
-        shardopt.AdamW([{"params": [Parameter(torch.ones(2))], "param_names": names}])
+        shardopt.AdamW8bit([{"params": [Parameter(torch.ones(2))], "param_names": names}])

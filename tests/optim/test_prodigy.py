@@ -47,7 +47,7 @@ def steps(optimizer: torch.optim.Optimizer, count: int, first: int = 0) -> list[
 
 
 def prodigy(params: Any, **options: Any) -> shardopt.Prodigy:
-    return shardopt.Prodigy(params, **{"min_quantized_numel": 64, **options})
+    return shardopt.Prodigy8bit(params, **{"min_quantized_numel": 64, **options})
 
 
 def test_the_estimate_grows_and_the_loss_falls() -> None:

@@ -119,7 +119,7 @@ OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups",
 OTHERS += ("muon_groups", "release_gradients")
 OPTIONS: dict[str, Any] = {
     "maximize": False,
-    "codec": "log8",
+    "codec": "fp32",
     "block_size": 128,
     "min_quantized_numel": 4096,
     "nonfinite": "skip",
@@ -191,7 +191,7 @@ def test_groups_have_every_default(name: str) -> None:
     optimizer = getattr(shardopt, name)(one())
     rule = PRESETS.get(name, name)
     expected = {**OPTIMIZERS[rule], **IN_GROUPS.get(rule, {}), **ESTIMATES.get(rule, {}), **OPTIONS}
-    expected["codec"] = "log4" if name.endswith("4bit") else "log8"
+    expected["codec"] = {"4": "log4", "8": "log8"}.get(name.removesuffix("bit")[-1], "fp32")
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
     assert optimizer.defaults == expected
     assert isinstance(optimizer, torch.optim.Optimizer)

@@ -260,7 +260,7 @@ def test_hyper_parameters(options: dict[str, Any]) -> None:
 
 def test_parameters_are_named_as_the_optimizer_knows_them() -> None:
     params = params_of()
-    optimizer = shardopt.AdamW([(f"layer.{index}", param) for index, param in enumerate(params)])
+    optimizer = shardopt.AdamW8bit([(f"layer.{index}", param) for index, param in enumerate(params)])
     state_dict = of_torch()
     put("exp_avg", NAN)(state_dict["state"][MATRIX])
     with pytest.raises(ValueError, match=r"^layer\.0: got exp_avg that stands for NaN"):
@@ -270,11 +270,11 @@ def test_parameters_are_named_as_the_optimizer_knows_them() -> None:
 def test_a_run_that_diverged_says_so() -> None:
     """With nonfinite="propagate" the state is as torch's would be: such a state is saved, and not loaded."""
     (param,) = params = [torch.nn.Parameter(torch.ones(7))]
-    optimizer = shardopt.AdamW(params, nonfinite="propagate")
+    optimizer = shardopt.AdamW8bit(params, nonfinite="propagate")
     param.grad = torch.full((7,), NAN)
     optimizer.step()
     with pytest.raises(ValueError, match=r"the run had diverged when it was saved, .* load an earlier one"):
-        shardopt.AdamW(params).load_state_dict(optimizer.state_dict())
+        shardopt.AdamW8bit(params).load_state_dict(optimizer.state_dict())
 
 
 def test_every_moment_of_every_rule_is_looked_at() -> None:

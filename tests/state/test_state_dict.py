@@ -278,7 +278,7 @@ def test_a_wrong_state_dict_changes_nothing(name: str) -> None:
 
 
 def test_presets_load_each_other() -> None:
-    optimizer = shardopt.AdamW(params_of())
+    optimizer = shardopt.AdamW8bit(params_of())
     advance(optimizer, range(1))
     other = shardopt.AdamW8bit(params_of())
     other.load_state_dict(optimizer.state_dict())

@@ -97,17 +97,17 @@ def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
     param = Parameter(torch.ones(8, 130))
     assign(param, Rows((16, 130), 8))
     with_gradient(param, torch.ones(8, 130))
-    shardopt.AdamW([param]).step()
+    shardopt.AdamW8bit([param]).step()
     before = param.detach().clone()
     with pytest.raises(UnknownShardError, match=r"Rows\.parts to say which ranks hold the others"):
-        shardopt.LAMB([param]).step()
+        shardopt.LAMB8bit([param]).step()
     assert torch.equal(param.detach(), before)
 
 
 def test_sgds_momentum_is_none_for_lars() -> None:
     """SGD adds up gradients, LARS gradients times their learning rates."""
     param = Parameter(torch.ones(8, 130))
-    sgd, lars = torch.optim.SGD([param], momentum=0.9), shardopt.LARS([param])
+    sgd, lars = torch.optim.SGD([param], momentum=0.9), shardopt.LARS8bit([param])
     param.grad = torch.ones(8, 130)
     sgd.step()
     with pytest.raises(ValueError, match="expected step, velocity"):

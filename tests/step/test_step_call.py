@@ -20,7 +20,7 @@ from ranks.snapshot import assert_same
 from shardopt import _C
 from shardopt.kernels.dispatch import use_cpu_target
 from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign
-from shardopt.optim import AdamW, ShardedOptimizer
+from shardopt.optim import AdamW8bit, ShardedOptimizer
 from shardopt.step import stepper
 from step_changes import CHANGES, with_data
 from step_problem import assert_noticed, make, params_of, set_option, step
@@ -168,7 +168,7 @@ def test_shards_that_name_attributes(local: str | None, layout: str | None) -> N
     shard = Kept((40, 130), (40, 130))
     params[0]._layout, params[0]._local = object(), params[0].detach()  # type: ignore[attr-defined]
     assign(params[0], shard)
-    optimizers = [AdamW([param], min_quantized_numel=0) for param in params]
+    optimizers = [AdamW8bit([param], min_quantized_numel=0) for param in params]
     for t in range(4):
         for param in params:
             param.grad = values((40, 130), 1 + t, torch.float32)
@@ -184,7 +184,7 @@ def test_shards_that_name_attributes(local: str | None, layout: str | None) -> N
 def test_another_flat_shard_is_noticed() -> None:
     param = Parameter(torch.ones(64))
     assign(param, FlatShard((4, 64), 0, 64))
-    optimizer = AdamW([param], min_quantized_numel=0, block_size=32)
+    optimizer = AdamW8bit([param], min_quantized_numel=0, block_size=32)
     optimizer.zero_grad()
     for _ in range(2):
         param.grad = torch.ones(64)
@@ -200,7 +200,7 @@ def test_padding_with_a_strided_gradient_counts_steps() -> None:
     """A flat buffer that has nothing of any parameter on this rank, only padding."""
     param = Parameter(torch.ones(8))
     assign(param, FlatBuffer(8, [Segment("weight", 0, FlatShard((4, 64), 256, 256), 0)]))
-    optimizer = AdamW([param])
+    optimizer = AdamW8bit([param])
     for _ in range(2):
         param.grad = torch.ones(16)[::2]
         optimizer.step()

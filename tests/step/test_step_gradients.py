@@ -219,7 +219,7 @@ def test_a_loss_scale_of_zero_skips_all() -> None:
     """Gradients become Inf or NaN, as in torch's fused kernels."""
     param = Parameter(torch.ones(128))
     param.grad = torch.arange(128.0)
-    optimizer = shardopt.AdamW([param])
+    optimizer = shardopt.AdamW8bit([param])
     optimizer.grad_scale = torch.zeros(())
     optimizer.step()
     assert torch.equal(param.detach(), torch.ones(128))

@@ -15,7 +15,7 @@ from step_problem import make, params_of, step
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "torch": torch.optim.AdamW,
     "shardopt": shardopt.AdamW,
-    "24-bit masters": lambda params: shardopt.AdamW(params, master_weight_bits=24),
+    "24-bit masters": lambda params: shardopt.AdamW8bit(params, master_weight_bits=24),
 }
 
 

@@ -37,7 +37,7 @@ def make(kind: str = "AdamW", dtype: torch.dtype = torch.float32, **options: Any
         {"params": [model.uneven, model.bias], "lr": 0.1},
         {"params": [model.long, model.scalar], "weight_decay": 0.25},
     ]
-    return model, getattr(shardopt, kind)(groups, **options)
+    return model, getattr(shardopt, kind)(groups, **{"codec": "log8", **options})
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:

@@ -95,7 +95,7 @@ def clipped(gradients: Sequence[Tensor]) -> list[Tensor]:
     found = []
     for late in (False, True):
         params = [torch.nn.Parameter(torch.ones_like(gradient)) for gradient in gradients]
-        optimizer = shardopt.SGD(params, lr=0.5, momentum=0.9)
+        optimizer = shardopt.SGD8bit(params, lr=0.5, momentum=0.9)
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = at_odd_offset(gradient) if gradient.storage_offset() else gradient.clone()
         found += [clip_grad_norm_(params, 0.5, kind, optimizer=optimizer if late else None) for kind in (math.inf, 2.0)]

@@ -16,7 +16,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.report import MemoryReport, MemoryUse
 
 KINDS = [field.name for field in fields(MemoryUse)]
-RULE_OF = {"adamw": "adamw", "lion": "lion", "sgd": "momentum"}
+RULE_OF = {"adamw8bit": "adamw", "lion8bit": "lion", "sgd8bit": "momentum"}
 
 
 def both(report: MemoryReport) -> dict[str, int]:

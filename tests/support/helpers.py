@@ -60,48 +60,52 @@ class RepaidCase(RuleCase):
 
 
 RULES: dict[str, RuleCase] = {
-    "adamw": RuleCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
-    "repaid_adamw": RepaidCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
-    "momentum": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
-    "nesterov": RuleCase(shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
-    "sgd": RuleCase(shardopt.SGD, {"lr": 1e-2, "weight_decay": 0.01}),
-    "amsgrad": RuleCase(shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
-    "nadam": RuleCase(shardopt.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1}),
-    "radam": RuleCase(shardopt.RAdam, {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    "adamax": RuleCase(shardopt.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
-    "ademamix": RuleCase(shardopt.AdEMAMix, {"lr": 1e-2, "weight_decay": 0.1, "alpha_steps": 3, "beta3_steps": 4}),
-    "adopt": RuleCase(shardopt.ADOPT, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    "adan": RuleCase(shardopt.Adan, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adamw": RuleCase(shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam": RuleCase(shardopt.Adam8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    "repaid_adamw": RepaidCase(shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    "lion": RuleCase(shardopt.Lion8bit, {"lr": 1e-3, "weight_decay": 0.1}),
+    "momentum": RuleCase(shardopt.SGD8bit, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    "nesterov": RuleCase(shardopt.SGD8bit, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "sgd": RuleCase(shardopt.SGD8bit, {"lr": 1e-2, "weight_decay": 0.01}),
+    "amsgrad": RuleCase(shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "nadam": RuleCase(shardopt.NAdam8bit, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1}),
+    "radam": RuleCase(shardopt.RAdam8bit, {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    "adamax": RuleCase(shardopt.Adamax8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    "ademamix": RuleCase(shardopt.AdEMAMix8bit, {"lr": 1e-2, "weight_decay": 0.1, "alpha_steps": 3, "beta3_steps": 4}),
+    "adopt": RuleCase(shardopt.ADOPT8bit, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "adan": RuleCase(shardopt.Adan8bit, {"lr": 1e-2, "weight_decay": 0.1}),
     "adagrad": RuleCase(
-        shardopt.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.25}
+        shardopt.Adagrad8bit, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.25}
     ),
-    "rmsprop": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "weight_decay": 0.1}),
-    "rmsprop_momentum": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "momentum": 0.9}),
-    "centered_rmsprop": RuleCase(shardopt.RMSprop, {"lr": 1e-2, "alpha": 0.5, "centered": True, "weight_decay": 0.1}),
+    "rmsprop": RuleCase(shardopt.RMSprop8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    "rmsprop_momentum": RuleCase(shardopt.RMSprop8bit, {"lr": 1e-2, "momentum": 0.9}),
+    "centered_rmsprop": RuleCase(
+        shardopt.RMSprop8bit, {"lr": 1e-2, "alpha": 0.5, "centered": True, "weight_decay": 0.1}
+    ),
     "centered_rmsprop_momentum": RuleCase(
-        shardopt.RMSprop, {"lr": 1e-2, "alpha": 0.5, "centered": True, "momentum": 0.9}
+        shardopt.RMSprop8bit, {"lr": 1e-2, "alpha": 0.5, "centered": True, "momentum": 0.9}
     ),
-    "lamb": RuleCase(shardopt.LAMB, {"lr": 1e-2, "weight_decay": 0.1}),
-    "lars": RuleCase(shardopt.LARS, {"lr": 10.0, "weight_decay": 0.1}),
-    "stable_adamw": RuleCase(shardopt.StableAdamW, {"lr": 1e-2, "betas": (0.9, 0.5), "weight_decay": 0.1}),
+    "lamb": RuleCase(shardopt.LAMB8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    "lars": RuleCase(shardopt.LARS8bit, {"lr": 10.0, "weight_decay": 0.1}),
+    "stable_adamw": RuleCase(shardopt.StableAdamW8bit, {"lr": 1e-2, "betas": (0.9, 0.5), "weight_decay": 0.1}),
     "cautious_adamw": RuleCase(
-        shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True, "cautious_weight_decay": True}
+        shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True, "cautious_weight_decay": True}
     ),
-    "cautious_adam": RuleCase(shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
-    "cautious_decay_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}),
-    "cautious_lion": RuleCase(shardopt.Lion, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
+    "cautious_adam": RuleCase(shardopt.Adam8bit, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
+    "cautious_decay_lion": RuleCase(
+        shardopt.Lion8bit, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}
+    ),
+    "cautious_lion": RuleCase(shardopt.Lion8bit, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
     # With an L2 penalty, which all gradients have in common, so that the estimate grows.
     "prodigy": RuleCase(
-        shardopt.Prodigy,
+        shardopt.Prodigy8bit,
         {"lr": 0.5, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 30.0, "decouple": False, "use_bias_correction": True},
     ),
     "decoupled_prodigy": RuleCase(
-        shardopt.Prodigy,
+        shardopt.Prodigy8bit,
         {"d0": 1e-3, "d_coef": 1e3, "weight_decay": 0.1, "growth_rate": 1.1, "safeguard_warmup": True},
     ),
-    "signum": RuleCase(shardopt.Signum, {"lr": 1e-3, "weight_decay": 0.1}),
+    "signum": RuleCase(shardopt.Signum8bit, {"lr": 1e-3, "weight_decay": 0.1}),
 }
 
 
@@ -123,8 +127,8 @@ class MuonCase(RuleCase):
 #: Rules that treat parameters as matrices, beside those of single elements.
 CASES: dict[str, RuleCase] = {
     **RULES,
-    "muon": MuonCase(shardopt.Muon, {"lr": 1e-2}),
-    "muon_in_waves": MuonCase(shardopt.Muon, {"lr": 1e-2, "orthogonalize_memory": 100_000}),
+    "muon": MuonCase(shardopt.Muon8bit, {"lr": 1e-2}),
+    "muon_in_waves": MuonCase(shardopt.Muon8bit, {"lr": 1e-2, "orthogonalize_memory": 100_000}),
 }
 
 #: The rules that most tests go over; what differs between the others is the rule alone, which the kernels' tests cover.

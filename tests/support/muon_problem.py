@@ -45,7 +45,7 @@ def advance(optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype |
 
 
 def make(dtype: torch.dtype = torch.float32, shapes: tuple[Shape, ...] = SHAPES, **options: Any) -> ShardedOptimizer:
-    return shardopt.Muon(start(dtype, shapes), **{**OPTIONS, **options})
+    return shardopt.Muon8bit(start(dtype, shapes), **{**OPTIONS, **options})
 
 
 def assert_equal(*optimizers: torch.optim.Optimizer) -> None:

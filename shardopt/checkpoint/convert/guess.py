@@ -28,7 +28,8 @@ def class_of_entries(checkpoint: Checkpoint, entries: Entries) -> str:
     """
     keys: set[str] = set().union(*(group["options"].keys() for group in checkpoint.groups)) - DEFAULTS.keys()
     found: dict[str, Any] = {}
-    for name in sorted(set(optim.OPTIMIZERS.values()), key=lambda kind: (kind.__name__ not in _FIRST, kind.__name__)):
+    rules = [kind for kind in optim.OPTIMIZERS.values() if kind.default_codec == "fp32"]
+    for name in sorted(rules, key=lambda kind: (kind.__name__ not in _FIRST, kind.__name__)):
         if keys - {"initial_lr"} != _own_options(name):
             continue
         trial = Checkpoint(checkpoint.path, name.__name__, checkpoint.groups, tensors=checkpoint.tensors)

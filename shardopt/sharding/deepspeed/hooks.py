@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-import shardopt.optim
 from shardopt.layout.numbers import number_parameters, use_numbers
-from shardopt.optim import Muon, ShardedOptimizer
+from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
 from shardopt.sharding.deepspeed.fragments import show_state
 from shardopt.sharding.deepspeed.masters import share_copies
 from shardopt.sharding.deepspeed.muon import divided, leave_gradients
@@ -40,10 +39,8 @@ from shardopt.wrapper.optimizer import QuantizedState
 #: The versions of DeepSpeed whose insides are known: [first, end).
 VERSIONS = ((0, 19, 8), (0, 20))
 
-#: Config types, which may be written in any letter case.
-TYPES: dict[str, type[ShardedOptimizer]] = {
-    name.lower(): getattr(shardopt.optim, name) for name in shardopt.optim.__all__ if name.endswith(("4bit", "8bit"))
-}
+#: Config types, which may be written in any letter case. DeepSpeed and PyTorch have the names without a number.
+TYPES = {name: kind for name, kind in OPTIMIZERS.items() if name.endswith(("4bit", "8bit"))}
 
 
 def install(engine_module: ModuleType) -> None:
@@ -144,9 +141,7 @@ def install(engine_module: ModuleType) -> None:
     engine_class._load_zero_checkpoint = _load_zero_checkpoint
     engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
-    ours: list[Any] = [c for c in vars(shardopt.optim).values() if isinstance(c, type)]
-    known = [c for c in ours if issubclass(c, ShardedOptimizer)]
-    known.append(QuantizedState)
+    known = [ShardedOptimizer, *OPTIMIZERS.values(), QuantizedState]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
 

@@ -22,7 +22,7 @@ MATRICES: Counter[Shape] = Counter([(192, 66), (66, 192), (70, 198), (1, 70)])
 
 def of_groups(model: nn.Module, **options: Any) -> ShardedOptimizer:
     """Muon with the groups of :func:`shardopt.muon_groups`."""
-    return shardopt.Muon(shardopt.muon_groups(model), **{**SMALL, **options})
+    return shardopt.Muon8bit(shardopt.muon_groups(model), **{**SMALL, **options})
 
 
 @contextmanager
