@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import shardopt
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import model_key, state_key
-from shardopt.checkpoint.data_file import DataFiles, DataFileWriter
+from shardopt.checkpoint.data_file import DataFiles, placed
 from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, dump_index, load_index
 from shardopt.checkpoint.pieces import parameter_chunks, state_chunks
 from shardopt.checkpoint.plan import _DIGEST_BYTES, Plan, plan_save
@@ -213,10 +213,9 @@ class Simulation:
     def _table(self, rank: int, plan: Plan | None = None) -> tuple[int, bytes]:
         if rank not in self._tables:
             plan = planned(*self._made, rank)[0] if plan is None else plan
-            writer = DataFileWriter(f"{'0' * 16}-{rank}.bin")
-            for number, offsets, data in plan.own:
-                writer.add(number, offsets, data)
-            self._tables[rank] = writer._end, encoded(writer._tensors, [chunk for _, _, chunk in writer._pieces])
+            chunks = list(placed(f"{'0' * 16}-{rank}.bin", plan.own))
+            end = chunks[-1][1].position + chunks[-1][1].bytes if chunks else 0
+            self._tables[rank] = end, encoded([x for x, _, _ in chunks], [chunk for _, chunk, _ in chunks])
         return self._tables[rank]
 
     def make_tables(self, index: Index, numbers: list[int]) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardopt.checkpoint import table
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder, SourceFile, TargetFile
+from shardopt.checkpoint.folder import Folder, SourceFile
 from shardopt.checkpoint.index import Index, StoredFile, unknown_content
 from shardopt.checkpoint.interrupts import interruption_point
 from shardopt.checkpoint.pipeline import AHEAD, computed_ahead
@@ -29,70 +29,64 @@ _MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
 _MOST_OPEN = 256  # files
 
-_Piece = tuple[Tensor, tuple[slice, ...], StoredChunk]
+#: A rectangle of a tensor on its way into a file: the tensor's number in the order of names, offsets, and data.
+Part = tuple[int, Sequence[int], Tensor]
 
 
-class DataFileWriter:
-    """A new data file.
+def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredFile:
+    """Writes a new data file with its table. Removes the file if that fails.
 
     Args:
+        folder: its folder.
         name: its name.
+        parts: the rectangles to write, on any device; iterated in the caller's thread, a few pieces ahead.
+
+    Raises:
+        OSError: the file exists already, or the system cannot write it.
     """
+    target = folder.create(name)
+    numbers: list[int] = []
+    stored: list[StoredChunk] = []
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._end = 0
-        self._pieces: list[_Piece] = []
-        self._tensors: list[int] = []
-
-    def add(self, number: int, offsets: Sequence[int], data: Tensor) -> None:
-        """Adds a chunk.
-
-        Args:
-            number: the number of the chunk's tensor in the order of names.
-            offsets: the chunk's offsets in that tensor.
-            data: the chunk, on any device.
-        """
-        for corner, extents in _pieces(tuple(data.shape), data.itemsize):
-            position = -(-self._end // _ALIGNMENT) * _ALIGNMENT
-            size = math.prod(extents) * data.itemsize
-            self._end = position + size
-            inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
-            stored = StoredChunk(inside, extents, self.name, position, size, crc32=0)
-            self._pieces.append((data, rectangle(corner, extents), stored))
-            self._tensors.append(number)
-
-    def write(self, folder: Folder) -> StoredFile:
-        """Writes all chunks and their table into a folder. Removes the file if that fails.
-
-        Raises:
-            CheckpointError: the file exists already, or the system cannot write it.
-        """
-        path, target = folder.shown(self.name), None
-        try:
-            target = folder.create(self.name)
-            # One thread writes: several would wait for each other at the file.
-            with computed_ahead(self._jobs()) as checked:
-                stored = [_written(target, chunk, data) for chunk, data in checked]
-            of_chunks = table.encoded(self._tensors, stored)
-            begin = -(-self._end // _ALIGNMENT) * _ALIGNMENT
-            target.write(memoryview(of_chunks), begin)
-            target.finish()
-        except BaseException as error:
-            if target is not None:
-                target.abort()
-            if isinstance(error, OSError):
-                raise CheckpointError(
-                    f"{path}: cannot write {self._end} bytes: {error.strerror or error}; make room or choose another "
-                    "path. The previous checkpoint in this folder, if there was one, is as it was"
-                ) from error
-            raise
-        return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
-
-    def _jobs(self) -> Iterator[Callable[[], tuple[StoredChunk, memoryview]]]:
-        for data, part, chunk in self._pieces:
+    def jobs() -> Iterator[Callable[[], tuple[StoredChunk, memoryview]]]:
+        for number, chunk, data in placed(name, parts):
             interruption_point()
-            yield partial(_with_checksum, chunk, memoryview_of(data[part]))
+            numbers.append(number)
+            yield partial(_with_checksum, chunk, memoryview_of(data))
+
+    try:
+        # One thread writes: several would wait for each other at the file.
+        with computed_ahead(jobs()) as checked:
+            for chunk, data in checked:
+                target.write(data, chunk.position)
+                stored.append(chunk)
+        of_chunks = table.encoded(numbers, stored)
+        begin = _aligned(stored[-1].position + stored[-1].bytes) if stored else 0
+        target.write(memoryview(of_chunks), begin)
+        target.finish()
+    except BaseException:
+        target.abort()
+        raise
+    return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
+
+
+def placed(name: str, parts: Iterable[Part]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
+    """The chunks of a data file with the numbers of their tensors and their data: pieces of at most 8 MiB.
+
+    Args:
+        name: the file's name.
+        parts: the rectangles to write.
+
+    Yields:
+        Chunks in the order of their positions, without checksums yet.
+    """
+    end = 0
+    for number, offsets, data in parts:
+        for corner, extents in _pieces(tuple(data.shape), data.itemsize):
+            inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
+            chunk = StoredChunk(inside, extents, name, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
+            end = chunk.position + chunk.bytes
+            yield number, chunk, data[rectangle(corner, extents)]
 
 
 class DataFiles:
@@ -259,9 +253,8 @@ def _with_checksum(chunk: StoredChunk, data: memoryview) -> tuple[StoredChunk, m
     return chunk._replace(crc32=zlib.crc32(data)), data
 
 
-def _written(target: TargetFile, chunk: StoredChunk, data: memoryview) -> StoredChunk:
-    target.write(data, chunk.position)
-    return chunk
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
 def _read(file: SourceFile, path: str, data: memoryview, position: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +25,6 @@ _CPU = torch.device("cpu")
 
 #: Prefix of the optimizer's name in checkpoints of quantize_state.
 OF_QUANTIZE_STATE = "quantize_state of "
-
-
-class Forms(NamedTuple):
-    """The forms of a parameter's state.
-
-    Attributes:
-        saved: in the checkpoint; None if the checkpoint has no state of the parameter.
-        own: in the optimizer.
-    """
-
-    saved: SliceState | None
-    own: SliceState
 
 
 class Owner:
@@ -127,8 +115,8 @@ class Owner:
         saved_options: Mapping[str, Any],
         stored: Mapping[str, StoredTensor],
         dtype: torch.dtype,
-    ) -> Forms:
-        """The forms of a parameter's state.
+    ) -> tuple[SliceState | None, SliceState]:
+        """The forms of a parameter's state: in the checkpoint, None if it has none; and in the optimizer.
 
         Args:
             path: the checkpoint, for errors.
@@ -144,7 +132,7 @@ class Owner:
         moments = self.optimizer.rule(options).moments
         own = SliceState.of(piece.shard, piece.local.dtype, options, moments)
         if not stored:
-            return Forms(None, own)
+            return None, own
         as_saved = {key: saved_options.get(key, options[key]) for key in STATE_FORMAT}
         # State has the same entries with repay and without. With it, some dtypes of saved weights would be refused.
         saved = SliceState.of(piece.shard, dtype, {**options, **as_saved, "repay": False}, moments)
@@ -154,7 +142,7 @@ class Owner:
                 f"{', '.join(sorted(saved.entries))} of {self.name}; load it into {named(self._saved_by)}, "
                 "or the model alone: load(path, model)"
             )
-        return Forms(saved, own)
+        return saved, own
 
     def has_state_here(self, piece: Piece) -> bool:
         """Whether this rank has state of a parameter, if other ranks have."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.copies import check_digests, digests
-from shardopt.checkpoint.data_file import DataFileWriter, check_lengths
+from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.header import dumped, loaded
@@ -121,25 +121,29 @@ class Saving:
         found = digests(plan.copies, tensors, rank)
         if not plan.own:
             return None, found
-        file = DataFileWriter(data_file_name(self._token, rank))
-        for number, offsets, data in plan.own:
-            file.add(number, offsets, data)
-        self._written = file.name
-        return file.write(self._folder), found
+        self._written = data_file_name(self._token, rank)
+        with self._refusing(self._written, sum(data.nbytes for _, _, data in plan.own)):
+            return write_data_file(self._folder, self._written, plan.own), found
 
     def _commit(self, plan: Plan, files: list[StoredFile | None]) -> None:
         header = self._header if plan.groups is None else {**self._header, "param_groups": plan.groups}
         index = Index(header, self._token, files, plan.tensors)
         check_lengths(self._folder, index, [number for number, stored in enumerate(files) if stored is not None])
         text = dump_index(index)
-        try:
+        with self._refusing(INDEX_NAME, len(text)):
             self._folder.put(INDEX_NAME, f"{INDEX_NAME}.{self._token}", text)
+        remove_strays(self._folder, index.file_names)
+
+    @contextmanager
+    def _refusing(self, name: str, nbytes: int) -> Iterator[None]:
+        """Raises a CheckpointError if the system cannot write a file."""
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(
-                f"{self._folder.shown(INDEX_NAME)}: cannot write {len(text)} bytes: {error.strerror or error}; make "
-                "room or choose another path. The previous checkpoint in this folder, if there was one, is as it was"
+                f"{self._folder.shown(name)}: cannot write {nbytes} bytes: {error.strerror or error}; make room or "
+                "choose another path. The previous checkpoint in this folder, if there was one, is as it was"
             ) from error
-        remove_strays(self._folder, index.file_names)
 
     def _discard(self) -> None:
         """Removes this rank's data file after a save that failed, and releases the lock.

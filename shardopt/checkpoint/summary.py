@@ -30,7 +30,6 @@ from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import StoredChunk
-from shardopt.checkpoint.update_error import UpdateError, update_errors
 from shardopt.checkpoint.wording import named
 from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
 
@@ -88,8 +87,6 @@ class Parameter:
         state: the stored entries of the optimizer's state, by name.
         options: of its param group; empty for one without.
         values: of all these, by their names in the checkpoint; empty where they were not read.
-        update_error: what rounding may change in updates; None without quantized state, for updates of zero, and where
-            it was not asked for.
     """
 
     name: str
@@ -97,7 +94,6 @@ class Parameter:
     state: dict[str, StoredTensor]
     options: dict[str, Any]
     values: dict[str, Values]
-    update_error: UpdateError | None = None
 
     @property
     def numel(self) -> int:
@@ -142,7 +138,6 @@ class Summary:
         files: the lengths of the data files, bytes.
         parameters: parameters and buffers, in the order of their names.
         others: further tensors, by name: those of ``extra``, and state that belongs to no parameter.
-        undecoded: a line for each parameter whose errors of updates were asked for and could not be found.
     """
 
     path: str
@@ -150,10 +145,9 @@ class Summary:
     files: dict[str, int]
     parameters: list[Parameter]
     others: dict[str, StoredTensor]
-    undecoded: list[str] = field(default_factory=list)
 
     def problems(self) -> Iterator[str]:
-        """Lines: of tensors with NaN or infinities, of state that cannot be decoded, and of step counts that differ."""
+        """Lines: of tensors with NaN or infinities, and of step counts that differ."""
         steps = set()
         for parameter in self.parameters:
             for key, values in parameter.values.items():
@@ -161,7 +155,6 @@ class Summary:
                     yield f"{key}: {values.nan:,} NaN, {values.infinite:,} infinite"
                 if key.endswith(".step"):
                     steps.add(values.low)
-        yield from self.undecoded
         if len(steps) > 1:
             yield f"step counts differ: {', '.join(f'{step:g}' for step in sorted(steps))}"
 
@@ -170,7 +163,6 @@ def summarize(
     path: str | os.PathLike[str],
     *,
     values: bool = True,
-    errors: bool = False,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Summary:
     """Reads what a portable checkpoint holds.
@@ -178,8 +170,6 @@ def summarize(
     Args:
         path: the folder.
         values: whether to read the data; without, only the index.
-        errors: whether to read codes and scales a second time, and find what rounding may change in updates; needs
-            ``values``.
         progress: called with the bytes of each chunk that was read.
 
     Raises:
@@ -210,10 +200,6 @@ def summarize(
         for parameter in summary.parameters:
             keys = [f"model.{parameter.name}", *(f"optimizer.{parameter.name}.{key}" for key in parameter.state)]
             parameter.values.update({key: found[key] for key in keys if key in found})
-    if values and errors:
-        of_parameter, summary.undecoded = update_errors(folder, index, groups, progress)
-        for parameter in summary.parameters:
-            parameter.update_error = of_parameter.get(parameter.name)
     return summary
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import shardopt
 from attack.contents import Known
 from attack.forked import Child, Outcome, Tell, call, fault, ok, shown
-from shardopt.checkpoint.data_file import DataFileWriter
+from shardopt.checkpoint import saving as saving_module
 
 _known: list[Known] = []
 
@@ -37,13 +37,13 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
 
 def _parent(rng: Random, base: Path, forks_at: int, is_between: bool) -> Outcome:
     child = None
-    write = DataFileWriter.write
+    write = saving_module.write_data_file
 
     def write_later(*args: Any) -> Any:
         time.sleep(rng.uniform(0, 0.02))  # so that the other process copies meanwhile
         return write(*args)
 
-    DataFileWriter.write = write_later  # type: ignore[method-assign]
+    saving_module.write_data_file = write_later
     wrong: list[str] = []
     for turn in range(SAVES):
         if turn == forks_at and is_between:

@@ -19,8 +19,7 @@ import torch
 
 import shardopt
 from shardopt.checkpoint import CheckpointError, portable
-from shardopt.checkpoint.data_file import DataFileWriter
-from shardopt.checkpoint.folder import Folder
+from shardopt.checkpoint import saving as saving_module
 from test_portable_checkpoint_single import everything, same, step_with, trained
 
 
@@ -46,12 +45,12 @@ def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
     expected, saves = [], []
     may_write = threading.Event()
 
-    def write_later(writer: DataFileWriter, folder: Folder, write: Any = DataFileWriter.write) -> Any:
+    def write_later(*args: Any, write: Any = saving_module.write_data_file) -> Any:
         may_write.wait()
-        return write(writer, folder)
+        return write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataFileWriter, "write", write_later)
+        patch.setattr(saving_module, "write_data_file", write_later)
         for number in range(2):
             expected.append(everything(model, optimizer))
             saves.append(shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer))
@@ -106,11 +105,11 @@ def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.Monk
     expected = everything(model, optimizer)
     may_write = threading.Event()
 
-    def write_later(writer: DataFileWriter, folder: Folder, write: Any = DataFileWriter.write) -> Any:
+    def write_later(*args: Any, write: Any = saving_module.write_data_file) -> Any:
         may_write.wait()
-        return write(writer, folder)
+        return write(*args)
 
-    monkeypatch.setattr(DataFileWriter, "write", write_later)
+    monkeypatch.setattr(saving_module, "write_data_file", write_later)
     first = shardopt.checkpoint.async_save(tmp_path / "first", model, optimizer)
     cancelled, done = first.cancel(), first.done()
     step_with(model, optimizer, 50)

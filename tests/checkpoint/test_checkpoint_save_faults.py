@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +28,6 @@ from checkpoint_folder import (
 )
 from shardopt.checkpoint import CheckpointError, data_file, folder_lock, retries
 from shardopt.checkpoint.chunks import Chunk, Chunks
-from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.location import folder_at
@@ -338,11 +338,14 @@ def test_saving_what_cannot_be(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_data_file_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_data_file_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
+    token = the_data_file(tmp_path).name.partition("-")[0]
+    monkeypatch.setattr(secrets, "token_hex", lambda _: token)
     with pytest.raises(CheckpointError, match="File exists"):
-        DataFileWriter(the_data_file(tmp_path).name).write(folder_at(tmp_path))
+        save(tmp_path, {"other": torch.zeros(3)})
     assert_only(tmp_path)
+    assert_holds(tmp_path)
 
 
 def test_big_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ import torch
 from checkpoint_folder import Cuts, assert_only, bits, cut, flip, index_of, load, save, saved, the_data_file, values_of
 from shardopt.checkpoint import data_file, read_header
 from shardopt.checkpoint.chunks import Chunk, Chunks
-from shardopt.checkpoint.data_file import DataFileWriter
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.pipeline import computed_ahead
@@ -246,13 +245,13 @@ def test_computed_ahead() -> None:
 
 def test_files_of_several_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions beyond 32 bits: the file begins with a hole."""
-    begin = DataFileWriter.__init__
+    placed = data_file.placed
 
-    def late(self: DataFileWriter, name: str) -> None:
-        begin(self, name)
-        self._end = 5 << 30
+    def late(*args: Any) -> Iterator[Any]:
+        for number, chunk, data in placed(*args):
+            yield number, chunk._replace(position=chunk.position + (5 << 30)), data
 
-    monkeypatch.setattr(DataFileWriter, "__init__", late)
+    monkeypatch.setattr(data_file, "placed", late)
     saved(tmp_path)
     assert all(chunk.position >= 5 << 30 for chunks in read_index(tmp_path).values() for chunk in chunks)
     assert_only(tmp_path)

@@ -13,7 +13,6 @@ import shardopt
 from attack.index_file import read_index, write_index
 from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, save
-from shardopt.checkpoint.inspect_command import _order
 from shardopt.checkpoint.summary import summarize
 
 
@@ -94,48 +93,6 @@ def test_damage_is_an_error(saved: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "checksum" in capsys.readouterr().err
     assert main(["inspect", str(saved / "nothing")]) == 1
     assert "there is no such folder" in capsys.readouterr().err
-
-
-def test_plot(saved: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
-    assert main(["inspect", str(saved), "--plot", str(tmp_path / "codes.png")]) == 0
-    assert (tmp_path / "codes.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        main(["inspect", str(saved), "--plot", "x.png", "--index-only"])
-
-
-def test_plots_without_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
-    save(tmp_path / "saved", Small())
-    assert main(["inspect", str(tmp_path / "saved"), "--plot", str(tmp_path / "codes.png")]) == 1
-    assert "got no state in codes to plot" in capsys.readouterr().err
-    assert not (tmp_path / "codes.png").exists()
-
-
-class Own(shardopt.AdamW8bit):
-    """An optimizer whose update shardopt does not know."""
-
-
-def test_codes_of_an_unknown_optimizer_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
-    model = Small()
-    optimizer = Own(model.parameters())
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    save(tmp_path / "saved", model, optimizer)
-    assert main(["inspect", str(tmp_path / "saved"), "--plot", str(tmp_path / "codes.png")]) == 0
-    assert "got the state of Own" in capsys.readouterr().err
-    assert (tmp_path / "codes.png").exists()
-    assert main(["inspect", str(tmp_path / "saved"), "--errors"]) == 1
-
-
-def test_codes_are_drawn_by_value() -> None:
-    by_sign = [*range(128, 256), *range(128)]
-    assert _order("exp_avg_codes", "log8").tolist() == by_sign
-    assert _order("exp_avg_codes", "companded8 by entry").tolist() == by_sign
-    for entry, codec in (("exp_avg_sq_codes", "log8"), ("exp_avg_codes", "dynamic8"), ("moment_codes", "log4")):
-        assert _order(entry, codec).tolist() == list(range(256))
 
 
 def test_a_models_own_scales_are_shown_in_full(tmp_path: Path) -> None:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardopt.checkpoint import table
 from shardopt.checkpoint.convert.recoding import add_states, of_names
-from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, ranges, rebuilt
-from shardopt.checkpoint.data_file import DataFiles
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, rebuilt
+from shardopt.checkpoint.data_file import DataFiles, Part, write_data_file
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.index import (
     INDEX_NAME,
     Index,
-    StoredFile,
     StoredTensor,
     data_file_name,
     dump_index,
@@ -36,9 +33,7 @@ from shardopt.checkpoint.table import StoredChunk
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import GridPartition, rectangles_of_range
 
-_CHUNK_BYTES = 1 << 23
 _RECENT = 4  # chunks in memory: a parameter's state has as many entries
-_ALIGNMENT = 64  # bytes
 
 
 def read_portable(folder: Folder, closing: ExitStack) -> Checkpoint:
@@ -106,7 +101,7 @@ def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress:
     token = secrets.token_hex(8)
     folder.make()
     try:
-        stored = _write_data(checkpoint, folder, data_file_name(token, 0), numel, progress)
+        stored = write_data_file(folder, data_file_name(token, 0), _parts(checkpoint, numel, progress))
         folder.put(INDEX_NAME, f"{INDEX_NAME}.{token}", dump_index(Index(header, token, [stored], tensors)))
     except BaseException:
         with suppress(OSError):
@@ -115,37 +110,17 @@ def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress:
         raise
 
 
-def _write_data(
-    checkpoint: Checkpoint, folder: Folder, name: str, numel: int, progress: Callable[[int], object]
-) -> StoredFile:
-    """Writes the data file with its table."""
+def _parts(checkpoint: Checkpoint, numel: int, progress: Callable[[int], object]) -> Iterator[Part]:
+    """The rectangles of all tensors, read when they are needed."""
     described = checkpoint.described
     numbers = {key: number for number, key in enumerate(sorted(described))}
-    chunks: list[StoredChunk] = []
-    of_chunk: list[int] = []
-    target, end = folder.create(name), 0
-    try:
-        for key, first, data in checkpoint.pieces(numel):
-            shape, itemsize = described[key].shape, data.itemsize
-            for begin, stop in ranges(shape, _CHUNK_BYTES // itemsize, first, first + data.numel()):
-                at = begin - first
-                for offsets, extents in rectangles_of_range(shape, begin, stop):
-                    size = torch.Size(extents).numel()
-                    content = data[at : at + size].contiguous().view(torch.uint8).numpy().data
-                    position = -(-end // _ALIGNMENT) * _ALIGNMENT
-                    target.write(content, position)
-                    chunks.append(StoredChunk(offsets, extents, name, position, len(content), zlib.crc32(content)))
-                    of_chunk.append(numbers[key])
-                    at, end = at + size, position + len(content)
-            progress(data.nbytes)
-        of_chunks = table.encoded(of_chunk, chunks)
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        target.write(memoryview(of_chunks), begin)
-        target.finish()
-    except BaseException:
-        target.abort()
-        raise
-    return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
+    for key, first, data in checkpoint.pieces(numel):
+        at = 0
+        for offsets, extents in rectangles_of_range(described[key].shape, first, first + data.numel()):
+            end = at + math.prod(extents)
+            yield numbers[key], offsets, data[at:end].reshape(extents)
+            at = end
+        progress(data.nbytes)
 
 
 def _lazy(

@@ -15,7 +15,7 @@ from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import OF_THE_RUN, SavedGroup
 from shardopt.checkpoint.index import StoredTensor
-from shardopt.checkpoint.owner import OF_QUANTIZE_STATE, Forms, Owner
+from shardopt.checkpoint.owner import OF_QUANTIZE_STATE, Owner
 from shardopt.checkpoint.pieces import Piece
 from shardopt.checkpoint.quantized.group_options import from_json, to_json
 from shardopt.checkpoint.quantized.packing import is_text, packed, unpacked
@@ -171,7 +171,7 @@ class QuantizedOwner(Owner):
         saved_options: Mapping[str, Any],
         stored: Mapping[str, StoredTensor],
         dtype: torch.dtype,
-    ) -> Forms:
+    ) -> tuple[SliceState | None, SliceState]:
         what, shard, entries = f"{path}: {named(piece.name)}", piece.shard, self._entries
         quantized = _coded(stored)
         kept: dict[str, Kept] = {}
@@ -193,7 +193,7 @@ class QuantizedOwner(Owner):
                 )
         form = EntriesState.with_entries(entries, entries.options, shard, piece.local.dtype, quantized, kept)
         if not stored:
-            return Forms(None, form)
+            return None, form
         can_be = entries.is_quantized(shard)
         floats = {key for key, x in kept.items() if not x.is_whole and x.format.dtype in (*CODED_DTYPES, dtype)}
         floats = (floats if can_be else set()) - entries.kept_among({*quantized, *kept})
@@ -209,7 +209,7 @@ class QuantizedOwner(Owner):
         saved_form = EntriesState.with_entries(
             entries, self._saved_options(saved_options), shard, dtype, quantized, kept
         )
-        return Forms(saved_form, form)
+        return saved_form, form
 
     def has_state_here(self, piece: Piece) -> bool:
         return _has_elements(piece.shard)

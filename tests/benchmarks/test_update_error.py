@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,10 +15,9 @@ from torch.optim import Optimizer
 
 import shardopt
 from attack.index_file import read_index, write_index
-from shardopt.__main__ import main
-from shardopt.checkpoint import save, update_error
-from shardopt.checkpoint.inspect_command import _error_counts
-from shardopt.checkpoint.summary import Summary, summarize
+from quality import update_error
+from quality.update_error import UpdateError, main, update_errors
+from shardopt.checkpoint import save
 from shardopt.codec import get_codec
 
 ROWS, COLUMNS, BLOCK = 40, 150, 128  # a block of 128 and one of 22 in each row
@@ -46,10 +44,12 @@ def stepped(make: Make) -> tuple[Model, Any]:
     return model, optimizer
 
 
-def summary_of(path: Path, make: Make) -> tuple[Summary, dict[str, Any]]:
+def errors_of(path: Path, make: Make) -> tuple[dict[str, UpdateError], dict[str, Any]]:
     model, optimizer = stepped(make)
     save(path, model, optimizer)
-    return summarize(path, errors=True), optimizer.state[model.weight]
+    errors, problems = update_errors(path)
+    assert problems == []
+    return errors, optimizer.state[model.weight]
 
 
 def blocks(x: Tensor, zero: int = 0) -> Tensor:
@@ -78,12 +78,12 @@ def decoded(
     return x, error
 
 
-def expect(summary: Summary, formula: str, update: np.ndarray, error: np.ndarray, at_floor: int = 0) -> None:
+def expect(
+    errors: dict[str, UpdateError], formula: str, update: np.ndarray, error: np.ndarray, at_floor: int = 0
+) -> None:
     """Compares with updates and errors in blocks, with padding."""
-    found = {each.name: each.update_error for each in summary.parameters}
-    assert found["bias"] is None
-    weight = found["weight"]
-    assert weight is not None
+    assert errors.keys() == {"weight"}  # the bias is not quantized
+    weight = errors["weight"]
     assert weight.update == formula
     numel = ROWS * COLUMNS
     update, error = (x.reshape(ROWS, 2 * BLOCK)[:, :COLUMNS].ravel() for x in (update, error))
@@ -120,7 +120,7 @@ def adam(m: tuple[np.ndarray, ...], u: tuple[np.ndarray, ...], eps: float) -> tu
 @pytest.mark.parametrize("eps", [1e-8, 0.3])
 @pytest.mark.parametrize("codec", ["log8", "companded8", "dynamic8", "companded16", "log4"])
 def test_adam(tmp_path: Path, codec: str, eps: float) -> None:
-    summary, state = summary_of(tmp_path, lambda params: shardopt.AdamW(params, codec=codec, eps=eps))
+    errors, state = errors_of(tmp_path, lambda params: shardopt.AdamW(params, codec=codec, eps=eps))
     shared = "moment_codes" if codec == "log4" else None
     m = decoded(state, codec, "exp_avg", shared, signed=True)
     x, off = decoded(state, codec, "exp_avg_sq", shared, signed=False)
@@ -138,7 +138,7 @@ def test_adam(tmp_path: Path, codec: str, eps: float) -> None:
         level = (state["moment_codes"].int() - 1).remainder(17)
         at_floor = int(((level == 0) & (state["moment_codes"] > 0) & reaches).sum())
     assert bool(at_floor) == (codec != "log8")  # whose range of 32 octaves holds all of these
-    expect(summary, "exp_avg / (sqrt(exp_avg_sq) + eps)", *adam(m, u, eps), at_floor)
+    expect(errors, "exp_avg / (sqrt(exp_avg_sq) + eps)", *adam(m, u, eps), at_floor)
 
 
 def blocks_at_range(scales: Tensor) -> Tensor:
@@ -148,14 +148,14 @@ def blocks_at_range(scales: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("codec", ["log8", "dynamic8"])
 def test_one_moment(tmp_path: Path, codec: str) -> None:
-    summary, state = summary_of(tmp_path / "lion", lambda params: shardopt.Lion(params, codec=codec))
+    errors, state = errors_of(tmp_path / "lion", lambda params: shardopt.Lion(params, codec=codec))
     x, off = decoded(state, codec, "exp_avg", signed=True)
-    expect(summary, "exp_avg", x.astype(np.float64), off.astype(np.float64))
-    summary, state = summary_of(tmp_path / "adagrad", lambda params: shardopt.Adagrad(params, codec=codec))
+    expect(errors, "exp_avg", x.astype(np.float64), off.astype(np.float64))
+    errors, state = errors_of(tmp_path / "adagrad", lambda params: shardopt.Adagrad(params, codec=codec))
     x, off = (each.astype(np.float64) for each in decoded(state, codec, "sum", signed=False))
     root, least = (x, x - off) if codec == "log8" else (np.sqrt(x), np.sqrt(x - off))
     at_floor = 0 if codec == "log8" else int((state["sum_codes"] == 1).sum())
-    expect(summary, "sqrt(sum)", root, root - least, at_floor)
+    expect(errors, "sqrt(sum)", root, root - least, at_floor)
 
 
 def test_formulas(tmp_path: Path) -> None:
@@ -168,39 +168,33 @@ def test_formulas(tmp_path: Path) -> None:
         ("sqrt(square_avg)", shardopt.RMSprop8bit),
     ]
     for index, (formula, make) in enumerate(cases):
-        summary, _ = summary_of(tmp_path / str(index), make)
-        assert [each.update_error and each.update_error.update for each in summary.parameters] == [None, formula]
-        assert summary.undecoded == []
+        errors, _ = errors_of(tmp_path / str(index), make)
+        assert {name: each.update for name, each in errors.items()} == {"weight": formula}
 
 
 @pytest.mark.parametrize("codec", ["log8", "companded16"])
 def test_quantize_state(tmp_path: Path, codec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    summary, state = summary_of(
-        tmp_path, lambda params: shardopt.quantize_state(torch.optim.AdamW(params), codec=codec)
-    )
+    errors, state = errors_of(tmp_path, lambda params: shardopt.quantize_state(torch.optim.AdamW(params), codec=codec))
     m = decoded(state, codec, "exp_avg", signed=True)
     x, off = decoded(state, codec, "exp_avg_sq", signed=False)
     updates = adam(m, (x, x.astype(np.float64) - off), 1e-8)
     at_floor = 0 if codec == "log8" else int((state["exp_avg_sq_codes"].view(torch.int16) == 1).sum())
-    expect(summary, "exp_avg / (sqrt(exp_avg_sq) + eps)", *updates, at_floor)
+    expect(errors, "exp_avg / (sqrt(exp_avg_sq) + eps)", *updates, at_floor)
     for key, wrong in (("block_size", 64), ("codec", "log8"), ("unsigned", 7)):
         content = read_index(tmp_path)
         right = content["header"]["param_groups"][0]["options"][key]
         content["header"]["param_groups"][0]["options"][key] = wrong
         write_index(tmp_path, content)
-        assert main(["inspect", str(tmp_path), "--errors"]) == 1
+        assert main([str(tmp_path)]) == 1
         assert "no update errors: " in capsys.readouterr().out
         content["header"]["param_groups"][0]["options"][key] = right
         write_index(tmp_path, content)
 
 
 def test_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    summary, _ = summary_of(tmp_path, shardopt.AdamW8bit)
+    errors, _ = errors_of(tmp_path, shardopt.AdamW8bit)
     monkeypatch.setattr(update_error, "_PIECE_NUMEL", COLUMNS * 7)
-    pieces = summarize(tmp_path, errors=True)
-    (whole,), (again,) = (
-        [each.update_error for each in found.parameters if each.update_error] for found in (summary, pieces)
-    )
+    whole, again = errors["weight"], update_errors(tmp_path)[0]["weight"]
     rounding = 2 * ROWS * COLUMNS * 2.0**-53
     assert again.median == pytest.approx(whole.median, rel=rounding, abs=0)
     assert again.most == pytest.approx(whole.most, rel=rounding, abs=0)
@@ -209,9 +203,9 @@ def test_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
 def test_floats_have_no_error(tmp_path: Path, codec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    summary, _ = summary_of(tmp_path, lambda params: shardopt.AdamW(params, codec=codec))
-    assert [each.update_error for each in summary.parameters] == [None, None]
-    assert main(["inspect", str(tmp_path), "--errors"]) == 0
+    errors, _ = errors_of(tmp_path, lambda params: shardopt.AdamW(params, codec=codec))
+    assert errors == {}
+    assert main([str(tmp_path)]) == 0
     assert "no state in codes" in capsys.readouterr().out
 
 
@@ -226,48 +220,58 @@ def test_no_optimizer_no_parameters_and_no_step(tmp_path: Path) -> None:
     save(tmp_path / "model", fresh)
     save(tmp_path / "empty", nn.Module())
     for name in ("fresh", "zeros", "model", "empty"):
-        summary = summarize(tmp_path / name, errors=True)
-        assert [each.update_error for each in summary.parameters if each.update_error] == []
-        assert list(summary.problems()) == []
-        assert main(["inspect", str(tmp_path / name), "--errors"]) == 0
+        assert update_errors(tmp_path / name) == ({}, [])
+        assert main([str(tmp_path / name)]) == 0
 
 
-def test_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary, _ = summary_of(tmp_path, shardopt.AdamW8bit)
-    bias, weight = (each.update_error for each in summary.parameters)
-    assert bias is None
-    assert weight is not None
-    assert main(["inspect", str(tmp_path), "--errors", "--json"]) == 0
-    found = [each["update_error"] for each in json.loads(capsys.readouterr().out)["parameters"]]
-    figures = {"median": weight.median, "most": weight.most, "at_floor": weight.at_floor}
-    assert found == [None, {"update": weight.update, **figures}]
-    assert main(["inspect", str(tmp_path), "--errors"]) == 0
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors, _ = errors_of(tmp_path, shardopt.AdamW8bit)
+    weight = errors["weight"]
+    assert main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for needed in (weight.update, "of 99%", f"{weight.median:.2%}", f"{weight.most:.2%}"):
+    for needed in ("log8", weight.update, "of 99%", f"{weight.median:.2%}", f"{weight.most:.2%}"):
         assert needed in text
-    assert main(["inspect", str(tmp_path), "--json"]) == 0
-    assert [each["update_error"] for each in json.loads(capsys.readouterr().out)["parameters"]] == [None, None]
-    histogram, exact = _error_counts(summary)["log8"]
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
+    errors, _ = errors_of(tmp_path / "saved", shardopt.AdamW8bit)
+    histogram, exact = update_error.error_counts(errors)["log8"]
     assert int(histogram.sum()) + exact == ROWS * COLUMNS
-    with pytest.raises(SystemExit):
-        main(["inspect", str(tmp_path), "--errors", "--index-only"])
+    assert main([str(tmp_path / "saved"), "--plot", str(tmp_path / "codes.png")]) == 0
+    assert (tmp_path / "codes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plots_without_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
+    save(tmp_path / "saved", Model())
+    assert main([str(tmp_path / "saved"), "--plot", str(tmp_path / "codes.png")]) == 1
+    assert "got no state in codes to plot" in capsys.readouterr().err
+    assert not (tmp_path / "codes.png").exists()
+
+
+def test_codes_are_drawn_by_value() -> None:
+    by_sign = [*range(128, 256), *range(128)]
+    assert update_error.order_of_codes("exp_avg_codes", "log8").tolist() == by_sign
+    assert update_error.order_of_codes("exp_avg_codes", "companded8 by entry").tolist() == by_sign
+    for entry, codec in (("exp_avg_sq_codes", "log8"), ("exp_avg_codes", "dynamic8"), ("moment_codes", "log4")):
+        assert update_error.order_of_codes(entry, codec).tolist() == list(range(256))
 
 
 def test_state_that_cannot_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = stepped(shardopt.AdamW8bit)
     optimizer.state[model.weight]["exp_avg_scales"][3, 1] = torch.nan
     save(tmp_path / "nan", model, optimizer)
-    assert main(["inspect", str(tmp_path / "nan"), "--errors"]) == 1
-    text = capsys.readouterr().out
-    assert "optimizer.weight.exp_avg_scales: 1 NaN, 0 infinite" in text
-    assert "no update errors of weight: " in text
+    assert main([str(tmp_path / "nan")]) == 1
+    assert "no update errors of weight: " in capsys.readouterr().out
 
     class Mine(shardopt.AdamW8bit):
         pass
 
     save(tmp_path / "mine", *stepped(Mine))
-    assert main(["inspect", str(tmp_path / "mine")]) == 0
-    assert main(["inspect", str(tmp_path / "mine"), "--errors"]) == 1
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'shardopt[plot]'")
+    assert main([str(tmp_path / "mine"), "--plot", str(tmp_path / "codes.png")]) == 1
+    assert (tmp_path / "codes.png").exists()  # codes need no known update
     assert "got the state of Mine, expected that of an optimizer of shardopt" in capsys.readouterr().out
 
 
@@ -275,7 +279,7 @@ def test_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, *stepped(shardopt.AdamW8bit))
     (data,) = tmp_path.glob("*.bin")
     content = bytearray(data.read_bytes())
-    content[100] ^= 1
+    content[-1] ^= 1
     data.write_bytes(content)
-    assert main(["inspect", str(tmp_path), "--errors"]) == 1
+    assert main([str(tmp_path)]) == 1
     assert "checksum" in capsys.readouterr().err
