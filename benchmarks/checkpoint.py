@@ -40,8 +40,8 @@ from torch.optim import Optimizer
 
 import shardopt.checkpoint
 from decoder import Architecture, Decoder, set_gradients
+from results import commit, machine
 from shardopt.checkpoint.reading import read_index
-from step_cpu import commit, machine
 
 
 @dataclass

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 import shardopt
+from results import commit
 from shardopt.kernels import dispatch_cuda
-from step_cpu import SHAPES, commit
+from step_cpu import SHAPES
 
 Params = list[torch.nn.Parameter]
 
