@@ -6,7 +6,7 @@ reported. The last is the measure of the others. DCP is torch.distributed.checkp
 cache. An asynchronous save blocks for the copy; its future is kept until the next one, as in a training loop. "copy" is
 a plain copy of as many bytes as a rank saves, between two tensors that were written before.
 
-    torchrun --nproc_per_node 2 benchmarks/checkpoint.py --json checkpoint.json
+    torchrun --nproc_per_node 2 benchmarks/checkpoint.py --json
     python benchmarks/checkpoint.py --numel 10_000_000
     python benchmarks/checkpoint.py --numel 400_000_000 --dtype bfloat16 --master-weight-bits 24
 """
@@ -14,17 +14,15 @@ a plain copy of as many bytes as a rank saves, between two tensors that were wri
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+import results as figures
 import shardopt.checkpoint
 from decoder import Architecture, Decoder, set_gradients
+from results import Cell, Column, commit, machine
 from shardopt.checkpoint.reading import read_index
-from step_cpu import commit, machine
 
 
 @dataclass
@@ -236,7 +235,7 @@ def main() -> None:
     parser.add_argument("--master-weight-bits", type=int, choices=[24, 32], help="of AdamW8bit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's for temporary files)")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    figures.add_argument(parser)
     args = parser.parse_args()
     with process_group():
         model = make_model(args.numel, getattr(torch, args.dtype))
@@ -250,11 +249,32 @@ def main() -> None:
     print(f"{machine()}, commit {commit()}, medians of {args.rounds} rounds")
     print(f"{numel:,} parameters of {args.dtype}, FSDP2, {ranks} ranks, {threads} threads each")
     print_table(results)
-    if args.json:
-        header = {"machine": machine(), "commit": commit(), "command": sys.argv, "numel": numel, "ranks": ranks}
-        header |= {"dtype": args.dtype, "master_weight_bits": args.master_weight_bits}
-        rows = [asdict(result) for result in results]
-        args.json.write_text(json.dumps({**header, "threads": threads, "results": rows}, indent=2))
+    columns = [Column(name, "s", 3) for name in ("save", "async_save returns", "async_save is complete", "load")]
+    columns = [
+        Column(""),
+        *columns,
+        Column("plain copy", "s", 3),
+        Column("size", "MB", 1),
+        Column("of them state", "MB", 1),
+    ]
+    rows: list[list[Cell]] = [
+        [r.contender, r.save_s, r.blocked_s, r.async_save_s, r.load_s, r.copy_s, r.bytes / 1e6, r.state_bytes / 1e6]
+        for r in results
+    ]
+    ours, last = results[0], results[-1]
+    goals = [
+        figures.at_most("async_save returns, in plain copies", ours.blocked_s / ours.copy_s, 1.2),
+        figures.at_most("async_save is complete, in saves", ours.async_save_s / ours.save_s, 1.5),
+        figures.at_most(
+            f"state of {ours.contender} over that of {last.contender}", ours.state_bytes / last.state_bytes, 0.27
+        ),
+    ]
+    name = (
+        "checkpoint" + (f"_{ranks}_ranks" if ranks > 1 else "") + ("" if args.dtype == "float32" else f"_{args.dtype}")
+    )
+    masters = f", {args.master_weight_bits}-bit masters" if args.master_weight_bits else ""
+    notes = [f"{numel:,} parameters of {args.dtype}{masters}, FSDP2, ranks: {ranks}; medians of {args.rounds} rounds."]
+    figures.write(args.json, name, "Checkpoints", columns, rows, threads=threads, goals=goals, notes=notes)
 
 
 if __name__ == "__main__":

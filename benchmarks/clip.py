@@ -5,17 +5,15 @@ Contenders take turns; the median of the ratios within a round is reported besid
 gradients, as torch does; "by the step" leaves them, which shardopt's optimizers multiply as they read them; "small
 norm" is below the limit, so that there is nothing to multiply.
 
-    python benchmarks/clip.py --threads 2 --json clip.json
+    python benchmarks/clip.py --threads 2 --json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import results
 import shardopt
-from step_cpu import commit, machine
+from results import Cell, Column, commit, machine
 from step_overhead import timed
 
 Params = list[Tensor]
@@ -76,11 +75,31 @@ def measure(params: Params, rounds: int) -> dict[str, list[float]]:
     return {name: times[2:] for name, times in seconds.items()}
 
 
+def write(args: argparse.Namespace, found: dict[str, dict[str, float]], ratios: dict[str, dict[str, float]]) -> None:
+    """Writes medians and ratios to torch's, where ``--json`` says."""
+    columns = [Column(""), Column("torch", "ms")]
+    names = {"in place": "in place", "by the step": "by the step", "small norm": "norm below the limit"}
+    for name in names.values():
+        columns += [Column(name, "ms"), Column(f"{name}, to torch", digits=2)]
+    rows: list[list[Cell]] = []
+    for case, seconds in found.items():
+        pairs = [(seconds[name] * 1e3, ratios[case][name]) for name in names]
+        rows.append([case, seconds["torch"] * 1e3, *(x for pair in pairs for x in pair)])
+    goals = []
+    for name in ("by the step", "in place"):
+        goals += [
+            results.at_most(f"{case} {name}, of torch's time", ratios[case][name], 0.6) for case in list(found)[:2]
+        ]
+        small = found["300 DTensors of 16"][name] * 1e6
+        goals.append(results.at_most(f"300 DTensors {name}, microseconds", small, 300))
+    results.write(args.json, "clip", "Clipping by the norm", columns, rows, threads=args.threads, goals=goals)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    results.add_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -90,17 +109,18 @@ def main() -> None:
         "48M bfloat16": partial(large, torch.bfloat16),
         "300 DTensors of 16": small,
     }
-    found = {}
+    found: dict[str, dict[str, float]] = {}
+    ratios: dict[str, dict[str, float]] = {}
     for case, make in cases.items():
         seconds = measure(make(), args.rounds * (10 if make is small else 1))
         found[case] = {name: statistics.median(times) for name, times in seconds.items()}
+        ratios[case] = {}
         for name, median in found[case].items():
             beside = seconds["torch, small norm" if "small" in name else "torch"]
             ratio = statistics.median(x / y for x, y in zip(seconds[name], beside, strict=True))
+            ratios[case][name] = ratio
             print(f"{case:20}{name:20}{median * 1e6:12.0f} us{ratio:8.2f} of torch's")
-    if args.json:
-        about = {"machine": machine(), "commit": commit(), "threads": args.threads, "seconds": found}
-        args.json.write_text(json.dumps(about, indent=2) + "\n")
+    write(args, found, ratios)
     dist.destroy_process_group()
 
 

@@ -35,10 +35,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
+from results import commit, machine
 from shardopt.estimate.table import COLUMNS
 from shardopt.report import MemoryReport, MemoryUse
 from shardopt.report.memory import kind_of
-from step_cpu import commit, machine
 
 NO_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 

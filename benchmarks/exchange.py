@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardopt
 from decoder import Architecture, Decoder, set_gradients
+from results import commit, machine
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.exchange import RanksExchange
@@ -38,7 +39,6 @@ from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.agreement import Plan
 from shardopt.step.cut_blocks import FlatCuts
-from step_cpu import commit, machine
 
 RANKS_ON_PAPER = 512
 ON_PAPER = {

@@ -39,9 +39,9 @@ from torch.optim import Optimizer
 import shardopt
 from decoder import Architecture, Decoder
 from muon_ranks import WAYS, Collectives, Live, Wrap, among_ranks, fsdp2, on_ranks, set_gradients, whole
+from results import commit, machine
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.state.options import bytes_of
-from step_cpu import commit, machine
 
 ODD = Architecture(1, 130, 350, 65, 97, modern=True)
 ODD_WAVES: dict[str, Any] = {"orthogonalize_memory": "768KiB", "min_quantized_numel": 64}

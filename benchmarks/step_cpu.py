@@ -6,7 +6,7 @@ Each contender has its own copy of the parameters; all share one set of gradient
 (roofline.c): an optimizer at the time of its loop is bound by memory. A contender whose package or compiler is missing
 is left out, and standard error says so.
 
-    python benchmarks/step_cpu.py --shapes one transformer --threads 1 2 --json step_cpu.json
+    python benchmarks/step_cpu.py --shapes one transformer --threads 1 2 --json
     python benchmarks/step_cpu.py --all-cores           # from how many threads on memory binds log8
     python benchmarks/step_cpu.py --in-cache            # the kernels alone, in one thread
     python benchmarks/step_cpu.py --dtype bfloat16 --threads 2
@@ -19,16 +19,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,12 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import results as files
 import shardopt
+from results import ROOT, Cell, Column, commit, machine
 from shardopt import _C
-from shardopt.kernels.dispatch import CpuCall, cpu_target
+from shardopt.kernels.dispatch import CpuCall
 
 Params = list[torch.nn.Parameter]
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def one_tensor(numel: int) -> list[tuple[int, ...]]:
@@ -235,21 +234,6 @@ def measure(
     ]
 
 
-def machine() -> str:
-    """The processor, as far as the system tells."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = f"{len(names)} x {names[0]}" if names else model
-    return f"{model}, kernels {cpu_target()}, torch {torch.__version__}"
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 def kernel_of(contender: str, gradient: Tensor) -> Callable[[], object]:
     """The compiled part alone of the step of a contender of ours, or a bare loop."""
     step = step_of(contender, [gradient])
@@ -306,6 +290,42 @@ def print_bound(results: list[Result]) -> None:
     print(f"memory binds log8 from {bound[0]} threads on" if bound else "memory does not bind log8 on this machine")
 
 
+def part(args: argparse.Namespace) -> tuple[str, str]:
+    """The name of the part of this benchmark that was run, and its title."""
+    dtype = "" if args.dtype == "float32" else f"_{args.dtype}"
+    if args.all_cores:
+        return f"step_cpu_all_cores{dtype}", "One AdamW step on the CPU by number of threads"
+    if args.in_cache:
+        rows = "_rows" if args.columns else ""
+        return f"step_cpu_in_cache{rows}{dtype}", "The kernels alone: in cache, one thread"
+    if args.columns:
+        return f"step_cpu_columns{dtype}", "One AdamW step on the CPU by length of rows"
+    shapes = "" if args.shapes == ["one"] else "_" + "_".join(args.shapes)
+    peers = "_peers" if {"bitsandbytes AdamW8bit", "torchao AdamW8bit"} & set(args.contenders) else ""
+    title = "One AdamW step on the CPU" + (" beside other packages in 8 bits" if peers else "")
+    return f"step_cpu{peers}{shapes}{dtype}", title
+
+
+def write(args: argparse.Namespace, results: list[Result]) -> None:
+    """Writes the results where ``--json`` says."""
+    args.contenders = [name for name in args.contenders if any(r.contender == name for r in results)]
+    several = len({r.threads for r in results}) > 1
+    shapes = len({r.shapes for r in results}) > 1
+    base = {(r.threads, r.shapes): r for r in results if r.contender == "DeepSpeedCPUAdam"}
+    rows: list[list[Cell]] = []
+    for r in results:
+        name = r.contender + (f", {r.shapes}" if shapes else "") + (f", {r.threads} threads" if several else "")
+        peer = base.get((r.threads, r.shapes))
+        rows.append([name, r.ms, r.fastest_ms, files.ratio(peer and peer.ms, r.ms), r.ns_per_parameter])
+    columns = [Column(""), Column("median", "ms"), Column("fastest", "ms")]
+    columns += [Column("DeepSpeedCPUAdam's time over it", digits=2), Column("ns per parameter", digits=3)]
+    threads = None if several else results[0].threads
+    numels = ", ".join(f"{numel:,}" for numel in dict.fromkeys(r.numel for r in results))
+    notes = [f"{numels} parameters of {args.dtype}; {args.rounds} interleaved rounds."]
+    name, title = part(args)
+    files.write(args.json, name, title, columns, rows, threads=threads, notes=notes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel", type=int, default=64 * 2**20)
@@ -318,7 +338,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--in-cache", action="store_true", help="the kernels alone, in one thread, by --columns")
     parser.add_argument("--all-cores", action="store_true", help="log8, fp32 and memory in 1, 2, 4, ... all threads")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    files.add_argument(parser)
     args = parser.parse_args()
     if args.all_cores:
         cores = len(os.sched_getaffinity(0))
@@ -343,9 +363,7 @@ def main() -> None:
             results += found
     if args.all_cores:
         print_bound(results)
-    if args.json:
-        header = {"machine": machine(), "commit": commit(), "dtype": args.dtype, "command": sys.argv}
-        args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))
+    write(args, results)
 
 
 if __name__ == "__main__":

@@ -4,27 +4,27 @@ The contenders take turns (A B C A B C ...), so that a machine's changes of pace
 are reported. Each contender has its own copy of the parameters; all share one set of gradients. `host` is the time
 until the call of step() returns. A contender whose package is not installed is left out, and standard error says so.
 
-    python benchmarks/step_cuda.py --json step_cuda.json
+    python benchmarks/step_cuda.py --json
     pip install bitsandbytes flashoptim     # the peers
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
+import results as figures
 import shardopt
+from results import Cell, Column, commit
 from shardopt.kernels import dispatch_cuda
-from step_cpu import SHAPES, commit
+from step_cpu import SHAPES
 
 Params = list[torch.nn.Parameter]
 
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    figures.add_argument(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device that PyTorch can use")
@@ -197,9 +197,14 @@ def main() -> None:
         for r in found:
             share, ratio = f"{r.share_of_copy:.0%}", r.ms / base.ms
             print(f"{r.contender:30}{r.ms:9.3f}{r.gb_per_s:8.0f}{share:>9}{ratio:22.2f}{r.host_us:10.0f}")
-    if args.json:
-        header = {"device": device, "commit": revision, "copy_gb_per_s": bandwidth / 1e9, "command": sys.argv}
-        args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))
+    columns = [Column(""), Column("median", "ms", 3), Column("fastest", "ms", 3), Column("traffic", "GB/s", 0)]
+    columns += [Column("of a copy's", digits=2), Column("host", "us", 0)]
+    rows: list[list[Cell]] = [
+        [f"{r.contender}, {r.shapes}", r.ms, r.fastest_ms, r.gb_per_s, r.share_of_copy, r.host_us] for r in results
+    ]
+    notes = [f"Up to {numel:,} parameters; medians of {args.rounds} rounds; a copy has {bandwidth / 1e9:.0f} GB/s."]
+    name = torch.cuda.get_device_name()
+    figures.write(args.json, "step_cuda", "One step on a GPU", columns, rows, notes=notes, device=name)
 
 
 if __name__ == "__main__":

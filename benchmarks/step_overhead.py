@@ -26,7 +26,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
-from step_cpu import CONTENDERS, Params, commit, machine
+from results import commit, machine
+from step_cpu import CONTENDERS, Params
 
 Step = Callable[[], object]
 Kind = Callable[[int, int], Params]

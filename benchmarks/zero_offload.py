@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
-from step_cpu import commit, machine
+from results import commit, machine
 
 #: By the name that the results give them: config types. DeepSpeed makes of AdamW its DeepSpeedCPUAdam.
 TYPES = {"shardopt AdamW8bit": "AdamW8bit", "DeepSpeedCPUAdam": "AdamW"}

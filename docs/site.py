@@ -22,6 +22,10 @@ OUTSIDE = {
     "LICENSE": "LICENSE",
     "SECURITY.md": "SECURITY.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
+    **{
+        str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
+        for path in (ROOT / "benchmarks/results").glob("*/*.json")
+    },
     **{f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*")},
 }
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")

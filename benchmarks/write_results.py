@@ -1,0 +1,288 @@
+"""Writes RESULTS.md, README's table of speeds, and the figures of benchmarks in docs/, from the files in results/.
+
+python benchmarks/write_results.py            # after a run with --json
+python benchmarks/write_results.py --check    # exits with 1 where one of them is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from result_bars import Bars
+from results import ROOT, Goal, Table, read_all
+
+BEGIN, END = "<!-- speeds: written by benchmarks/write_results.py -->", "<!-- end of speeds -->"
+FIGURES = ROOT / "docs" / "figures"
+#: Words of kinds of machines, where capitals are not enough.
+WORDS = {
+    "avx2": "AVX2",
+    "avx512": "AVX-512",
+    "cuda": "CUDA",
+    "epyc": "EPYC",
+    "gpu": "GPU",
+    "machine": "machine",
+    "no": "no",
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table of RESULTS.md: how many rows, or which ones, and which columns beside the first; None for all."""
+
+    rows: int | tuple[str, ...]
+    columns: tuple[str, ...] | None = None
+
+
+#: Benchmarks with a table in RESULTS.md, in its order; others are listed at its end.
+SHOWN = {
+    "step_cpu": Shown(10, ("median", "fastest", "DeepSpeedCPUAdam's time over it")),
+    "step_cpu_peers": Shown(
+        (
+            "shardopt log8",
+            "torch foreach",
+            "DeepSpeedCPUAdam",
+            "bitsandbytes AdamW8bit",
+            "torchao AdamW8bit",
+        )
+    ),
+    "step_cpu_in_cache": Shown(6),
+    "step_overhead": Shown(5, ("alone",)),
+    "optimizers": Shown(15),
+    "clip": Shown(3, ("torch", "in place, to torch", "by the step, to torch", "norm below the limit, to torch")),
+    "ordered_reduction": Shown(7),
+    "checkpoint": Shown(3),
+    "zero_offload": Shown(6),
+    "free_running": Shown(6, ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")),
+}
+#: Optimizers in README's table, by the names of their rows.
+SPEEDS = {
+    "shardopt log8": "`shardopt.AdamW8bit`, log8",
+    "shardopt companded8": "`shardopt.AdamW8bit`, companded8",
+    "DeepSpeedCPUAdam": "DeepSpeedCPUAdam, float32 state",
+    "torch fused": "torch.optim.AdamW fused, float32 state",
+}
+
+#: Contenders in the figure of steps.
+STEPS = (
+    "shardopt log8",
+    "shardopt companded8",
+    "shardopt dynamic8",
+    "shardopt fp32",
+    "roofline",
+    "torch fused",
+    "DeepSpeedCPUAdam",
+)
+
+Tables = dict[str, list[Table]]
+
+
+def label(kind: str) -> str:
+    """A kind of machine as it is written: "Zen 4, 2 cores" for "amd-zen4-2-cores"."""
+    name = short(kind)
+    cores = re.search(r"-(\d+)-cores$", kind)
+    return f"{name}, {cores[1]} cores" if cores else name
+
+
+def short(kind: str) -> str:
+    """A kind of machine without the number of cores: "Zen 4"."""
+    words = re.sub(r"^(amd|intel)-|-\d+-cores$", "", kind).split("-")
+    named = [WORDS.get(word) or re.sub(r"^(zen)(\d)$", r"\1 \2", word).capitalize() for word in words]
+    return " ".join(named)
+
+
+def line(cells: Sequence[str]) -> str:
+    """A row of a table in Markdown."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def table_of(tables: list[Table], shown: Shown) -> Iterator[str]:
+    """One table of a benchmark: rows of all kinds of machines, and columns of each."""
+    heads, columns = [tables[0].columns[0].name], []
+    for table in tables:
+        for index, column in enumerate(table.columns[1:], 1):
+            if shown.columns is None or column.name in shown.columns:
+                head = f"{column.name}, {column.unit}" if column.unit else column.name
+                heads.append(f"{short(table.kind)}: {head}" if len(tables) > 1 else head)
+                columns.append({str(row[0]): column.text(row[index]) for row in table.rows})
+    yield line(heads)
+    yield line(["---"] * len(heads))
+    rows = names_of(tables)[: shown.rows] if isinstance(shown.rows, int) else shown.rows
+    for name in rows:
+        yield line([name, *(column.get(name, "") for column in columns)])
+
+
+def newest(tables: list[Table]) -> Table:
+    """The table of the newest run; of several on a day that of the first kind of machine."""
+    return max(tables, key=lambda table: table.date)
+
+
+def names_of(tables: list[Table]) -> list[str]:
+    """Names of the rows of all tables of a benchmark, each once."""
+    return list(dict.fromkeys(str(row[0]) for table in tables for row in table.rows))
+
+
+def link(table: Table, text: str) -> str:
+    """A link from RESULTS.md to the table's file."""
+    return f"[{text}](results/{table.benchmark}/{table.kind}.json)"
+
+
+def goals_of(tables: list[Table], met: bool) -> str:
+    """Goals that were met, or missed, in one line."""
+    found: list[tuple[Table, Goal]] = [(table, goal) for table in tables for goal in table.goals if goal.met == met]
+    several = len({table.kind for table in tables}) > 1
+    return "; ".join(f"{goal.text}{f' ({label(table.kind)})' if several else ''}" for table, goal in found)
+
+
+def section(tables: list[Table], shown: Shown) -> Iterator[str]:
+    """The part of RESULTS.md about a benchmark."""
+    yield f"## {tables[0].title}"
+    yield ""
+    yield from table_of(tables, shown)
+    yield ""
+    for table in tables:
+        threads = f", {table.threads} thread{'s' if table.threads > 1 else ''}" if table.threads else ""
+        run = f"{table.date}, {table.commit}, {table.machine}{threads}, `{table.command}`"
+        yield f"- {link(table, label(table.kind))}: {run}. {' '.join(table.notes)}".rstrip()
+    met, missed = goals_of(tables, True), goals_of(tables, False)
+    said = [f"Goals met: {met}." if met else "", f"**Goals missed**: {missed}." if missed else ""]
+    if met or missed:
+        yield f"- {' '.join(filter(None, said))}"
+    yield ""
+
+
+def results(found: Tables) -> str:
+    """RESULTS.md."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python benchmarks/write_results.py` from the files in `benchmarks/results/`: the newest run on",
+        "each kind of machine, as the scripts printed it. The files have all rows and columns, git's history has older",
+        "runs, and",
+        "[tried](../docs/tried.md) has what was tried and not kept.",
+        "",
+    ]
+    for benchmark, shown in SHOWN.items():
+        lines += section(found[benchmark], shown)
+    lines += ["## Other tables", "", line(["figures", "goals met", "goals missed"]), line(["---"] * 3)]
+    for benchmark, tables in found.items():
+        if benchmark not in SHOWN:
+            kinds = ", ".join(link(table, label(table.kind)) for table in tables)
+            lines.append(line([f"{tables[0].title}: {kinds}", goals_of(tables, True), goals_of(tables, False)]))
+    return "\n".join(lines) + "\n"
+
+
+def speeds(found: Tables) -> str:
+    """README's table of speeds."""
+    tables = found["step_cpu"]
+    lines = [line(["ms, median", *(short(table.kind) for table in tables)]), line(["---"] * (1 + len(tables)))]
+    for row, name in SPEEDS.items():
+        lines.append(line([name, *(table.texts("median").get(row, "") for table in tables)]))
+    peers = newest(found["step_cpu_peers"])
+    median = peers.texts("median")
+    lines += [
+        "",
+        f"Beside 8-bit optimizers of other packages, on {short(peers.kind)} ({peers.date}): log8 "
+        f"{median['shardopt log8']} ms, torchao {median['torchao AdamW8bit']},",
+        f"bitsandbytes {median['bitsandbytes AdamW8bit']}.",
+    ]
+    return "\n".join(lines)
+
+
+def readme(found: Tables, text: str) -> str:
+    """README.md with the table of speeds in its place.
+
+    Raises:
+        ValueError: the place is not marked.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"got a README without {BEGIN!r} and {END!r}; put these lines around its table of speeds")
+    return f"{before}{BEGIN}\n\n{speeds(found)}\n\n{END}{after}"
+
+
+def figures(found: Tables) -> dict[str, Bars]:
+    """The figures of docs/, by their names."""
+    steps = {label(table.kind): table.column("median") for table in found["step_cpu"]}
+    optimizers, reduction, clip, formats = (
+        newest(found[name]) for name in ("optimizers", "ordered_reduction", "clip", "unit_scaling_formats")
+    )
+    ratios = {name: clip.column(f"{name}, to torch") for name in ("in place", "by the step", "norm below the limit")}
+    columns = [column.name for column in formats.columns[1:]]
+    losses = {name: {row: float(x) for row, x in formats.column(name).items()} for name in columns}  # type: ignore[arg-type]
+    worse = {name: {row: loss - by_row["fp32"] for row, loss in by_row.items()} for name, by_row in losses.items()}
+    return {
+        "bench-step": Bars(
+            "Time of one AdamW step on the CPU, by optimizer and machine",
+            "ms per step, 67 million float32 parameters, 2 threads; lower is better",
+            STEPS,
+            steps,
+            1,
+        ),
+        "bench-optimizers": Bars(
+            "Time of a step of every optimizer with log8 state, and of torch.optim's",
+            f"ns per float32 parameter, 2 threads, {label(optimizers.kind)}; lower is better",
+            [str(row[0]) for row in optimizers.rows],
+            {"log8 state": optimizers.column("ns per parameter"), "torch.optim": optimizers.column("torch.optim")},
+            2,
+        ),
+        "bench-ordered": Bars(
+            "Time of ordered reductions over that of torch's float32 reduce-scatter",
+            f"time over torch's float32 reduce-scatter, gloo, {label(reduction.kind)}; lower is better",
+            [str(row[0]) for row in reduction.rows],
+            {ranks: reduction.column(ranks) for ranks in ("2 ranks", "4 ranks")},
+            2,
+            (1, "torch, float32"),
+        ),
+        "bench-clip": Bars(
+            "Time of clipping by the norm over torch's",
+            f"time over torch.nn.utils.clip_grad_norm_, {label(clip.kind)}; lower is better",
+            [str(row[0]) for row in clip.rows],
+            ratios,
+            2,
+            (1, "torch"),
+        ),
+        "bench-formats": Bars(
+            "Held-out loss by number format less that of float32: standard parametrization and u-muP",
+            "held-out loss less fp32's, nats per byte, one seed",
+            ["fp16", "fp8"],
+            worse,
+            3,
+        ),
+    }
+
+
+def outputs() -> dict[Path, str]:
+    """The files that this script writes, with their texts."""
+    found = read_all()
+    front = ROOT / "README.md"
+    return {
+        ROOT / "benchmarks" / "RESULTS.md": results(found),
+        front: readme(found, front.read_text(encoding="utf-8")),
+        **{FIGURES / f"{name}.svg": bars.figure() for name, bars in figures(found).items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where a file is not up to date"
+    )
+    args = parser.parse_args()
+    stale = [path for path, text in outputs().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if args.check and stale:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        sys.exit(f"not up to date: {names}; run python benchmarks/write_results.py")
+    for path, text in outputs().items():
+        if path in stale:
+            path.write_text(text, encoding="utf-8")
+            print(f"written: {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""RESULTS.md, README's table and the benchmarks' figures are those of the files in benchmarks/results/."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import results
+import write_results
+from result_bars import Bars
+from results import Column, Goal, Table
+
+ZEN4 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+OTHER = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 1\nmodel name : Intel(R) Xeon(R) CPU\n"
+
+
+@pytest.mark.parametrize("path", write_results.outputs(), ids=lambda path: path.stem)
+def test_written_files_are_up_to_date(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == write_results.outputs()[path], "run python benchmarks/write_results.py"
+
+
+def test_results_are_short() -> None:
+    assert len((results.ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()) <= 200
+
+
+def test_every_benchmark_stands_in_the_results() -> None:
+    text = (results.ROOT / "benchmarks" / "RESULTS.md").read_text()
+    found = results.read_all()
+    assert len(found) > 20
+    for table in (table for tables in found.values() for table in tables):
+        assert f"(results/{table.benchmark}/{table.kind}.json)" in text
+        for goal in table.goals:
+            assert goal.text in text
+
+
+def table(path: Path) -> Table:
+    """A small table, written by a script's call, as it is read again."""
+    columns = [Column("optimizer"), Column("time", "ms", 2), Column("size")]
+    rows = [["ours", 1.23456, 3], ["theirs", [1.5, 2.25], None]]
+    goals = [results.at_most("time", 1.23456, 1.2), results.at_least("ratio", None, 2.0)]
+    results.write(path, "small", "A small benchmark", columns, rows, threads=2, goals=goals, notes=["a note"])
+    return results.read(path)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "kind", lambda: "amd-zen4-2-cores")
+    monkeypatch.setattr(
+        sys, "argv", [str(results.ROOT / "benchmarks" / "small.py"), "--rounds", "3", "--json", "--fast"]
+    )
+
+
+def test_what_a_script_writes_can_be_read(script: None, tmp_path: Path) -> None:
+    path = tmp_path / "small" / "amd-zen4-2-cores.json"
+    found = table(path)
+    assert found.rows == (("ours", 1.23, 3), ("theirs", [1.5, 2.25], None))
+    assert found.goals == (Goal("time 1.23, at most 1.2", False),)
+    assert found.command == "python benchmarks/small.py --rounds 3 --fast"
+    assert found.json() == path.read_text()
+    assert [found.columns[1].text(row[1]) for row in found.rows] == ["1.23", "1.50, 2.25"]
+
+
+def test_without_json_nothing_is_written(script: None, tmp_path: Path) -> None:
+    results.write(None, "small", "A small benchmark", [Column("")], [["ours"]])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_default_place_is_that_of_the_machine(
+    script: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    results.write(results.DEFAULT, "small", "A small benchmark", [Column("")], [["ours"]])
+    assert json.loads((tmp_path / "small" / "amd-zen4-2-cores.json").read_text())["title"] == "A small benchmark"
+
+
+def test_faulty_files_are_refused(script: None, tmp_path: Path) -> None:
+    path = tmp_path / "small" / "amd-zen4-2-cores.json"
+    found = table(path)
+    path.write_text(dataclasses.replace(found, rows=(("ours", 1.0),)).json())
+    with pytest.raises(ValueError, match=r"got 2 cells in the row 'ours', expected 3"):
+        results.read(path)
+    path.write_text(dataclasses.replace(found, kind="amd-zen5-2-cores").json())
+    with pytest.raises(ValueError, match=r"got the table of small/amd-zen5-2-cores\.json"):
+        results.read(path)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "kind"),
+    [
+        (ZEN4, "amd-zen4-1-cores"),
+        (ZEN4 + "\n" + ZEN4.replace(": 0", ": 1"), "amd-zen4-2-cores"),
+        (ZEN4.replace("17", "1"), "amd-zen3-1-cores"),
+        (OTHER, "intel-r-xeon-r-cpu-1-cores"),
+        (OTHER.replace("model : 1\n", "model : 143\n"), "intel-sapphire-rapids-1-cores"),
+    ],
+)
+def test_kinds_of_machines(cpuinfo: str, kind: str) -> None:
+    assert results.kind_of(cpuinfo) == kind
+
+
+def test_names_of_kinds() -> None:
+    assert write_results.label("amd-zen4-2-cores") == "Zen 4, 2 cores"
+    assert write_results.label("intel-sapphire-rapids-56-cores") == "Sapphire Rapids, 56 cores"
+    assert write_results.label("cuda-13-no-gpu") == "CUDA 13 no GPU"
+
+
+def test_bars_have_the_lengths_of_their_figures() -> None:
+    bars = Bars("A title", "ms", ["ours", "theirs"], {"x": {"ours": 1.0, "theirs": [1.0, 3.0]}, "y": {"ours": 4.0}}, 1)
+    figure = bars.figure()
+    widths = [float(line.partition('width="')[2].partition('"')[0]) for line in figure.splitlines() if "<rect" in line]
+    assert widths[2:] == [125, 500, 250]  # after the legend's two squares; ours by x and y, theirs by x
+    assert ">1.0, 3.0</text>" in figure
+
+
+def test_too_many_series_have_no_colours() -> None:
+    with pytest.raises(ValueError, match="got 6 series"):
+        Bars("A title", "ms", ["ours"], {name: {"ours": 1.0} for name in "abcdef"}, 1).figure()
+
+
+def test_a_readme_without_a_place_for_the_speeds_is_refused() -> None:
+    with pytest.raises(ValueError, match="got a README without"):
+        write_results.readme(results.read_all(), "# shardopt\n")
