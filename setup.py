@@ -1,7 +1,8 @@
-"""Builds shardopt._C: CPU kernels always, CUDA kernels when nvcc is found.
+"""Builds shardopt._C: CPU kernels always, CUDA kernels where a GPU is, or on demand.
 
 Environment:
-    SHARDOPT_CUDA: 1 demands the CUDA kernels, 0 leaves them out. Default: built when nvcc is found.
+    SHARDOPT_CUDA: 1 demands the CUDA kernels, 0 leaves them out. Default: built when nvidia-smi lists a GPU and nvcc is
+        found; otherwise the build says that they are left out, and how to get them.
     SHARDOPT_CUDA_ARCHS: compute capabilities, such as "80;90;100", or "all": 75, 80, 90, 100, 110 and 120, as far as
         nvcc knows them. The first from 80 on and the last are also kept as PTX. "90-virtual" is PTX alone, which the
         driver compiles when it loads it: a third of the time to build. Default: those of the GPUs of this machine, all
@@ -11,6 +12,7 @@ Environment:
         linked without another look: only for builds of the same sources with the same settings, as in launch/wheel.sh.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
@@ -78,15 +80,27 @@ def pybind11_headers() -> str:
     sys.exit("pybind11's headers were not found; pip install pybind11")
 
 
+def nvidia_smi(*options: str) -> str:
+    """The output of nvidia-smi; empty where it fails, as it does without a GPU."""
+    try:
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if done.returncode else done.stdout
+
+
 def archs_of_this_machine() -> list[str]:
     """The compute capabilities of the GPUs that nvidia-smi lists, in rising order; empty without."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    found = re.findall(r"^(\d+)\.(\d)$", listed.stdout, re.MULTILINE)
+    found = re.findall(r"^(\d+)\.(\d)$", nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader"), re.MULTILINE)
     return sorted({major + minor for major, minor in found}, key=int)
+
+
+def say(line: str) -> None:
+    """Prints a line, also on the terminal itself: pip without -v hides the output of a build that succeeds."""
+    print(line, flush=True)
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            terminal.write(f"\n{line}\n")
 
 
 class CudaToolkit:
@@ -98,17 +112,19 @@ class CudaToolkit:
         self.cudart = cudart
 
     @classmethod
-    def find(cls) -> "CudaToolkit | None":
-        """Returns the toolkit, or None where there is none or SHARDOPT_CUDA=0."""
+    def find(cls) -> "tuple[CudaToolkit | None, str]":
+        """Returns the toolkit to build with, or None; and why the default is None, empty where the user chose it."""
         wanted = os.environ.get("SHARDOPT_CUDA")
         if wanted not in (None, "0", "1"):
             sys.exit(f"SHARDOPT_CUDA: got {wanted!r}, expected 0 or 1")
         if wanted == "0":
-            return None
+            return None, ""
+        if wanted is None and not nvidia_smi("-L").startswith("GPU "):
+            return None, "nvidia-smi lists no GPU"
         toolkit, problem = cls._search()
         if toolkit is None and wanted == "1":
-            sys.exit(f"SHARDOPT_CUDA=1, but {problem}; set CUDA_HOME or put nvcc on PATH")
-        return toolkit
+            sys.exit(f"SHARDOPT_CUDA=1, but {problem}; set CUDA_HOME or put nvcc on PATH, or SHARDOPT_CUDA=0")
+        return toolkit, problem
 
     @classmethod
     def _search(cls) -> "tuple[CudaToolkit | None, str]":
@@ -203,6 +219,11 @@ class BuildExtension(build_ext):
 
         if toolkit is not None:
             toolkit.warn_of_another_major()
+        elif left_out:
+            say(
+                f"shardopt: the CUDA kernels are left out, as {left_out}; to get them, put nvcc on PATH and run "
+                "SHARDOPT_CUDA=1 pip install ."
+            )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = [pool.submit(compile_cuda, source) for source in (CUDA_SOURCES if toolkit else [])]
             compiled += [pool.submit(compile_cpu, source) for source in cpu_sources()]
@@ -219,7 +240,7 @@ class BuildExtension(build_ext):
         )
 
 
-toolkit = CudaToolkit.find()
+toolkit, left_out = CudaToolkit.find()
 extension = Extension(
     "shardopt._C",
     [],

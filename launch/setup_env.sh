@@ -64,6 +64,11 @@ sys.exit(not os.path.isfile(header))' ||
         die "Python.h not found; install Python's headers (Debian and Ubuntu: apt install python3-dev)"
 }
 
+# Whether setup.py finds nvcc.
+has_nvcc() {
+    if [ -n "${CUDA_HOME:-}" ]; then [ -x "$CUDA_HOME/bin/nvcc" ]; else command -v nvcc >/dev/null; fi
+}
+
 install_torch() {
     if "$venv/bin/python" -c "import sys, importlib.metadata as m
 sys.exit(m.version('torch').split('+')[0] != '$torch')" 2>/dev/null; then return; fi
@@ -105,8 +110,11 @@ once() {
 
 setup_env() {
     local extra=$1 requirements="$venv/requirements.txt"
-    # Without a GPU the PTX of one architecture is enough to see that the CUDA kernels compile.
-    if ! nvidia-smi -L >/dev/null 2>&1; then export SHARDOPT_CUDA_ARCHS=${SHARDOPT_CUDA_ARCHS:-90-virtual}; fi
+    # Without a GPU the PTX of one architecture is enough to see that the CUDA kernels compile, and tests/ptx runs it.
+    if ! nvidia-smi -L >/dev/null 2>&1; then
+        export SHARDOPT_CUDA_ARCHS=${SHARDOPT_CUDA_ARCHS:-90-virtual}
+        if has_nvcc; then export SHARDOPT_CUDA=${SHARDOPT_CUDA:-1}; fi
+    fi
     local sources=(setup.py pyproject.toml MANIFEST.in README.md csrc shardopt "$requirements")
     make_venv
     sed "s/^torch==.*/torch==$torch/" "$pins" >"$requirements"

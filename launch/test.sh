@@ -33,7 +33,7 @@ done
 # Leaves the kernels' PTX as text in nvcc's objects, where tests/ptx finds it.
 export NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:+$NVCC_APPEND_FLAGS }--no-compress"
 setup_env test
-if ! command -v nvcc >/dev/null && [ ! -x "${CUDA_HOME:-}/bin/nvcc" ]; then
+if ! has_nvcc; then
     echo "no nvcc: the CUDA kernels' PTX is not tested (tests/ptx), their source is"
 fi
 unclean=

@@ -172,12 +172,16 @@ def _of_cpu(facts: Facts) -> list[Finding]:
 
 
 def _of_cuda(facts: Facts) -> list[Finding]:
+    kernels = Finding("CUDA kernels are in this build")
+    if not facts.with_cuda:
+        remedy = "to get them, put nvcc on PATH and run SHARDOPT_CUDA=1 pip install --force-reinstall ."
+        kernels = Finding("CUDA kernels are left out of this build", remedy, is_fault=bool(facts.torch_gpus))
     if facts.driver is None:
-        text = f"no NVIDIA driver; CUDA kernels are {'' if facts.with_cuda else 'not '}in this build"
-        return [Finding(text)]
-    found = [Finding(f"NVIDIA driver for CUDA {_dotted(facts.driver)}, {facts.driver_gpus} GPUs")]
+        return [Finding("no NVIDIA driver"), kernels]
+    found = [Finding(f"NVIDIA driver for CUDA {_dotted(facts.driver)}, {facts.driver_gpus} GPUs"), kernels]
     if facts.driver_gpus == 0:
-        return [Finding(found[0].text, "check nvidia-smi and CUDA_VISIBLE_DEVICES if this machine should have a GPU")]
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES if this machine should have a GPU"
+        return [found[0]._replace(remedy=remedy), kernels]
     if facts.torch_cuda is None:
         remedy = "install PyTorch for CUDA to use the GPUs: https://pytorch.org/get-started/locally"
         found.append(Finding("PyTorch has no CUDA, though there are GPUs", remedy))
@@ -189,9 +193,7 @@ def _of_cuda(facts: Facts) -> list[Finding]:
             remedy = "run python -c 'import torch; torch.zeros(1, device=\"cuda\")', which names the reason"
         found.append(_fault(f"PyTorch for CUDA {facts.torch_cuda} sees no GPU", remedy))
     if not facts.with_cuda:
-        again = "install shardopt again with nvcc on PATH and SHARDOPT_CUDA=1"
-        unusable = bool(facts.torch_gpus)
-        return [*found, Finding("CUDA kernels are not in this build, though there are GPUs", again, unusable)]
+        return found
     if facts.kernel_gpus < len(facts.torch_gpus):
         remedy = (
             f"this build is of a newer CUDA than the driver: build with CUDA {facts.driver[0]} or older, or update "

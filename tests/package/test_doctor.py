@@ -74,6 +74,8 @@ def test_a_fault_has_a_remedy(changes: dict[str, Any], remedy: str) -> None:
         ({"targets": ("portable",), "target": "portable"}, "AVX2 or NEON"),
         ({"driver_gpus": 0, "torch_gpus": (), "gpu_steps": (), "kernel_gpus": 0}, "CUDA_VISIBLE_DEVICES"),
         ({"torch_cuda": None, "torch_gpus": (), "gpu_steps": (), "kernel_gpus": 0}, "install PyTorch for CUDA"),
+        ({"with_cuda": False, "driver": None, "torch_gpus": (), "gpu_steps": ()}, "run SHARDOPT_CUDA=1 pip install"),
+        ({"with_cuda": False, "driver_gpus": 0, "torch_gpus": (), "gpu_steps": ()}, "run SHARDOPT_CUDA=1 pip install"),
         ({"packages": {"peft": "0.9"}}, "tried from 0.21 on"),
     ],
 )

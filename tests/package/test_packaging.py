@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,67 @@ def test_pytest_in_a_source_tree_that_is_not_built_says_so_once(tmp_path: Path) 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 4
     assert (done.stdout + done.stderr).count("is not built for") == 1
+
+
+def script(path: Path, *lines: str) -> None:
+    path.write_text("\n".join(("#!/bin/sh", *lines, "")))
+    path.chmod(0o755)
+
+
+def cuda_build(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, nvcc: bool, wanted: str | None) -> object:
+    """Which kernels setup.py decides on where PATH has a stand-in for nvidia-smi, and for nvcc.
+
+    Returns:
+        ``True`` for CUDA kernels, else the reason that the build prints; empty if it prints none.
+    """
+    (folder / "bin").mkdir()
+    (folder / "lib64").mkdir()
+    (folder / "lib64/libcudart_static.a").touch()
+    script(folder / "bin/nvidia-smi", "echo 'GPU 0: a GPU'" if gpu else "exit 9")
+    if nvcc:
+        script(folder / "bin/nvcc")
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("SHARDOPT_CUDA", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("SHARDOPT_CUDA", wanted)
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    decided = runpy.run_path(str(ROOT / "setup.py"))
+    return True if decided["toolkit"] is not None else decided["left_out"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nvcc", "wanted", "built"),
+    [
+        (True, True, None, True),
+        (False, True, None, "nvidia-smi lists no GPU"),
+        (True, False, None, "no nvcc was found"),
+        (False, True, "1", True),
+        (True, True, "0", ""),
+    ],
+)
+def test_cuda_kernels_by_default_where_a_gpu_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, nvcc: bool, wanted: str | None, built: object
+) -> None:
+    assert cuda_build(tmp_path, monkeypatch, gpu=gpu, nvcc=nvcc, wanted=wanted) == built
+
+
+def test_cuda_kernels_that_cannot_be_built_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="SHARDOPT_CUDA=1, but no nvcc was found; set CUDA_HOME"):
+        cuda_build(tmp_path, monkeypatch, gpu=True, nvcc=False, wanted="1")
+
+
+@pytest.mark.parametrize("nvcc", [True, False])
+def test_the_tests_environment_has_cuda_kernels_where_nvcc_is(tmp_path: Path, nvcc: bool) -> None:
+    """Their PTX is tested without a GPU, too."""
+    script(tmp_path / "nvidia-smi", "exit 9")
+    if nvcc:
+        script(tmp_path / "nvcc")
+    # Stops where setup_env has set its variables: make_venv is what it calls next.
+    program = 'make_venv() { echo "${SHARDOPT_CUDA:-}" "$SHARDOPT_CUDA_ARCHS"; exit; }; setup_env test'
+    command = ["/bin/bash", "-c", f"PATH={tmp_path}:/usr/bin:/bin; . launch/setup_env.sh; PATH={tmp_path}; {program}"]
+    done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{1 if nvcc else ''} 90-virtual\n"
 
 
 @pytest.mark.slow
