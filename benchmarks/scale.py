@@ -42,7 +42,7 @@ from shardopt.checkpoint.table import encoded
 from shardopt.layout import FlatShard
 from shardopt.layout import Shard as ShardOf
 from shardopt.sharding.dtensor import DTensorShard
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 
 SHARDINGS = ("fsdp2", "hsdp", "fsdp2+tp", "fsdp1", "zero3")
 META = torch.device("meta")
@@ -177,7 +177,7 @@ def tensors(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -
     for parameter, shard in shards(parameters, sharding, ranks, rank):
         local = torch.empty(shard.local_shape, dtype=torch.bfloat16, device=META)
         found[model_key(parameter.name)] = parameter_chunks(shard, local)
-        spec = SliceState.of(shard, torch.bfloat16, group, moments)
+        spec = SliceSpec.of(shard, torch.bfloat16, group, moments)
         for entry, chunks in state_chunks(spec, spec.new(META)).items():
             found[state_key(parameter.name, entry)] = chunks
     return found

@@ -67,7 +67,7 @@ py::dict describe_codecs(generic::List<Codec...>) {
 // CpuStep with its tables.
 class CpuStepOfTables {
  public:
-  CpuStepOfTables(Table<TensorEntry> entries, Table<uint64_t> steps, Table<uint64_t> tables)
+  CpuStepOfTables(Table<KernelRow> entries, Table<uint64_t> steps, Table<uint64_t> tables)
       : entries_(std::move(entries)),
         steps_(std::move(steps)),
         tables_(std::move(tables)),
@@ -99,7 +99,7 @@ class CpuStepOfTables {
     for (py::ssize_t i = 0; i < steps_.size(); ++i) *reinterpret_cast<float*>(steps[i]) += 1.0f;
   }
 
-  const Table<TensorEntry> entries_;
+  const Table<KernelRow> entries_;
   const Table<uint64_t> steps_, tables_;
   std::optional<py::array> groups_;
   CpuStep step_;
@@ -126,11 +126,11 @@ void bind_cuda(py::module_& m);  // bindings_cuda.cpp
 PYBIND11_MODULE(_C, m) {
   using namespace shardopt;
   m.doc() = "The compiled step of shardopt.";
-  PYBIND11_NUMPY_DTYPE(TensorEntry, param, gradient, step, low_bits, codes, scales, extremes, sums, numel, rows, cols,
+  PYBIND11_NUMPY_DTYPE(KernelRow, param, gradient, step, low_bits, codes, scales, extremes, sums, numel, rows, cols,
                        row_stride, scales_row_stride, first_element, global_row_numel, noise_key, block_size,
                        weight_format, gradient_dtype, codec, group, cut);
   PYBIND11_NUMPY_DTYPE(GroupEntry, hyper, lr, gradient_scale, rule, nonfinite);
-  m.attr("tensor_entry") = py::dtype::of<TensorEntry>();
+  m.attr("tensor_entry") = py::dtype::of<KernelRow>();
   m.attr("group_entry") = py::dtype::of<GroupEntry>();
   m.attr("rules") = describe_rules(generic::Rules{});
   m.attr("codecs") = describe_codecs(generic::Codecs{});
@@ -147,8 +147,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "norm",
       [](const py::array& entries, NormPass pass, float factor, int threads, const std::string& target) {
-        if (!is_column<TensorEntry>(entries)) throw py::type_error("got entries of another dtype than tensor_entry");
-        const NormCall call{static_cast<const TensorEntry*>(entries.data()), entries.size(), pass};
+        if (!is_column<KernelRow>(entries)) throw py::type_error("got entries of another dtype than tensor_entry");
+        const NormCall call{static_cast<const KernelRow*>(entries.data()), entries.size(), pass};
         const py::gil_scoped_release release;
         norm_cpu(call, factor, threads, target);
       },
@@ -185,7 +185,7 @@ PYBIND11_MODULE(_C, m) {
   py::enum_<NonFinite>(m, "NonFinite").value("skip", NonFinite::kSkip).value("propagate", NonFinite::kPropagate);
   m.def("cpu_targets", &cpu_targets, "The instruction sets that this machine runs, best first.");
   py::class_<CpuStepOfTables>(m, "CpuStep", "Steps of the same entries on the CPU.")
-      .def(py::init<Table<TensorEntry>, Table<uint64_t>, Table<uint64_t>>(), py::arg("entries").noconvert(),
+      .def(py::init<Table<KernelRow>, Table<uint64_t>, Table<uint64_t>>(), py::arg("entries").noconvert(),
            py::arg("steps"), py::arg("tables"))
       .def("prepare", &CpuStepOfTables::prepare, py::arg("groups"), py::arg("threads"), py::arg("target"),
            "Takes the param groups of the next step, and on how many threads and with which kernels it runs.")

@@ -27,7 +27,7 @@ T* pointer(uint64_t address) {
 
 using Batch = std::tuple<int, int, int, int64_t, int64_t, int64_t>;  // CudaBatch
 
-py::tuple make_tasks(const Table<TensorEntry>& entries, const Table<GroupEntry>& groups, bool aligned) {
+py::tuple make_tasks(const Table<KernelRow>& entries, const Table<GroupEntry>& groups, bool aligned) {
   check_cut_blocks(entries.data(), entries.size());
   const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data(), aligned);
   py::list batches;
@@ -42,7 +42,7 @@ void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t gro
                   const std::vector<Batch>& batches, uint64_t stream) {
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
-  const CudaCall call{pointer<TensorEntry>(entries),
+  const CudaCall call{pointer<KernelRow>(entries),
                       pointer<GroupEntry>(groups),
                       pointer<CudaTask>(tasks),
                       pointer<float* const>(steps),
@@ -103,7 +103,7 @@ void norm_on_cuda(uint64_t entries, uint64_t tasks, int64_t task_count, NormPass
                   uint64_t stream) {
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
-  norm_cuda({pointer<TensorEntry>(entries), task_count, pass}, pointer<NormTask>(tasks), task_count,
+  norm_cuda({pointer<KernelRow>(entries), task_count, pass}, pointer<NormTask>(tasks), task_count,
             pointer<float>(factor), pointer<void>(stream));
 }
 

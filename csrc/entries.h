@@ -11,9 +11,9 @@ namespace shardopt {
 
 // A cut block has one set of scales and extremes per row: columns of a second block would be taken for it, and what
 // belongs to them read and written beyond its end.
-inline void check_cut_blocks(const TensorEntry* entries, int64_t count) {
+inline void check_cut_blocks(const KernelRow* entries, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    const TensorEntry& entry = entries[i];
+    const KernelRow& entry = entries[i];
     if (!entry.cut || entry.cols == 0) continue;
     const int64_t first = entry.first_element % std::max<int64_t>(entry.global_row_numel, 1);
     if (first / entry.block_size != (first + entry.cols - 1) / entry.block_size) {

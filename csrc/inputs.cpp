@@ -277,20 +277,20 @@ bool Inputs::options_changed(const py::object& param_groups) {
 }
 
 bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& elements) const {
-  if (!is_column<TensorEntry>(rows) || !is_column<int64_t>(tensors) || !is_column<int64_t>(elements))
+  if (!is_column<KernelRow>(rows) || !is_column<int64_t>(tensors) || !is_column<int64_t>(elements))
     throw py::type_error("got columns of other dtypes than the table's, or that are not contiguous");
   if (tensors.size() != rows.size() || elements.size() != rows.size())
     throw std::invalid_argument("got columns of other lengths than the table");
   const auto* tensor = static_cast<const int64_t*>(tensors.data());
   const auto* element = static_cast<const int64_t*>(elements.data());
-  auto* entries = static_cast<TensorEntry*>(rows.mutable_data());
+  auto* entries = static_cast<KernelRow*>(rows.mutable_data());
   bool changed = false;
   for (py::ssize_t i = 0; i < rows.size(); ++i) {
     const Input& input = inputs_.at(tensor[i]);
     const uint8_t dtype = input.gradient.format.dtype;
     const int64_t bytes = dtype == static_cast<uint8_t>(DType::kFloat32) ? 4 : 2;
     const uint64_t address = input.gradient.address + element[i] * bytes;
-    TensorEntry& entry = entries[i];
+    KernelRow& entry = entries[i];
     if (entry.gradient == address && entry.gradient_dtype == dtype) continue;
     entry.gradient = address;
     entry.gradient_dtype = dtype;

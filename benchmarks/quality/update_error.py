@@ -41,7 +41,7 @@ from shardopt.checkpoint.summary import summarize
 from shardopt.checkpoint.wording import line, named
 from shardopt.codec import CODECS, Moment, Rounded
 from shardopt.layout import Shard
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.wrapper import entries as of_entries
 from shardopt.wrapper.coding import coded_names
 from shardopt.wrapper.entries import Entries
@@ -149,10 +149,10 @@ def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dic
 
 def _form_of_quantize_state(
     shape: tuple[int, ...], entries: Mapping[str, LazyTensor], quantized: Sequence[str], options: Mapping[str, Any]
-) -> SliceState:
+) -> SliceSpec:
     own = Entries({}, options[UNSIGNED], ())
     coding = own.with_options({"codec": codec_name(options["codec"]), "block_size": options["block_size"]})
-    form = SliceState.of(Shard(shape, shape), torch.float32, coding, tuple(map(own.moment, quantized)))
+    form = SliceSpec.of(Shard(shape, shape), torch.float32, coding, tuple(map(own.moment, quantized)))
     for key, entry in form.moment_entries.items():
         found = entries[key]
         if (found.dtype, found.shape) != (entry.dtype, entry.shape):
@@ -202,13 +202,13 @@ class _Update:
         eps: added to the root.
     """
 
-    form: SliceState
+    form: SliceSpec
     along: Moment
     divisor: Moment | None
     eps: float
 
     @classmethod
-    def of(cls, form: SliceState, options: dict[str, Any]) -> _Update:
+    def of(cls, form: SliceSpec, options: dict[str, Any]) -> _Update:
         """The update of a state, with the options of its param group."""
         by_name = {moment.name: moment for moment in form.moments}
         along = next((by_name[name] for name in _DIVIDED if name in by_name), None)

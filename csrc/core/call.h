@@ -52,7 +52,7 @@ struct Extremes {
 
 // A rectangle of one parameter's local shard: either whole blocks only, or (`cut`) one cut block per row. Pointers are
 // addresses of the rectangle's first element, scale or extreme; moments in the order in which the rule declares them.
-struct TensorEntry {
+struct KernelRow {
   uint64_t param;
   uint64_t gradient;
   uint64_t step;      // float32 scalar, already counted up

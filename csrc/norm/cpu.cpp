@@ -78,7 +78,7 @@ void run_tasks(void* context, int) {
     // Gradients are multiplied from the last one on: the norm's pass has left that in the cache.
     const int64_t task = work.call.pass == NormPass::kScale ? ends.back() - 1 - next : next;
     const auto i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
-    const TensorEntry& entry = work.call.entries[i];
+    const KernelRow& entry = work.call.entries[i];
     const auto dtype = static_cast<DType>(entry.gradient_dtype);
     const int64_t begin = (task - (i == 0 ? 0 : ends[i - 1])) * kTask, n = std::min(entry.cols - begin, kTask);
     char* const gradient = reinterpret_cast<char*>(entry.gradient) + begin * (dtype == DType::kFloat32 ? 4 : 2);

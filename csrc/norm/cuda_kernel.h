@@ -11,11 +11,11 @@ constexpr int kNormThreads = 128;
 
 template <NormPass kPass>
 __global__ void __launch_bounds__(kNormThreads)
-    pass_over(const TensorEntry* entries, const NormTask* tasks, int64_t task_count, const float* factor) {
+    pass_over(const KernelRow* entries, const NormTask* tasks, int64_t task_count, const float* factor) {
   const int64_t warp = blockIdx.x * int64_t{kNormThreads / kWarp} + threadIdx.x / kWarp;
   if (warp >= task_count) return;
   const NormTask task = tasks[warp];
-  const TensorEntry& entry = entries[task.entry];
+  const KernelRow& entry = entries[task.entry];
   const Streams streams(entry);
   const int64_t left = entry.cols - task.first, end = task.first + (left < kNormTask ? left : kNormTask);
   const bool is_aligned = streams.gradient % 16 == 0;  // and so are tasks and lanes
@@ -50,7 +50,7 @@ __global__ void clip_by(const int64_t* words, bool is_magnitude, float max_norm,
   clip[1] = found.coefficient;
 }
 
-using NormKernel = void (*)(const TensorEntry*, const NormTask*, int64_t, const float*);
+using NormKernel = void (*)(const KernelRow*, const NormTask*, int64_t, const float*);
 
 inline NormKernel kernel_of(NormPass pass) {
   return pass == NormPass::kSquares   ? pass_over<NormPass::kSquares>

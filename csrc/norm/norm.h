@@ -14,7 +14,7 @@ enum class NormPass : int32_t {
 // Of an entry are used: gradient and gradient_dtype; cols, the number of elements; sums, where the result goes, which
 // entries share.
 struct NormCall {
-  const TensorEntry* entries;
+  const KernelRow* entries;
   int64_t count;
   NormPass pass;
 };

@@ -29,7 +29,7 @@ KernelOf kernels_of(const std::string& target) {
 }
 
 // Small tensors lie anywhere: the processor does not see them coming.
-void fetch(const TensorEntry& entry) {
+void fetch(const KernelRow& entry) {
   const auto one = [](uint64_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address), 1); };
   one(entry.param);
   one(entry.gradient);
@@ -63,7 +63,7 @@ struct CpuStep::Work {
   std::atomic<int64_t> nonfinite{0};
 };
 
-CpuStep::CpuStep(const TensorEntry* entries, int64_t count) : entries_(entries), count_(count) {}
+CpuStep::CpuStep(const KernelRow* entries, int64_t count) : entries_(entries), count_(count) {}
 
 void CpuStep::deal_out(int threads) {
   int64_t elements = 0;
@@ -72,7 +72,7 @@ void CpuStep::deal_out(int threads) {
   const auto workers = static_cast<size_t>(std::max<int64_t>(useful, 1));
   const int64_t task_elements = std::min(kTaskElements, elements / (4 * static_cast<int64_t>(workers)) + 1);
   tasks_.clear();
-  for (const TensorEntry* entry = entries_; entry < entries_ + count_; ++entry) {
+  for (const KernelRow* entry = entries_; entry < entries_ + count_; ++entry) {
     const int64_t blocks = entry->rows * ((entry->cols + entry->block_size - 1) / entry->block_size);
     const int64_t blocks_per_task = std::max<int64_t>(1, task_elements / entry->block_size);
     for (int64_t begin = 0; begin < blocks; begin += blocks_per_task) {

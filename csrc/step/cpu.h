@@ -18,7 +18,7 @@ using KernelOf = CpuKernel (*)(int codec, int rule);
 class CpuStep {
  public:
   // The entries stay the caller's; their sizes must not change.
-  CpuStep(const TensorEntry* entries, int64_t count);
+  CpuStep(const KernelRow* entries, int64_t count);
 
   // Has the steps that follow run on at most `threads` threads with a target's kernels. Their results depend on
   // neither.
@@ -29,7 +29,7 @@ class CpuStep {
 
  private:
   struct Task {
-    const TensorEntry* entry;
+    const KernelRow* entry;
     int64_t begin, end;  // blocks
   };
   // The tasks that one thread begins with: neighbours, and the same ones in every step, so that memory stays near it.
@@ -42,7 +42,7 @@ class CpuStep {
   void deal_out(int threads);
   static void run_tasks(void* work, int worker);
 
-  const TensorEntry* const entries_;
+  const KernelRow* const entries_;
   const int64_t count_;
   int threads_ = 0;
   std::vector<Task> tasks_;

@@ -48,7 +48,7 @@ class BlockStepper {
   };
 
  public:
-  BlockStepper(const CpuCall& call, const TensorEntry& entry)
+  BlockStepper(const CpuCall& call, const KernelRow& entry)
       : entry_(entry),
         propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
         rule_(rule_of<Rule>(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
@@ -383,7 +383,7 @@ class BlockStepper {
   // For the coder of a moment that the rule does not keep, or of a codec without blocks.
   static constexpr float kNoScales[2] = {};
 
-  const TensorEntry& entry_;
+  const KernelRow& entry_;
   const bool propagates_;
   const Rule rule_;
   const float gradient_scale_;

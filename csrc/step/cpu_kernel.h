@@ -11,7 +11,7 @@ SHARDOPT_BEGIN_NAMESPACE
 
 // Calls step(block) for blocks [begin, end) of an entry, counted along its rows.
 template <class Rule, class Codec, class Format, class Step>
-SHARDOPT_HD void each_block(const TensorEntry& entry, int64_t begin, int64_t end, Step step) {
+SHARDOPT_HD void each_block(const KernelRow& entry, int64_t begin, int64_t end, Step step) {
   using Code = typename Codec::Code;
   constexpr int kMoments = Rule::Kept::kCount;
   const Format format(entry);
@@ -37,7 +37,7 @@ SHARDOPT_HD void each_block(const TensorEntry& entry, int64_t begin, int64_t end
 
 // Blocks of any size, one after the other.
 template <class Rule, class Codec, class Format, int kPack>
-int64_t step_each(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+int64_t step_each(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
   BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, entry);
   int64_t nonfinite = 0;
   each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) { nonfinite += stepper.add(block); });
@@ -47,7 +47,7 @@ int64_t step_each(const CpuCall& call, const TensorEntry& entry, int64_t begin, 
 // Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements;
 // where memory is masked, the usual codecs' longer ones by packs, too.
 template <class Rule, class Codec, class Format>
-int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+int64_t step_blocks_of_128(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
   constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
   const auto rest_of_row = static_cast<int>(entry.cols % kWhole);
   BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, entry);
@@ -70,7 +70,7 @@ int64_t step_blocks_of_128(const CpuCall& call, const TensorEntry& entry, int64_
 
 // The kernel of an entry in these formats, which are known when compiling; nullptr for another entry.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-CpuKernel kernel_of_format(const TensorEntry& entry) {
+CpuKernel kernel_of_format(const KernelRow& entry) {
   const bool is_it =
       entry.weight_format == static_cast<int32_t>(kWeight) && entry.gradient_dtype == static_cast<int32_t>(kGradient);
   if (!is_it) return nullptr;
@@ -84,7 +84,7 @@ CpuKernel kernel_of_format(const TensorEntry& entry) {
 
 // Steps blocks in a usual format by a kernel in which rule, codec and format are compiled together, others run by run.
 template <class Rule, class Codec>
-int64_t step_usual(const CpuCall& call, const TensorEntry& entry, int64_t begin, int64_t end) {
+int64_t step_usual(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
   CpuKernel kernel = nullptr;
   // Codecs without blocks fill rows up to packs: shorter rows are better stepped as runs.
   const bool fits = Codec::Signed::kScales > 0 ? entry.block_size == 128 : entry.cols >= SHARDOPT_PACK * kLanes;

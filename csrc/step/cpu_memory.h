@@ -202,7 +202,7 @@ struct Weights {
 };
 
 // The random bits of what begins at a column of a row.
-SHARDOPT_HD Noise noise_at(const TensorEntry& entry, int64_t row, int64_t col) {
+SHARDOPT_HD Noise noise_at(const KernelRow& entry, int64_t row, int64_t col) {
   const float step = *reinterpret_cast<const float*>(entry.step);
   return Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col);
 }
@@ -211,11 +211,11 @@ SHARDOPT_HD Noise noise_at(const TensorEntry& entry, int64_t row, int64_t col) {
 // random.
 template <WeightFormat kWeight, DType kGradient, bool kIsRandom = false>
 struct FixedFormat {
-  SHARDOPT_HD explicit FixedFormat(const TensorEntry&) {}
+  SHARDOPT_HD explicit FixedFormat(const KernelRow&) {}
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
 
-  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
+  SHARDOPT_HD Weights weights(const KernelRow& entry, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(kWeight) * offset,
             reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset,
             kIsRandom ? noise_at(entry, row, col) : Noise{}};
@@ -226,13 +226,13 @@ struct AnyFormat {
   WeightFormat weight_format;
   DType gradient_dtype;
 
-  SHARDOPT_HD explicit AnyFormat(const TensorEntry& entry)
+  SHARDOPT_HD explicit AnyFormat(const KernelRow& entry)
       : weight_format(static_cast<WeightFormat>(entry.weight_format)),
         gradient_dtype(static_cast<DType>(entry.gradient_dtype)) {}
   WeightFormat weight() const { return weight_format; }
   DType gradient() const { return gradient_dtype; }
 
-  SHARDOPT_HD Weights weights(const TensorEntry& entry, int64_t row, int64_t col, int64_t offset) const {
+  SHARDOPT_HD Weights weights(const KernelRow& entry, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
             reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset, noise_at(entry, row, col)};
   }

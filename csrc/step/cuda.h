@@ -21,7 +21,7 @@ struct CudaTask {
 
 // Everything that a call points to is in device memory.
 struct CudaCall {
-  TensorEntry* entries;  // prepare_cuda puts the gradients' addresses in
+  KernelRow* entries;  // prepare_cuda puts the gradients' addresses in
   const GroupEntry* groups;
   const CudaTask* tasks;
   float* const* steps;
@@ -69,7 +69,7 @@ struct CudaTasks {
   std::vector<CudaBatch> batches;
 };
 // aligned: whether blocks that have kernels of their own go to these.
-CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups, bool aligned);
+CudaTasks make_cuda_tasks(const KernelRow* entries, int64_t entry_count, const GroupEntry* groups, bool aligned);
 
 // As many addresses as go with a kernel's launch: in 4 KiB beside the call itself.
 constexpr int kLaunchedGradients = 448;

@@ -69,7 +69,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   using Ring = Stage[kStages];
   static_assert(kAlignedWarps * sizeof(Ring) + sizeof(Table) <= kSharedBytes, "too much shared memory");
 
-  SHARDOPT_DEVICE AlignedStepper(const TensorEntry& entry, const Prepared<Rule>& prepared, const Table& table,
+  SHARDOPT_DEVICE AlignedStepper(const KernelRow& entry, const Prepared<Rule>& prepared, const Table& table,
                                  int64_t first_block, Ring& ring)
       : Arithmetic(prepared, table), lane_(static_cast<int>(threadIdx.x) % kWarp) {
     const int64_t block = first_block + lane_ / kBlockLanes;
@@ -87,7 +87,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   }
 
   // Whether an entry's addresses are as they have to be.
-  SHARDOPT_DEVICE static bool is_aligned(const TensorEntry& entry) {
+  SHARDOPT_DEVICE static bool is_aligned(const KernelRow& entry) {
     uint64_t codes = 0;
     for (int k = 0; k < kMoments; ++k) codes |= entry.codes[k];
     bool aligned = (entry.param | entry.gradient | entry.low_bits) % 16 == 0 && codes % 8 == 0;

@@ -23,7 +23,7 @@ struct RowShape {
   int rows;    // of a chunk; 0 if a chunk is part of a row
   int long_blocks = 0;
 
-  SHARDOPT_HD explicit RowShape(const TensorEntry& entry)
+  SHARDOPT_HD explicit RowShape(const KernelRow& entry)
       : blocks(static_cast<int>((entry.cols + kAlignedBlock - 1) / kAlignedBlock)), rows(0) {
     if (entry.cols > kChunkElements) return;
     const int cols = static_cast<int>(entry.cols);
@@ -55,7 +55,7 @@ class ChunkWalk {
  public:
   int blocks_left;
 
-  SHARDOPT_HD ChunkWalk(const TensorEntry& entry, const CudaTask& task)
+  SHARDOPT_HD ChunkWalk(const KernelRow& entry, const CudaTask& task)
       : blocks_left(task.blocks),
         entry_(entry),
         shape_(entry),
@@ -94,7 +94,7 @@ class ChunkWalk {
   }
 
  private:
-  const TensorEntry& entry_;
+  const KernelRow& entry_;
   const RowShape shape_;
   int64_t row_;
   int block_;  // in the row

@@ -28,7 +28,7 @@ SHARDOPT_DEVICE void count_skipped(const CudaCall& call, int skipped) {
 
 // Functions of their own, so that no codec takes registers from another, nor the rare kind of block from the usual one.
 template <class Rule, class Codec, bool kOnce>
-__device__ __noinline__ int step_task(const CudaTask task, const TensorEntry& entry, const Prepared<Rule>& prepared,
+__device__ __noinline__ int step_task(const CudaTask task, const KernelRow& entry, const Prepared<Rule>& prepared,
                                       const float* table, Phase phase) {
   return WarpStepper<Rule, Codec>(entry, prepared, table, phase).template step<kOnce>(task);
 }
@@ -39,7 +39,7 @@ template <class Rule, class Codec>
 constexpr bool kReadsOnce = is_usual<Rule, Codec>() && (Codec::Signed::kScales > 0);
 
 template <class Rule, class... Codec>
-SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const TensorEntry& entry, List<Codec...>) {
+SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const KernelRow& entry, List<Codec...>) {
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
   const float* table = call.tables[entry.codec];
   const bool once = entry.block_size <= kChunk && !entry.cut;
@@ -54,13 +54,13 @@ SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const 
 }
 
 template <class Rule, class Codec>
-__device__ __noinline__ void add_task_to_sums(const CudaTask task, const TensorEntry& entry,
+__device__ __noinline__ void add_task_to_sums(const CudaTask task, const KernelRow& entry,
                                               const Prepared<Rule>& prepared, const float* table) {
   WarpStepper<Rule, Codec>(entry, prepared, table, Phase::kSums).add_to_sums(task);
 }
 
 template <class Rule, class... Codec>
-SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task, const TensorEntry& entry,
+SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task, const KernelRow& entry,
                                       List<Codec...>) {
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
   ((entry.codec == kCodecIndex<Codec> ? add_task_to_sums<Rule, Codec>(task, entry, prepared, call.tables[entry.codec])
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kResident) step_tasks(CudaCall call,
   const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (i >= batch.end || is_off(call)) return;
   const CudaTask task = call.tasks[i];
-  const TensorEntry& entry = call.entries[task.entry];
+  const KernelRow& entry = call.entries[task.entry];
   if (call.phase == Phase::kSums) {
     if constexpr (kSumsOf<Rule> > 0) {
       if (entry.sums) add_task_to_sums<Rule>(call, task, entry, CodecsOf<Rule>{});
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, kResident) step_tasks(CudaCall call,
 template <class Rule, class Codec, class Stepper>
 SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, const typename Stepper::Table& table,
                                  typename Stepper::Ring& ring) {
-  const TensorEntry& entry = call.entries[task.entry];
+  const KernelRow& entry = call.entries[task.entry];
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
   const int turns = Stepper::is_aligned(entry) ? task.blocks / kTurnBlocks : 0;
   static_assert(kMaxTaskBlocks <= 32 * kTurnBlocks, "a bit per turn");
@@ -120,7 +120,7 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
 template <class Rule, class Codec, class Stepper>
 SHARDOPT_DEVICE int step_staged(const CudaCall& call, const CudaTask& task, const typename Stepper::Table& table,
                                 typename Stepper::Stage& stage) {
-  const TensorEntry& entry = call.entries[task.entry];
+  const KernelRow& entry = call.entries[task.entry];
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
   Stepper stepper(entry, prepared, table, stage);
   uint32_t left = 0;  // chunks that were not taken

@@ -113,12 +113,12 @@ SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
 
 // Fields of an entry that every turn needs; the rest is seldom used, and read when it is.
 struct Streams {
-  const TensorEntry& entry;
+  const KernelRow& entry;
   uint64_t param, gradient;
   WeightFormat weight_format;
   DType gradient_dtype;
 
-  SHARDOPT_DEVICE explicit Streams(const TensorEntry& from)
+  SHARDOPT_DEVICE explicit Streams(const KernelRow& from)
       : entry(from),
         param(entry.param),
         gradient(entry.gradient),
@@ -212,7 +212,7 @@ SHARDOPT_DEVICE void load_weights(float (&to)[kLane], const Streams& streams, co
 
 // Random bits for the lane's elements. `row`, `col`: of the first one in the entry. The bits depend on the element's
 // place in its block of the global parameter alone, and a lane's elements may lie in two of these.
-SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane], const TensorEntry& entry, float step, int64_t row,
+SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane], const KernelRow& entry, float step, int64_t row,
                                 int64_t col) {
   const int64_t first_col = entry.first_element % entry.global_row_numel;
   const int64_t in_row = first_col + col;

@@ -9,7 +9,7 @@ constexpr int kPrepareThreads = 256;
 
 template <class Rule>
 SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
-  const TensorEntry& entry = call.entries[i];
+  const KernelRow& entry = call.entries[i];
   const GroupEntry& group = call.groups[entry.group];
   double hyper[kMaxHyper];
   float scale = group.gradient_scale;

@@ -62,7 +62,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   using Stage = std::conditional_t<kHasLow, StageWithLow, StageWithoutLow>;
   static_assert(kAlignedWarps * sizeof(Stage) + sizeof(Table) <= kSharedBytes, "too much shared memory");
 
-  SHARDOPT_DEVICE StagedStepper(const TensorEntry& entry, const Prepared<Rule>& prepared, const Table& table,
+  SHARDOPT_DEVICE StagedStepper(const KernelRow& entry, const Prepared<Rule>& prepared, const Table& table,
                                 Stage& stage)
       : Arithmetic(prepared, table), entry_(entry), stage_(stage), lane_(static_cast<int>(threadIdx.x) % kWarp) {
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_ = Noise(entry.noise_key, prepared.step, 0);
@@ -310,7 +310,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
   }
 
-  const TensorEntry& entry_;
+  const KernelRow& entry_;
   Stage& stage_;
   const int lane_;
   High* high_;  // the chunk's first elements in the stage

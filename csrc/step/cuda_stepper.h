@@ -27,7 +27,7 @@ class WarpStepper {
   using Moment = KeptMoment<Rule, Codec, k>;
 
  public:
-  SHARDOPT_DEVICE WarpStepper(const TensorEntry& entry, const Prepared<Rule>& prepared, const float* table, Phase phase)
+  SHARDOPT_DEVICE WarpStepper(const KernelRow& entry, const Prepared<Rule>& prepared, const float* table, Phase phase)
       : entry_(entry),
         streams_(entry),
         prepared_(prepared),
@@ -374,7 +374,7 @@ class WarpStepper {
     return reinterpret_cast<Extremes*>(entry_.extremes[moment]) + scale_index_;
   }
 
-  const TensorEntry& entry_;
+  const KernelRow& entry_;
   const Streams streams_;
   const Prepared<Rule>& prepared_;
   const Rule rule_;

@@ -27,7 +27,7 @@ bool has_kernels(int rule, int codec, tasks::List<Codec...>) {
 }
 
 // The entry's format in kAlignedFormats if its blocks have kernels of their own; -1 otherwise.
-int format_of(const TensorEntry& entry, int rule) {
+int format_of(const KernelRow& entry, int rule) {
   if (entry.cut || entry.block_size != kAlignedBlock || entry.rows == 0 || entry.cols == 0) return -1;
   if (!has_kernels(rule, entry.codec, tasks::Codecs{})) return -1;
   // Short blocks that do not lie one after the other would be staged one by one.
@@ -42,7 +42,7 @@ int format_of(const TensorEntry& entry, int rule) {
 
 // Whether the entry is whole blocks, one after the other, and begins where vectors may. Addresses may change from step
 // to step: the kernels look at them again.
-bool is_aligned(const TensorEntry& entry) {
+bool is_aligned(const KernelRow& entry) {
   const bool contiguous = entry.rows == 1 || (entry.row_stride == entry.cols && entry.global_row_numel == entry.cols &&
                                               entry.scales_row_stride * kAlignedBlock == entry.cols);
   const uint64_t codes = entry.codes[0] | entry.codes[1], scales = entry.scales[0] | entry.scales[1];
@@ -51,7 +51,7 @@ bool is_aligned(const TensorEntry& entry) {
 }
 
 // Whole chunks and, where a task has room for some, whole rows.
-int64_t staged_task_blocks(const TensorEntry& entry, int64_t elements) {
+int64_t staged_task_blocks(const KernelRow& entry, int64_t elements) {
   const tasks::RowShape shape(entry);
   const int64_t chunk = shape.chunk_blocks();
   const int64_t chunk_elements = shape.rows > 0 ? shape.rows * entry.cols : chunk * kAlignedBlock;
@@ -63,14 +63,14 @@ int64_t staged_task_blocks(const TensorEntry& entry, int64_t elements) {
 
 }  // namespace
 
-CudaTasks make_cuda_tasks(const TensorEntry* entries, int64_t entry_count, const GroupEntry* groups, bool aligned) {
+CudaTasks make_cuda_tasks(const KernelRow* entries, int64_t entry_count, const GroupEntry* groups, bool aligned) {
   CudaTasks made;
   int64_t elements = 0;
   for (int64_t i = 0; i < entry_count; ++i) elements += entries[i].rows * entries[i].cols;
   const int64_t per_task = task_elements(elements);
   const auto made_count = [&] { return static_cast<int64_t>(made.tasks.size()); };
   const auto add = [&](int64_t i, bool staged) {
-    const TensorEntry& entry = entries[i];
+    const KernelRow& entry = entries[i];
     const int64_t blocks = entry.rows * ((entry.cols + entry.block_size - 1) / entry.block_size);
     const int64_t blocks_per_task =
         staged ? staged_task_blocks(entry, per_task) : std::max<int64_t>(1, per_task / entry.block_size);

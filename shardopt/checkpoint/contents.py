@@ -21,7 +21,7 @@ from shardopt.layout import FlatBuffer, FlatShard, assigned, read_model
 from shardopt.optim import ShardedOptimizer
 from shardopt.report.memory import owner_of
 from shardopt.state.flat_encoding import encode_flat, shared_blocks
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.wrapper.optimizer import QuantizedState
 
 _CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ class Content(NamedTuple):
 
     piece: Piece
     group: int | None
-    spec: SliceState | None
+    spec: SliceSpec | None
     state: Mapping[str, Tensor]
 
 
@@ -169,9 +169,9 @@ def with_common_scales(contents: Sequence[Content]) -> list[Content]:
     return common
 
 
-def _with_fragments(contents: Sequence[Content]) -> dict[int, tuple[SliceState, list[Tensor] | None]]:
+def _with_fragments(contents: Sequence[Content]) -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
     """The spec with common scales, and the moments, of parameters with a scale per fragment, by their indices."""
-    cut: dict[int, tuple[SliceState, list[Tensor] | None]] = {}
+    cut: dict[int, tuple[SliceSpec, list[Tensor] | None]] = {}
     for index, content in enumerate(contents):
         if content.spec is None or content.spec.exact_cut_blocks:
             continue

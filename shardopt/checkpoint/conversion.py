@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.contents import Content
 from shardopt.kernels.weights import StoredWeights, WeightFormat
-from shardopt.state.slice_state import LOW_BITS, SliceState
+from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
 
 class Target(NamedTuple):
@@ -24,8 +24,8 @@ class Target(NamedTuple):
 
     content: Content
     values: Tensor
-    saved: SliceState | None
-    spec: SliceState | None
+    saved: SliceSpec | None
+    spec: SliceSpec | None
     state: dict[str, Tensor]
 
     @property
@@ -80,6 +80,6 @@ class Target(NamedTuple):
         return self.saved.decode(self.state) if self.saved is not None and self.state else None
 
 
-def described(spec: SliceState) -> str:
+def described(spec: SliceSpec) -> str:
     """The codec and block size of a state, in words."""
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name

@@ -18,7 +18,7 @@ from shardopt.checkpoint.wording import few, named
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import STATE_FORMAT
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_state import TensorState
 
 _CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ class Owner:
         """Waits until the state is complete."""
         self.optimizer.synchronize()
 
-    def slices(self, param: Tensor, group: int) -> list[tuple[SliceState, dict[str, Tensor]]]:
+    def slices(self, param: Tensor, group: int) -> list[tuple[SliceSpec, dict[str, Tensor]]]:
         """Form and entries of the state of each slice of one of the optimizer's tensors: plain tensors.
 
         Raises:
@@ -115,7 +115,7 @@ class Owner:
         saved_options: Mapping[str, Any],
         stored: Mapping[str, StoredTensor],
         dtype: torch.dtype,
-    ) -> tuple[SliceState | None, SliceState]:
+    ) -> tuple[SliceSpec | None, SliceSpec]:
         """The forms of a parameter's state: in the checkpoint, None if it has none; and in the optimizer.
 
         Args:
@@ -130,12 +130,12 @@ class Owner:
             CheckpointError: the checkpoint has entries of another optimizer.
         """
         moments = self.optimizer.rule(options).moments
-        own = SliceState.of(piece.shard, piece.local.dtype, options, moments)
+        own = SliceSpec.of(piece.shard, piece.local.dtype, options, moments)
         if not stored:
             return None, own
         as_saved = {key: saved_options.get(key, options[key]) for key in STATE_FORMAT}
         # State has the same entries with repay and without. With it, some dtypes of saved weights would be refused.
-        saved = SliceState.of(piece.shard, dtype, {**options, **as_saved, "repay": False}, moments)
+        saved = SliceSpec.of(piece.shard, dtype, {**options, **as_saved, "repay": False}, moments)
         if stored.keys() != saved.entries.keys():
             raise CheckpointError(
                 f"{path}: got {few(stored)} of {named(piece.name)}, saved by {named(self._saved_by)}, expected "

@@ -27,7 +27,7 @@ from shardopt.layout import (
 )
 from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
 from shardopt.layout.partition import rectangles_of_range
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 
 
 class Piece(NamedTuple):
@@ -143,7 +143,7 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
     return Chunks(shape, local.dtype, held, placed=shard.scales_partition(grid))
 
 
-def state_chunks(spec: SliceState, state: Mapping[str, Any]) -> dict[str, Chunks]:
+def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]:
     """The state of a parameter, by the names of its entries.
 
     Args:

@@ -32,7 +32,7 @@ from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
 from shardopt.state.flat_encoding import encode_flat
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.wrapper.coding import coded_names
 
 _CPU = torch.device("cpu")
@@ -300,7 +300,7 @@ class Restoration:
             target = target._replace(state=saved.new(_CPU))
         return target
 
-    def _flat_moments(self) -> dict[int, tuple[SliceState, list[Tensor] | None]]:
+    def _flat_moments(self) -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
         """Converts weights; decodes the moments of flat shards that are encoded anew, by their indices in the targets.
 
         All ranks encode the moments of flat shards together.

@@ -31,7 +31,7 @@ from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.checkpoint.wording import named
-from shardopt.state.slice_state import LOW_BITS, SHARED_CODES
+from shardopt.state.slice_spec import LOW_BITS, SHARED_CODES
 
 _OWN_NAMES = ("step", LOW_BITS, SHARED_CODES)
 

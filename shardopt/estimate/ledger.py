@@ -28,7 +28,7 @@ from shardopt.report.memory import kind_of
 from shardopt.state import residency
 from shardopt.state.options import bytes_of
 from shardopt.state.residency import Budget, Residency
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 
 #: Optimizers by name, each with the moments that training uses.
 OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
@@ -205,7 +205,7 @@ def _add_state(report: MemoryReport, held: Held, setup: Setup, embeddings: Colle
     for shard in counts:
         own = {**group, **optimizer.options_of(shard.global_shape, is_hidden=shard.global_shape not in embeddings)}
         moments = optimizer.rule(own).moments
-        states[shard] = _StateBytes.of(SliceState.of(shard, setup.stepped_dtype, own, moments))
+        states[shard] = _StateBytes.of(SliceSpec.of(shard, setup.stepped_dtype, own, moments))
     stays = counts
     if group["offload"] is not None:
         budget = Budget(bytes_of(group["device_state_budget"]))
@@ -238,7 +238,7 @@ class _StateBytes:
     step: int
 
     @classmethod
-    def of(cls, spec: SliceState) -> _StateBytes:
+    def of(cls, spec: SliceSpec) -> _StateBytes:
         state: dict[str, Tensor] = spec.new(torch.device("meta"))
         step = state.pop("step")
         return cls(tuple((kind_of(key), value.nbytes) for key, value in state.items()), step.nbytes)

@@ -26,7 +26,7 @@ from shardopt.state.options import (
     warn_of_misspelt,
     with_defaults,
 )
-from shardopt.state.slice_state import StateDict
+from shardopt.state.slice_spec import StateDict
 
 _NUMBERS = "numbers"  # in what is pickled: those of the parameters in the model
 

@@ -21,7 +21,7 @@ from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
 from shardopt.state.flat_encoding import encode_flat_moments
 from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
-from shardopt.state.slice_state import StateDict
+from shardopt.state.slice_spec import StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 #: In the param groups of a state dict: the elements of flat shards that it belongs to; see :func:`held_elements`.

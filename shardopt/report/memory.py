@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.layout import UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.slice_state import LOW_BITS
+from shardopt.state.slice_spec import LOW_BITS
 
 
 class KeepsSums(Protocol):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardopt.layout import Exchange, FlatShard
 from shardopt.state.agreement import all_or_none, on_any_rank
-from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState, flat_slices
 
 
-def shared_blocks(spec: SliceState) -> list[int]:
+def shared_blocks(spec: SliceSpec) -> list[int]:
     """The blocks on whose scales several ranks have to agree: numbers in the grid, the same on all ranks."""
     shard = spec.shard
     if not isinstance(shard, FlatShard) or shard.exchange is None:
@@ -23,7 +23,7 @@ def shared_blocks(spec: SliceState) -> list[int]:
 
 
 def encode_flat(
-    specs: Sequence[SliceState], values: Sequence[Sequence[Tensor] | None], exchanges: Sequence[Exchange] = ()
+    specs: Sequence[SliceSpec], values: Sequence[Sequence[Tensor] | None], exchanges: Sequence[Exchange] = ()
 ) -> list[StateDict | None]:
     """The state entries for float moments under flat shards; cut blocks are put together from their owners' parts.
 
@@ -52,7 +52,7 @@ def encode_flat_moments(
         loaded: its entries, which :meth:`TensorState.check_loaded` let pass; None for a tensor without state.
         exchanges: the ranks that raise together where one of them cannot; see :func:`agreeing`.
     """
-    slices: list[SliceState] = []
+    slices: list[SliceSpec] = []
     values: list[Sequence[Tensor] | None] = []
     for spec, entries in zip(specs, loaded, strict=True):
         flat = flat_slices(spec)
@@ -75,7 +75,7 @@ def encode_flat_moments(
 
 
 def _fragments(
-    specs: Sequence[SliceState], values: Sequence[Sequence[Tensor] | None]
+    specs: Sequence[SliceSpec], values: Sequence[Sequence[Tensor] | None]
 ) -> dict[Exchange, tuple[list[tuple[int, Tensor]], Tensor]]:
     """This rank's parts of cut blocks: their slices with tensors to be filled, and all parts in one on the CPU."""
     shared: dict[Exchange, list[tuple[int, Tensor]]] = {}
@@ -96,7 +96,7 @@ def _fragments(
 
 
 def _encode_completed(
-    specs: Sequence[SliceState],
+    specs: Sequence[SliceSpec],
     values: Sequence[Sequence[Tensor] | None],
     shared: Mapping[Exchange, tuple[list[tuple[int, Tensor]], Tensor]],
 ) -> list[StateDict | None]:
@@ -111,7 +111,7 @@ def _encode_completed(
     ]
 
 
-def _copy_fragments(spec: SliceState, x: Tensor, numbers: Sequence[int], blocks: Tensor) -> None:
+def _copy_fragments(spec: SliceSpec, x: Tensor, numbers: Sequence[int], blocks: Tensor) -> None:
     """Puts this rank's elements of the blocks ``numbers`` into ``blocks``, shape ``(len(numbers), block_size)``."""
     shard, grid = spec.shard, spec.grid
     assert isinstance(shard, FlatShard)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import StoredWeights
-from shardopt.state.slice_state import LOW_BITS, StateDict
+from shardopt.state.slice_spec import LOW_BITS, StateDict
 from shardopt.state.tensor_state import TensorState
 
 

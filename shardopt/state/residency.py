@@ -23,7 +23,7 @@ from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
 from shardopt.state.host_memory import Entry, demand_memory, make_homes
 from shardopt.state.options import bytes_of
-from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
 Offload = Literal["state", "step"] | None
@@ -58,7 +58,7 @@ class Residency(NamedTuple):
         """The place of a parameter on ``device``."""
         return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
 
-    def unit_numel(self, spec: SliceState, param: Tensor) -> int:
+    def unit_numel(self, spec: SliceSpec, param: Tensor) -> int:
         """How many elements can be moved at a time."""
         if self.offload == "step":
             each = float(param.element_size() + MAX_GRADIENT_BYTES)

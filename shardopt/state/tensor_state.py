@@ -18,7 +18,7 @@ from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.state.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on
-from shardopt.state.slice_state import LOW_BITS, EntryFormat, SliceState, StateDict
+from shardopt.state.slice_spec import LOW_BITS, EntryFormat, SliceSpec, StateDict
 
 #: Entries that are not a moment's.
 _BESIDE_MOMENTS = frozenset(["step", LOW_BITS])
@@ -37,7 +37,7 @@ class Slice(NamedTuple):
         number: the parameter's index among the model's; None likewise.
     """
 
-    spec: SliceState
+    spec: SliceSpec
     offset: int = 0
     name: str | None = None
     number: int | None = None
@@ -64,7 +64,7 @@ class Part(NamedTuple):
         number: the parameter's index among the model's, where the tensor is a flat buffer.
     """
 
-    spec: SliceState
+    spec: SliceSpec
     first: int
     param: Tensor
     state: StateDict
@@ -94,11 +94,11 @@ class TensorState:
         """
         if isinstance(shard, FlatBuffer):
             slices = [
-                Slice(SliceState.of(segment.shard, dtype, group, moments), segment.offset, segment.name, segment.number)
+                Slice(SliceSpec.of(segment.shard, dtype, group, moments), segment.offset, segment.name, segment.number)
                 for segment in shard.segments
             ]
         else:
-            slices = [Slice(SliceState.of(shard, dtype, group, moments))]
+            slices = [Slice(SliceSpec.of(shard, dtype, group, moments))]
         return cls(shard, tuple(slices), moments, WeightFormat.of(dtype, group))
 
     @cached_property
@@ -174,7 +174,7 @@ class TensorState:
         return [[each.of(x) for x in local] for each in self.slices]
 
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
-        """The state entries for float moments by name, each sharded as the tensor is; see :meth:`SliceState.encode`."""
+        """The state entries for float moments by name, each sharded as the tensor is; see :meth:`SliceSpec.encode`."""
         moments = zip(self.slices, self.split_moments(values), strict=True)
         return self.join([each.spec.encode(own) for each, own in moments])
 
@@ -265,7 +265,7 @@ class TensorState:
         return state
 
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
-        """Checks the values of the state's entries; see :meth:`SliceState.check_local`."""
+        """Checks the values of the state's entries; see :meth:`SliceSpec.check_local`."""
         for each, own in zip(self.slices, self.split(state), strict=True):
             each.spec.check_local(own, name if each.name is None else f"{each.name} in {name}")
 
@@ -275,6 +275,6 @@ def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Mome
     return TensorState.of(shard_of(param), param.dtype, group, moments)
 
 
-def flat_slices(spec: TensorState) -> list[SliceState]:
+def flat_slices(spec: TensorState) -> list[SliceSpec]:
     """The slices that are flat shards: all of them or none."""
     return [each.spec for each in spec.slices if isinstance(each.spec.shard, FlatShard)]

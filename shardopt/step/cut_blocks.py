@@ -12,7 +12,7 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
 from shardopt.state.flat_encoding import shared_blocks
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 
 
@@ -29,7 +29,7 @@ class CutParameter(NamedTuple):
         others: int64, 1-D: blocks of a row of which this rank holds nothing.
     """
 
-    spec: SliceState
+    spec: SliceSpec
     exchange: Exchange
     scales: list[Tensor]
     extremes: list[Tensor]
@@ -38,7 +38,7 @@ class CutParameter(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: SliceState, covered: LocalBlocks, scales: Sequence[Tensor | None], device: torch.device
+        cls, spec: SliceSpec, covered: LocalBlocks, scales: Sequence[Tensor | None], device: torch.device
     ) -> CutParameter:
         """The tensors that ranks exchange for the cut blocks of a parameter.
 
@@ -88,7 +88,7 @@ class FlatCuts:
         device: where they live.
     """
 
-    def __init__(self, plan: Plan, parts: Sequence[tuple[int, SliceState]], device: torch.device) -> None:
+    def __init__(self, plan: Plan, parts: Sequence[tuple[int, SliceSpec]], device: torch.device) -> None:
         self._numbers: dict[Shard, dict[int, int]] = {}  # per part, the blocks' places in its row of the buffer
         self._first: dict[Shard, Tensor] = {}  # per part: (moments, blocks, 2)
         self.relative = False
@@ -137,7 +137,7 @@ class FlatCuts:
         for roll in self._rolls:
             roll.step()
 
-    def addresses(self, spec: SliceState, number: int) -> list[int]:
+    def addresses(self, spec: SliceSpec, number: int) -> list[int]:
         """Where the extremes of a block are, per moment; empty for a block that is not shared."""
         places = self._numbers.get(spec.shard, {})
         if number not in places:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.layout import Division, Region
 from shardopt.state.rule import Orthogonalized, Split
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.inputs import Input
 
 BYTES = 2  # of an element of a direction: bfloat16
@@ -47,7 +47,7 @@ class Matrix:
 
     tensor: int
     part: int
-    spec: SliceState
+    spec: SliceSpec
     rows: int
     cols: int
     start: int

@@ -21,7 +21,7 @@ from shardopt.layout import BlockGrid, FlatShard, Rectangle
 from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.residency import Residency
 from shardopt.state.rule import Rule, hyper_row
-from shardopt.state.slice_state import LOW_BITS, StateDict
+from shardopt.state.slice_spec import LOW_BITS, StateDict
 from shardopt.state.tensor_state import Part, TensorState
 from shardopt.step.cut_blocks import CutParameter, FlatCuts
 

@@ -20,7 +20,7 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import Batch, kernels_of, run_phases
@@ -341,7 +341,7 @@ def _tables_of(group: Group) -> tuple[Any, ...]:
 
 def _flat_cuts(inputs: Sequence[Input], waves: Waves, plan: Plan) -> dict[torch.device, FlatCuts]:
     """The blocks that flat shards of no wave cut, by device; no entry for a device without any."""
-    by_device: dict[torch.device, list[tuple[int, SliceState]]] = {}
+    by_device: dict[torch.device, list[tuple[int, SliceSpec]]] = {}
     for index, parameter in enumerate(inputs):
         if parameter.spec is not None and not waves.has(index):
             parts = ((index, spec) for spec in flat_slices(parameter.spec))

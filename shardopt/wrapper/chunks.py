@@ -16,7 +16,7 @@ from shardopt.layout import FlatBuffer, Segment, Shard, shard_of
 BYTES_PER_ELEMENT = 32
 
 
-class Unit(NamedTuple):
+class TransferUnit(NamedTuple):
     """A parameter of the model, or this rank's part of it, and how the inner optimizer is to see it.
 
     Attributes:
@@ -126,7 +126,7 @@ def is_bare(state: Mapping[str, Any]) -> bool:
     return not all(isinstance(value, Mapping) for value in state.values())
 
 
-def units_of(groups: Sequence[Mapping[str, Any]], *, local: bool) -> list[Unit]:
+def units_of(groups: Sequence[Mapping[str, Any]], *, local: bool) -> list[TransferUnit]:
     """The parameters in param groups, in order: the tensors, and the slices of flat buffers.
 
     Args:
@@ -141,20 +141,20 @@ def units_of(groups: Sequence[Mapping[str, Any]], *, local: bool) -> list[Unit]:
         for position, param in enumerate(group["params"]):
             shard = shard_of(param)
             if isinstance(shard, FlatBuffer):
-                units += [Unit(number, position, param, each.shard, True, each) for each in shard.segments]
+                units += [TransferUnit(number, position, param, each.shard, True, each) for each in shard.segments]
             else:
-                units.append(Unit(number, position, param, shard, local and not shard.plain))
+                units.append(TransferUnit(number, position, param, shard, local and not shard.plain))
     return units
 
 
-def chunks_of(units: Sequence[Unit], working_memory: int | None) -> list[list[Unit]]:
+def chunks_of(units: Sequence[TransferUnit], working_memory: int | None) -> list[list[TransferUnit]]:
     """Parameters in order, as many at a time as ``working_memory`` bytes hold, at least one; None for all of them.
 
     Global sizes decide, so that ranks that exchange cut blocks have the same chunks.
     """
     if working_memory is None:
         return [list(units)]
-    chunks: list[list[Unit]] = []
+    chunks: list[list[TransferUnit]] = []
     left = 0
     for unit in units:
         size = BYTES_PER_ELEMENT * math.prod(unit.shard.global_shape)

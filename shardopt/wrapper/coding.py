@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardopt.layout import Exchange, FlatShard
 from shardopt.state.flat_encoding import encode_flat, shared_blocks
-from shardopt.state.slice_state import SliceState
-from shardopt.wrapper.chunks import Unit
+from shardopt.state.slice_spec import SliceSpec
+from shardopt.wrapper.chunks import TransferUnit
 from shardopt.wrapper.entries import Entries
 
 _CODES, _SCALES, DTYPE = "_codes", "_scales", "_dtype"
@@ -38,7 +38,7 @@ def coding_keys(state: Mapping[str, Any]) -> set[str]:
     return {name + end for name in coded_names(state) for end in (_CODES, _SCALES, DTYPE)} & state.keys()
 
 
-def decoded(entries: Entries, unit: Unit, state: Mapping[str, Any]) -> State:
+def decoded(entries: Entries, unit: TransferUnit, state: Mapping[str, Any]) -> State:
     """The state of a tensor in floats, as the optimizer left it, up to the error of the codes."""
     coding = coding_keys(state)
     floats: State = {}
@@ -51,7 +51,7 @@ def decoded(entries: Entries, unit: Unit, state: Mapping[str, Any]) -> State:
     return floats
 
 
-def _decoded_entry(entries: Entries, unit: Unit, state: Mapping[str, Any], name: str) -> Tensor:
+def _decoded_entry(entries: Entries, unit: TransferUnit, state: Mapping[str, Any], name: str) -> Tensor:
     param = unit.local
     coded = {key: unit.shard.local(state[key]).to(param.device) for key in (name + _CODES, name + _SCALES)}
     (x,) = entries.spec(unit, name).decode(coded)
@@ -63,7 +63,7 @@ def _decoded_entry(entries: Entries, unit: Unit, state: Mapping[str, Any], name:
 
 def encoded(
     entries: Entries,
-    units: Sequence[Unit],
+    units: Sequence[TransferUnit],
     states: Sequence[State | None],
     stored: Sequence[Mapping[str, Any]],
     failure: Exception | None = None,
@@ -112,7 +112,7 @@ def encoded(
     return results
 
 
-def placed(entries: Entries, unit: Unit, spec: SliceState, coded: Mapping[str, Tensor]) -> State:
+def placed(entries: Entries, unit: TransferUnit, spec: SliceSpec, coded: Mapping[str, Tensor]) -> State:
     """Local codes and scales as the state has them: sharded as the parameter is, where they are to live."""
     result = {}
     for key, local in coded.items():
@@ -125,7 +125,7 @@ def placed(entries: Entries, unit: Unit, spec: SliceState, coded: Mapping[str, T
 
 
 def _stored(
-    entries: Entries, unit: Unit, spec: SliceState, coded: Mapping[str, Tensor], old: Mapping[str, Any]
+    entries: Entries, unit: TransferUnit, spec: SliceSpec, coded: Mapping[str, Tensor], old: Mapping[str, Any]
 ) -> State:
     """Local codes and scales as the state has them, in the memory of the former ones."""
     if not coded.keys() <= old.keys():
@@ -161,7 +161,7 @@ class _Cut(NamedTuple):
     gathers: bool
 
 
-def _cuts(entries: Entries, units: Sequence[Unit]) -> dict[Exchange, list[_Cut]]:
+def _cuts(entries: Entries, units: Sequence[TransferUnit]) -> dict[Exchange, list[_Cut]]:
     """The tensors with cut blocks, by those who hold them; the same on all of these ranks."""
     cuts: dict[Exchange, list[_Cut]] = {}
     for index, unit in enumerate(units):
@@ -174,7 +174,7 @@ def _cuts(entries: Entries, units: Sequence[Unit]) -> dict[Exchange, list[_Cut]]
 
 
 def _agreed_counts(
-    entries: Entries, units: Sequence[Unit], names: Sequence[Sequence[str]], failure: Exception | None
+    entries: Entries, units: Sequence[TransferUnit], names: Sequence[Sequence[str]], failure: Exception | None
 ) -> dict[int, int]:
     """The number of entries to exchange of each tensor with cut blocks: a rank without elements may have no state.
 
@@ -212,14 +212,14 @@ def _agreed_counts(
 
 def _encoded_cut_blocks(
     entries: Entries,
-    units: Sequence[Unit],
+    units: Sequence[TransferUnit],
     states: Sequence[State | None],
     names: Sequence[Sequence[str]],
     counts: Mapping[int, int],
 ) -> dict[tuple[int, str], State]:
     """Codes and scales of entries under flat shards with cut blocks, after one exchange for the chunk."""
     keys: list[tuple[int, str]] = []
-    specs: list[SliceState] = []
+    specs: list[SliceSpec] = []
     values: list[Sequence[Tensor] | None] = []
     for index, count in counts.items():
         unit, state = units[index], states[index]

@@ -11,8 +11,8 @@ from torch import Tensor
 from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized
 from shardopt.state.options import DEFAULTS, check_options
-from shardopt.state.slice_state import SliceState
-from shardopt.wrapper.chunks import Unit
+from shardopt.state.slice_spec import SliceSpec
+from shardopt.wrapper.chunks import TransferUnit
 
 #: Averages of squares, of magnitudes or of variances, and sums of squares. Other names are signed.
 UNSIGNED = frozenset(
@@ -70,9 +70,9 @@ class Entries:
         """The entry of that name as a moment."""
         return Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE)
 
-    def spec(self, unit: Unit, name: str) -> SliceState:
+    def spec(self, unit: TransferUnit, name: str) -> SliceSpec:
         """The form in which the entry of that name is stored: in units of its own."""
-        return SliceState.of(unit.shard, torch.float32, self.options, (self.moment(name),))
+        return SliceSpec.of(unit.shard, torch.float32, self.options, (self.moment(name),))
 
     def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options with others in their place.
@@ -88,7 +88,7 @@ class Entries:
         """Whether entries of a parameter's shape are quantized: its global shape says so, and StableEmbedding."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
-    def names(self, unit: Unit, state: Mapping[str, Any]) -> list[str]:
+    def names(self, unit: TransferUnit, state: Mapping[str, Any]) -> list[str]:
         """The entries of a state in floats that are to be quantized."""
         if not self.is_quantized(unit.shard):
             return []
@@ -108,7 +108,7 @@ class Entries:
         """The names that are not quantized in a state with entries of these names."""
         return self.kept | CENTERED if frozenset(names) >= CENTERED else self.kept
 
-    def keep_copies(self, unit: Unit, state: Mapping[str, Any], before: Tensor) -> None:
+    def keep_copies(self, unit: TransferUnit, state: Mapping[str, Any], before: Tensor) -> None:
         """Keeps entries that begin as copies of the weights.
 
         Args:

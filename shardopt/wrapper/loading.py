@@ -12,7 +12,7 @@ from shardopt.optim.loading import HELD, checked_entries, held_elements
 from shardopt.state.loaded_entries import check_dense, check_entry, check_moment, copy_to
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
-from shardopt.wrapper.chunks import Unit, is_bare
+from shardopt.wrapper.chunks import TransferUnit, is_bare
 from shardopt.wrapper.coding import CODING_ENDS, DTYPE, State, coded_names, coding_keys, decoded, encoded, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 
@@ -56,7 +56,7 @@ def codec_name(saved: object) -> str | None:
     return saved.removesuffix(_BY_ENTRY) if isinstance(saved, str) and saved.endswith(_BY_ENTRY) else None
 
 
-def dequantized(state_dict: State, entries: Entries, units: Sequence[Unit]) -> State:
+def dequantized(state_dict: State, entries: Entries, units: Sequence[TransferUnit]) -> State:
     """The state dict of the bare optimizer, for one of quantized state without a format. Shares no memory with it."""
     saved, states = state_dict["param_groups"], state_dict["state"]
     bare: dict[Any, State] = {}
@@ -73,7 +73,7 @@ def adopted(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     entries: Entries,
-    chunks: Sequence[Sequence[Unit]],
+    chunks: Sequence[Sequence[TransferUnit]],
 ) -> tuple[State, dict[Tensor, State]]:
     """A state dict with quantized state, for one of either kind. Ranks that share cut blocks must all call this.
 
@@ -140,7 +140,7 @@ def adopted(
     return for_inner, flat
 
 
-def _state_of(unit: Unit, state: Mapping[str, Any] | None, name: str, *, quantized: bool) -> State | None:
+def _state_of(unit: TransferUnit, state: Mapping[str, Any] | None, name: str, *, quantized: bool) -> State | None:
     """The unit's entries in the state of its tensor in a state dict.
 
     Raises:
@@ -170,7 +170,7 @@ def _other_elements(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping
     return None
 
 
-def _boxed(unit: Unit, state: Mapping[str, Any]) -> State:
+def _boxed(unit: TransferUnit, state: Mapping[str, Any]) -> State:
     """A state with a :class:`Whole` around what stands for floats, and around floats of a dtype of their own."""
     coding = coding_keys(state)
     boxed: State = {key: Whole(value) if key in coding else value for key, value in state.items()}
@@ -208,7 +208,7 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
 
 
 def _checked(
-    entries: Entries, unit: Unit, state: Mapping[str, Any], name: str, unsigned: Collection[str] | None
+    entries: Entries, unit: TransferUnit, state: Mapping[str, Any], name: str, unsigned: Collection[str] | None
 ) -> tuple[State, State]:
     """Copies of a state's codes, scales and their dtypes, and the rest, of which floats are to be encoded.
 
@@ -285,7 +285,7 @@ def _check_sign(entries: Entries, entry: str, name: str, unsigned: Collection[st
         )
 
 
-def on_device(unit: Unit, options: Mapping[str, Any], key: str, value: Any) -> Any:
+def on_device(unit: TransferUnit, options: Mapping[str, Any], key: str, value: Any) -> Any:
     """An entry that is not quantized, where the optimizer has it: as ``Optimizer.load_state_dict`` places it."""
     if isinstance(value, list | tuple):
         return type(value)(on_device(unit, options, "", item) for item in value)

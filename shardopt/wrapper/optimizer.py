@@ -15,7 +15,7 @@ from shardopt.codec import CODECS
 from shardopt.optim.loading import HELD, checked_containers, held_elements
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
-from shardopt.wrapper.chunks import Unit, chunks_of, units_of
+from shardopt.wrapper.chunks import TransferUnit, chunks_of, units_of
 from shardopt.wrapper.coding import State, coded_names, coding_keys, encoded
 from shardopt.wrapper.entries import Entries
 from shardopt.wrapper.loading import adopted, dequantized, format_of, unwrapped
@@ -302,7 +302,7 @@ class QuantizedState(Optimizer):
             UserWarning,
         )
 
-    def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[Unit]]) -> None:
+    def _warn_if_nothing_is_quantized(self, chunks: Sequence[Sequence[TransferUnit]]) -> None:
         units = [u for chunk in chunks for u in chunk if not u.shard.float32_state and u.segment is None]
         numel, least = sum(unit.local.numel() for unit in units), self._entries.options["min_quantized_numel"]
         if numel >= max(least, 1) and not any(self._entries.is_quantized(unit.shard) for unit in units):
@@ -328,10 +328,10 @@ class QuantizedState(Optimizer):
                 UserWarning,
             )
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[TransferUnit]:
         return units_of(self.param_groups, local=self._is_elementwise)
 
-    def _chunks(self) -> list[list[Unit]]:
+    def _chunks(self) -> list[list[TransferUnit]]:
         return chunks_of(self._units(), self._working_memory)
 
     @torch.no_grad()

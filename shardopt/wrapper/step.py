@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from shardopt.wrapper.chunks import Unit
+from shardopt.wrapper.chunks import TransferUnit
 from shardopt.wrapper.coding import State, decoded, encoded
 from shardopt.wrapper.counters import Counters
 from shardopt.wrapper.entries import Entries
 
 
-def step_chunks(optimizer: Optimizer, entries: Entries, chunks: Sequence[Sequence[Unit]]) -> None:
+def step_chunks(optimizer: Optimizer, entries: Entries, chunks: Sequence[Sequence[TransferUnit]]) -> None:
     """Takes a step. Ranks that hold parts of the same parameters must all call this, with the same chunks."""
     counters = Counters(optimizer) if len(chunks) > 1 else None
     stepped = False
@@ -32,7 +32,7 @@ def step_chunks(optimizer: Optimizer, entries: Entries, chunks: Sequence[Sequenc
         counters.finish()
 
 
-def _step_chunk(optimizer: Optimizer, entries: Entries, chunk: Sequence[Unit], *, steps: bool) -> None:
+def _step_chunk(optimizer: Optimizer, entries: Entries, chunk: Sequence[TransferUnit], *, steps: bool) -> None:
     stored: list[State | None] = [
         unit.state_in(optimizer.state[unit.param]) if unit.param in optimizer.state else None for unit in chunk
     ]
@@ -58,7 +58,7 @@ def _step_chunk(optimizer: Optimizer, entries: Entries, chunk: Sequence[Unit], *
 def _step_decoded(
     optimizer: Optimizer,
     entries: Entries,
-    chunk: Sequence[Unit],
+    chunk: Sequence[TransferUnit],
     stored: Sequence[State | None],
     given: list[tuple[int, Tensor]],
     floats: list[State | None],
@@ -90,7 +90,7 @@ def _step_decoded(
 
 
 @contextmanager
-def _only(optimizer: Optimizer, given: Sequence[tuple[Unit, Tensor]]) -> Iterator[None]:
+def _only(optimizer: Optimizer, given: Sequence[tuple[TransferUnit, Tensor]]) -> Iterator[None]:
     """Inside, the optimizer's param groups have these tensors alone."""
     groups = optimizer.param_groups
     whole: list[dict[str, Any]] = [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from test_dtensor_step import Pair
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,7 +29,6 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.optim import ShardedOptimizer
-from test_dtensor_step import Pair
 from weight_formats import FORMATS
 
 STEPS = 3

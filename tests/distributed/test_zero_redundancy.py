@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_fsdp1 import assert_same_on_rank_0
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,6 @@ from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
-from test_fsdp1 import assert_same_on_rank_0
 
 STEPS = 3
 BF16 = torch.bfloat16

@@ -32,7 +32,7 @@ from shardopt.layout import (
 )
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.flat_encoding import encode_flat
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 BLOCKWISE = ("log8", "companded8", "dynamic8")
@@ -238,7 +238,7 @@ def test_float_moments_are_coded_as_whole(
     whole = tensor_state_of(Parameter(torch.zeros(shape)), group, moments)
     expected = whole.encode({m.name: y for m, y in zip(moments, x, strict=True)})
     shards = shards_of(shape, ends, exchange)
-    specs = [SliceState.of(shard, torch.float32, group, moments) for shard in shards]
+    specs = [SliceSpec.of(shard, torch.float32, group, moments) for shard in shards]
 
     def run(rank: int) -> dict[str, Tensor] | None:
         begin, end = shards[rank].start, shards[rank].end

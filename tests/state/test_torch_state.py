@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from shardopt.state import slice_state
+from shardopt.state import slice_spec
 
 STEPS = 6
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,7 +83,7 @@ def test_an_initial_sum_is_there_before_the_first_step() -> None:
 def test_an_initial_sum_does_not_depend_on_the_default_dtype() -> None:
     sums = []
     for dtype in (torch.bfloat16, torch.float32):
-        slice_state._first_codes.cache_clear()
+        slice_spec._first_codes.cache_clear()
         torch.set_default_dtype(dtype)
         try:
             param = Parameter(torch.zeros(64, 96, dtype=torch.float32))

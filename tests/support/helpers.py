@@ -21,7 +21,7 @@ from shardopt.kernels.weights import noise_key
 from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS
-from shardopt.state.slice_state import LOW_BITS, SliceState
+from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import tensor_state_of
 from shardopt.step.matrices import matrix_shapes
 
@@ -274,7 +274,7 @@ class ReferenceOptimizer:
             found |= {f"{name}/{entry}": value.clone() for entry, value in sorted(self.state[name].items())}
         return found
 
-    def _spec(self, name: str) -> SliceState:
+    def _spec(self, name: str) -> SliceSpec:
         param = self._originals[name]
         group = self._groups[param]
         return tensor_state_of(param, group, self._optimizer.rule(group).moments).slices[0].spec

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardopt import quantize_state
-from shardopt.state import slice_state
+from shardopt.state import slice_spec
 from shardopt.wrapper.chunks import BYTES_PER_ELEMENT
 from wrapped import ELEMENTWISE
 
@@ -92,7 +92,7 @@ def test_peak(name: str, chunk: int) -> None:
 
 def test_coding_takes_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     """However large a parameter is, its codes are computed for so many elements at a time."""
-    monkeypatch.setattr(slice_state, "CODED_AT_A_TIME", 1 << 14)
+    monkeypatch.setattr(slice_spec, "CODED_AT_A_TIME", 1 << 14)
     param = Parameter(torch.zeros(64, 4096))
     param.grad = torch.randn(64, 4096)
     optimizer = quantize_state(torch.optim.AdamW([param]))

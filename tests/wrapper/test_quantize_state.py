@@ -15,9 +15,9 @@ import wrapped
 from shardopt import quantize_state
 from shardopt.codec import CODECS, Moment
 from shardopt.layout import FlatShard, Shard
-from shardopt.state import slice_state
+from shardopt.state import slice_spec
 from shardopt.state.options import with_defaults
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 from wrapped import ELEMENTWISE, Custom, bits, of, parameters, quietly, same, set_gradients, trained
 
 AdamW = ELEMENTWISE["torch AdamW foreach"]
@@ -27,7 +27,7 @@ BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise and not c
 def rounded(x: Tensor, name: str, codec: str, *, signed: bool) -> Tensor:
     """A state entry as one step leaves it to the next."""
     group = with_defaults({"codec": codec})
-    spec = SliceState.of(Shard(tuple(x.shape), tuple(x.shape)), torch.float32, group, (Moment(name, signed),))
+    spec = SliceSpec.of(Shard(tuple(x.shape), tuple(x.shape)), torch.float32, group, (Moment(name, signed),))
     (value,) = spec.decode(spec.encode([x]))
     return value
 
@@ -240,11 +240,11 @@ def test_strips_do_not_show(limit: int, codec: str, monkeypatch: pytest.MonkeyPa
     for shard, values in ((shards[0], x), (shards[1], x.reshape(-1)[45:2000])):
         for signed in (True, False):
             group = with_defaults({"codec": codec, "min_quantized_numel": 1})
-            spec = SliceState.of(shard, torch.float32, group, (Moment("m", signed),))
-            monkeypatch.setattr(slice_state, "CODED_AT_A_TIME", 1 << 20)
+            spec = SliceSpec.of(shard, torch.float32, group, (Moment("m", signed),))
+            monkeypatch.setattr(slice_spec, "CODED_AT_A_TIME", 1 << 20)
             whole = spec.encode([values if signed else values**2])
             decoded = spec.decode(whole)
-            monkeypatch.setattr(slice_state, "CODED_AT_A_TIME", limit)
+            monkeypatch.setattr(slice_spec, "CODED_AT_A_TIME", limit)
             strips = spec.encode([values if signed else values**2])
             assert same([*strips.values()], [*whole.values()])
             assert same(spec.decode(whole), decoded)

@@ -27,7 +27,7 @@ from shardopt.checkpoint.foreign.peer import Moments
 from shardopt.checkpoint.groups import SavedGroup
 from shardopt.checkpoint.wording import kind_of, line, named, shown
 from shardopt.codec import Moment
-from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.slice_spec import SliceSpec, StateDict
 
 _PEER = Bitsandbytes()
 
@@ -123,7 +123,7 @@ def _kind(path: str, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, M
     return found[0]
 
 
-def _moments(state: Mapping[str, Any], form: SliceState, name: str, path: str) -> Moments:
+def _moments(state: Mapping[str, Any], form: SliceSpec, name: str, path: str) -> Moments:
     """The moments of a parameter, in codes or floats, of its shape."""
     try:
         found = _PEER.moments(state, form.moments, f"{path}: {name}")
@@ -139,7 +139,7 @@ def _moments(state: Mapping[str, Any], form: SliceState, name: str, path: str) -
     return found
 
 
-def _state(step: Tensor, moments: Moments, in_codes: SliceState, in_floats: SliceState) -> State:
+def _state(step: Tensor, moments: Moments, in_codes: SliceSpec, in_floats: SliceSpec) -> State:
     """The state in floats, and in the codes that it has, as far as these are shardopt's."""
     floats = state_of_tensors(in_floats, step, {key: _in_floats(value) for key, value in moments.items()})
     taken: dict[str, LazyTensor] = {}

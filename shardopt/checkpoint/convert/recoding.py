@@ -21,7 +21,7 @@ from shardopt.layout import Shard
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.loaded_entries import checked_step, step_on
 from shardopt.state.options import DEFAULTS, STATE_FORMAT
-from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.slice_spec import SliceSpec, StateDict
 
 _CPU = torch.device("cpu")
 
@@ -68,14 +68,14 @@ def made_optimizer(
         return kind(made)  # type: ignore[call-arg]  # subclasses have defaults
 
 
-def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[str]) -> dict[str, SliceState]:
+def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[str]) -> dict[str, SliceSpec]:
     """The form of the state of each named parameter, if param groups have these options.
 
     Raises:
         CheckpointError: an option is not allowed, or a parameter is in no param group.
     """
     optimizer = made_optimizer(class_named(checkpoint.optimizer, checkpoint.path), groups, checkpoint)
-    found: dict[str, SliceState] = {}
+    found: dict[str, SliceSpec] = {}
     wanted = set(names)
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         with reading(checkpoint.path):
@@ -84,7 +84,7 @@ def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[
                 parameter = checkpoint.parameter(name)
                 shard = Shard(parameter.shape, parameter.shape)
                 # State has the same entries with repay and without.
-                found[name] = SliceState.of(shard, parameter.dtype, {**own, "repay": False}, moments)
+                found[name] = SliceSpec.of(shard, parameter.dtype, {**own, "repay": False}, moments)
     if wanted - found.keys():
         raise CheckpointError(
             f"{checkpoint.path}: got state of {few(wanted - found.keys())} in no param group, expected each in one; "
@@ -195,7 +195,7 @@ def recoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Checkpo
     return replace(checkpoint, groups=groups, states=states), converted
 
 
-def _encoded_anew(state: State, form: SliceState, name: str, path: str) -> State:
+def _encoded_anew(state: State, form: SliceSpec, name: str, path: str) -> State:
     def read(first: int, end: int) -> StateDict:
         old, new = part_of_form(state.form, first, end), part_of_form(form, first, end)
         entries = state.read(first, end)
@@ -205,7 +205,7 @@ def _encoded_anew(state: State, form: SliceState, name: str, path: str) -> State
     return checked(State(form, state.step, read), name, path)
 
 
-def _check(form: SliceState, entries: StateDict, name: str, path: str) -> None:
+def _check(form: SliceSpec, entries: StateDict, name: str, path: str) -> None:
     try:
         form.check_moments(entries, name)
     except ValueError as error:

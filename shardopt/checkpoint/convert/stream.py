@@ -23,7 +23,7 @@ from shardopt.checkpoint.wording import named
 from shardopt.layout import FlatShard
 from shardopt.layout.partition import Part, rectangles_of_range
 from shardopt.state.options import MAX_BLOCK_SIZE
-from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.slice_spec import SliceSpec, StateDict
 
 #: Elements of a piece. Converting takes at most about 60 bytes for each: see docs/checkpoints.md.
 PIECE_NUMEL = 1 << 22
@@ -64,7 +64,7 @@ class State(NamedTuple):
         stored: the source's form in words, where it is none of shardopt's.
     """
 
-    form: SliceState
+    form: SliceSpec
     step: Tensor
     read: Callable[[int, int], StateDict]
     coded: State | None = None
@@ -193,12 +193,12 @@ def ranges(shape: Sequence[int], most: int, start: int = 0, stop: int | None = N
         start = end
 
 
-def part_of_form(form: SliceState, first: int, end: int) -> SliceState:
+def part_of_form(form: SliceSpec, first: int, end: int) -> SliceSpec:
     """The form of the state of a range of a parameter's elements."""
     return replace(form, shard=FlatShard(form.shard.global_shape, first, end))
 
 
-def range_of_entry(form: SliceState, entry: str, first: int, end: int) -> tuple[int, int]:
+def range_of_entry(form: SliceSpec, entry: str, first: int, end: int) -> tuple[int, int]:
     """Where a flattened state entry has what belongs to a range of the parameter's elements.
 
     Args:
@@ -215,7 +215,7 @@ def range_of_entry(form: SliceState, entry: str, first: int, end: int) -> tuple[
     return first * width, end * width
 
 
-def state_of_tensors(form: SliceState, step: Tensor, tensors: dict[str, LazyTensor]) -> State:
+def state_of_tensors(form: SliceSpec, step: Tensor, tensors: dict[str, LazyTensor]) -> State:
     """The state whose entries are these tensors, one of the form's shape and dtype for each entry but the step."""
 
     def read(first: int, end: int) -> StateDict:

@@ -36,7 +36,7 @@ from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.foreign.structure import check_structure
 from shardopt.checkpoint.wording import few, line
 from shardopt.state.options import STATE_FORMAT
-from shardopt.state.slice_state import LOW_BITS
+from shardopt.state.slice_spec import LOW_BITS
 
 _SPOOLED = 1 << 22  # bytes of a moment in memory before its temporary file is used
 _MODEL = ("model", "model_state_dict", "state_dict")

@@ -27,7 +27,7 @@ from shardopt.state.loaded_entries import check_dense, check_moment, checked_ste
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.rule import Rule
-from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 _TORCH = Peer()
@@ -314,12 +314,12 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
-def is_ours(spec: SliceState, moment: Moment, coded: CodedMoment) -> bool:
+def is_ours(spec: SliceSpec, moment: Moment, coded: CodedMoment) -> bool:
     """Whether codes and scales of another package are those of a state of this form."""
     return coded.codec == moment.codec(spec.codec).name and coded.is_laid_out_as(spec.grid)
 
 
-def _entries(spec: SliceState, moment: Moment, coded: CodedMoment) -> StateDict:
+def _entries(spec: SliceSpec, moment: Moment, coded: CodedMoment) -> StateDict:
     """The state entries with these codes and scales."""
     scales = coded.scales.reshape(spec.grid.rows, spec.grid.blocks_per_row)
     return {

@@ -36,7 +36,7 @@ from shardopt.layout.names import buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.loaded_entries import check_moment
 from shardopt.state.options import STATE_FORMAT
-from shardopt.state.slice_state import SliceState, StateDict
+from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 FORMAT_VERSION = 1
@@ -313,7 +313,7 @@ def header_in(path: str, file: SafetensorsReader) -> Header:
     return Header(dequantized, checked_groups(path, groups), optimizer if isinstance(optimizer, str) else None)
 
 
-def _saved_entries(spec: SliceState, *, dequantized: bool) -> dict[str, Tensor]:
+def _saved_entries(spec: SliceSpec, *, dequantized: bool) -> dict[str, Tensor]:
     """The entries of a parameter's state in a file: whole tensors on the meta device."""
     shape = spec.shard.global_shape
     entries = replace(spec, shard=Shard(shape, shape)).new(torch.device("meta"))

@@ -21,7 +21,7 @@ from shardopt.checkpoint.quantized.group_options import from_json, to_json
 from shardopt.checkpoint.quantized.packing import is_text, packed, unpacked
 from shardopt.checkpoint.wording import line, named, shown
 from shardopt.layout import FlatShard, Shard
-from shardopt.state.slice_state import EntryFormat, SliceState
+from shardopt.state.slice_spec import EntryFormat, SliceSpec
 from shardopt.wrapper.chunks import Unit, units_of
 from shardopt.wrapper.coding import CODING_ENDS, DTYPE, State, coded_names, coding_keys, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EntriesState(SliceState):
+class EntriesState(SliceSpec):
     """State of a slice of a model parameter whose entries are those of some optimizer, not of a rule.
 
     Its moments are the quantized entries, each in units of its own.
@@ -72,7 +72,7 @@ class EntriesState(SliceState):
             kept: the other ones.
         """
         moments = tuple(entries.moment(name) for name in sorted(quantized))
-        spec = SliceState.of(shard, dtype, options, moments)
+        spec = SliceSpec.of(shard, dtype, options, moments)
         return cls(spec.shard, spec.grid, spec.codec, spec.moments, spec.weights, spec.exact_cut_blocks, kept)
 
     @cached_property
@@ -112,7 +112,7 @@ class QuantizedOwner(Owner):
     def synchronize(self) -> None:
         """Waits for nothing: a step leaves its state complete."""
 
-    def slices(self, param: Tensor, group: int) -> list[tuple[SliceState, dict[str, Tensor]]]:
+    def slices(self, param: Tensor, group: int) -> list[tuple[SliceSpec, dict[str, Tensor]]]:
         state = self.optimizer.state.get(param, {})
         units = self._units(param)
         return [self._slice(unit, unit.state_in(state) if _has_elements(unit.shard) else {}) for unit in units]
@@ -171,7 +171,7 @@ class QuantizedOwner(Owner):
         saved_options: Mapping[str, Any],
         stored: Mapping[str, StoredTensor],
         dtype: torch.dtype,
-    ) -> tuple[SliceState | None, SliceState]:
+    ) -> tuple[SliceSpec | None, SliceSpec]:
         what, shard, entries = f"{path}: {named(piece.name)}", piece.shard, self._entries
         quantized = _coded(stored)
         kept: dict[str, Kept] = {}
@@ -257,7 +257,7 @@ class QuantizedOwner(Owner):
             )
         return self._entries.with_options({"codec": codec, "block_size": saved.get("block_size")})
 
-    def _slice(self, unit: Unit, state: Mapping[str, Any]) -> tuple[SliceState, dict[str, Tensor]]:
+    def _slice(self, unit: Unit, state: Mapping[str, Any]) -> tuple[SliceSpec, dict[str, Tensor]]:
         """Form and entries of a tensor's state."""
         quantized, coding = coded_names(state), coding_keys(state)
         entries = {key: unit.shard.local(state[key]) for key in coding if not key.endswith(DTYPE)}

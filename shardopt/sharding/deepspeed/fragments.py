@@ -17,7 +17,7 @@ from shardopt.layout import FlatBuffer, Segment, assigned
 from shardopt.layout.names import parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.universal import stepped_groups
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 
 
 class _Moment(NamedTuple):
@@ -30,7 +30,7 @@ class _Moment(NamedTuple):
     """
 
     segment: Segment
-    spec: SliceState
+    spec: SliceSpec
     local: Tensor
 
 

@@ -22,7 +22,7 @@ from shardopt.optim.loading import HELD
 from shardopt.sharding.deepspeed.moment_view import SavedBuffer, SavedState, native
 from shardopt.state.agreement import agreeing, on_any_rank
 from shardopt.state.options import STATE_FORMAT
-from shardopt.state.slice_state import StateDict
+from shardopt.state.slice_spec import StateDict
 
 #: The moments that a universal checkpoint has.
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -201,7 +201,7 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
                                      : DType::kBFloat16;
       for (size_t i = 0; i < n; ++i)
         put(param.data() + i * format.bytes, static_cast<float>(i % 37) / 40.0f - 0.4f, weight_dtype);
-      TensorEntry entry{};
+      KernelRow entry{};
       float step = 0.0f;
       entry.param = param.address();
       entry.gradient = gradient.address();

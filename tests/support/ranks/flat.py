@@ -18,7 +18,7 @@ from ranks.layouts import Shape, values
 from ranks.pickling import from_all_ranks
 from ranks.snapshot import Snapshot, as_tensor
 from shardopt.optim import ShardedOptimizer
-from shardopt.state.slice_state import StateDict
+from shardopt.state.slice_spec import StateDict
 from shardopt.wrapper import QuantizedState
 from shardopt.wrapper.chunks import units_of
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_fsdp1 import make_odds
 from torch import Tensor, nn
 
 from helpers import EIGHT_BIT, RULES
@@ -21,7 +22,6 @@ from ranks.snapshot import Snapshot, assert_same
 from shardopt.codec import encode_moments, get_codec
 from shardopt.kernels.numeric import to_blocks
 from shardopt.optim import ShardedOptimizer
-from test_fsdp1 import make_odds
 
 
 def _count(way: str, rule: str, options: dict[str, Any]) -> list[list[tuple[str, int]]]:

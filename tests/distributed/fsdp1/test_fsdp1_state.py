@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_fsdp1 import FEW_WORLDS, WEIGHTS, assert_same_on_rank_0, make_odds
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +21,6 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
-from test_fsdp1 import FEW_WORLDS, WEIGHTS, assert_same_on_rank_0, make_odds
 
 BF16 = torch.bfloat16
 SMALL = {"min_quantized_numel": 32}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_dtensor_step import Pair
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -15,7 +16,6 @@ from pairs import slow
 from ranks.layouts import COLUMN, ROW, WHOLE, Layout, Shape, allowed
 from ranks.pool import Pool
 from ranks.snapshot import local
-from test_dtensor_step import Pair
 from weight_formats import FORMATS
 
 STEPS = 3

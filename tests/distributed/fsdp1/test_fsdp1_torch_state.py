@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_fsdp1_state import copy_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +28,6 @@ from ranks.pool import Pool
 from ranks.runs import step_with
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
-from test_fsdp1_state import copy_weights
 from versions import needs_fsdp1_on_some_ranks, shards_may_be_empty
 
 SMALL = {"min_quantized_numel": 64}

@@ -110,8 +110,8 @@ def _raise_out_of_memory(*_: Any, **__: Any) -> None:
         ("fsdp1 flat", False, "tensor_state.copy_to"),
         ("fsdp columns", False, "tensor_state.copy_to"),
         ("fsdp1", True, "flat_encoding._copy_fragments"),
-        ("fsdp1 flat", True, "slice_state.encode_moments"),
-        ("fsdp columns", True, "slice_state.encode_moments"),
+        ("fsdp1 flat", True, "slice_spec.encode_moments"),
+        ("fsdp columns", True, "slice_spec.encode_moments"),
     ],
 )
 def test_all_ranks_stop_where_one_has_no_memory(ranks: Pool, way: str, of_torch: bool, function: str) -> None:

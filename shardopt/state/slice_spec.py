@@ -49,7 +49,7 @@ class EntryFormat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SliceState:
+class SliceSpec:
     """State of this rank's slice of one model parameter: all of it, a shard, or a range within a flat buffer.
 
     A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape; codes of 16 bits have a
@@ -69,7 +69,7 @@ class SliceState:
     exact_cut_blocks: bool
 
     @classmethod
-    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceState:
+    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
         """The state that a slice of a parameter of this dtype has in a param group.
 
         Raises:

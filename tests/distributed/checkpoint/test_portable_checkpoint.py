@@ -20,7 +20,7 @@ from ranks.snapshot import assert_same
 from shardopt.checkpoint.contents import contents_of, owner_for
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Stager
-from shardopt.state.slice_state import SliceState
+from shardopt.state.slice_spec import SliceSpec
 
 STEPS = 2
 
@@ -177,7 +177,7 @@ def _save_where_one_cannot_decode(path: Path) -> tuple[str, str]:
     model, optimizer = trained("fsdp1 flat", STEPS, "lion", codec="companded8", exact_cut_blocks=False)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(SliceState, "decode", _out_of_memory)
+            patch.setattr(SliceSpec, "decode", _out_of_memory)
         try:
             shardopt.checkpoint.save(path, model, optimizer)
         except RuntimeError as error:

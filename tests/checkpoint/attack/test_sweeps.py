@@ -14,8 +14,8 @@ import shardopt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attacks fork, and read /proc")
 
-TESTS = Path(__file__).parents[1]
-PATHS = [str(TESTS), str(TESTS / "support"), str(Path(shardopt.__file__).parents[1])]
+TESTS = Path(__file__).parents[2]
+PATHS = [str(TESTS / "checkpoint"), str(TESTS / "support"), str(Path(shardopt.__file__).parents[1])]
 
 #: Attacks by default, and in full.
 COUNTS = {

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_fsdp1 import assert_same_on_rank_0, make_odds
+from test_fsdp1_training import Tied
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -21,8 +23,6 @@ from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with
 from ranks.snapshot import assert_same
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError, shard_of
-from test_fsdp1 import assert_same_on_rank_0, make_odds
-from test_fsdp1_training import Tied
 
 SMALL = {"min_quantized_numel": 32}
 STOCHASTIC = {"stochastic_rounding": True, "stochastic_rounding_seed": 7}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_fsdp1 import FEW_WORLDS, assert_same_on_rank_0, make_odds
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -19,7 +20,6 @@ from ranks.models import fsdp1, set_gradients
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with
 from shardopt.optim import ShardedOptimizer
-from test_fsdp1 import FEW_WORLDS, assert_same_on_rank_0, make_odds
 
 SMALL = {"min_quantized_numel": 32}
 

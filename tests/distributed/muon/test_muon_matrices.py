@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_dtensor_step import SCATTERED
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
@@ -23,7 +24,6 @@ from ranks.pool import Pool
 from ranks.runs import SMALL, snapshot_of, step_with
 from ranks.snapshot import assert_same, snapshot
 from shardopt.layout import Region, shard_of
-from test_dtensor_step import SCATTERED
 from versions import cuts_uneven_strided_shards
 
 STEPS = 3
