@@ -22,7 +22,7 @@ from shardopt.checkpoint.quantized.packing import is_text, packed, unpacked
 from shardopt.checkpoint.wording import line, named, shown
 from shardopt.layout import FlatShard, Shard
 from shardopt.state.slice_spec import EntryFormat, SliceSpec
-from shardopt.wrapper.chunks import Unit, units_of
+from shardopt.wrapper.chunks import TransferUnit, units_of
 from shardopt.wrapper.coding import CODING_ENDS, DTYPE, State, coded_names, coding_keys, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 from shardopt.wrapper.loading import UNSIGNED, checked_dtype, codec_name, format_of, on_device
@@ -235,7 +235,7 @@ class QuantizedOwner(Owner):
     def check_common(self, common: Mapping[str, Tensor]) -> None:
         unpacked(common)
 
-    def _units(self, param: Tensor) -> list[Unit]:
+    def _units(self, param: Tensor) -> list[TransferUnit]:
         return units_of([{"params": [param]}], local=self.optimizer._is_elementwise)
 
     def _is_counter(self, key: str, value: Any) -> bool:
@@ -257,7 +257,7 @@ class QuantizedOwner(Owner):
             )
         return self._entries.with_options({"codec": codec, "block_size": saved.get("block_size")})
 
-    def _slice(self, unit: Unit, state: Mapping[str, Any]) -> tuple[SliceSpec, dict[str, Tensor]]:
+    def _slice(self, unit: TransferUnit, state: Mapping[str, Any]) -> tuple[SliceSpec, dict[str, Tensor]]:
         """Form and entries of a tensor's state."""
         quantized, coding = coded_names(state), coding_keys(state)
         entries = {key: unit.shard.local(state[key]) for key in coding if not key.endswith(DTYPE)}
@@ -276,7 +276,7 @@ class QuantizedOwner(Owner):
         return EntriesState.with_entries(self._entries, options, unit.shard, dtype, quantized, kept), entries
 
     def _placed_unit(
-        self, unit: Unit, options: Mapping[str, Any], state: Mapping[str, Tensor], before: torch.dtype | None
+        self, unit: TransferUnit, options: Mapping[str, Any], state: Mapping[str, Tensor], before: torch.dtype | None
     ) -> State:
         """The state of a tensor as the optimizer has it.
 
