@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import shardopt.checkpoint
-from lm.errors import UserError
+from lm.errors import RanksLost, UserError
 from lm.learner import Learner
 from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.index import INDEX_NAME
 
 AUTO = "auto"
@@ -103,6 +104,7 @@ def save(folder: Path, header: Header, learner: Learner, keep: int = 0) -> Path:
 
     Raises:
         UserError: the checkpoint cannot be written.
+        RanksLost: another rank is gone.
     """
     path = folder / f"step-{header['step']:08d}"
     with _user_errors(f"cannot save the checkpoint {path}"):
@@ -117,6 +119,7 @@ def load(path: Path, learner: Learner) -> None:
 
     Raises:
         UserError: the checkpoint cannot be loaded, for example because a file is missing or damaged.
+        RanksLost: another rank is gone.
     """
     own = [{key: value for key, value in group.items() if key != "params"} for group in learner.param_groups]
     with _user_errors(f"cannot load the checkpoint {path}"):
@@ -135,7 +138,10 @@ def _is_complete(path: Path) -> bool:
 
 @contextmanager
 def _user_errors(what: str) -> Iterator[None]:
+    """Turns errors of checkpoints into a UserError that says what failed; the loss of a rank is no such error."""
     try:
         yield
+    except LostRanksError as error:
+        raise RanksLost.because(error.__cause__ or error) from error
     except CheckpointError as error:
         raise UserError(f"{what}: {error}") from error

@@ -23,6 +23,14 @@ class UserError(Exception):
 class RanksLost(Exception):
     """Another rank is gone, through no fault of this rank."""
 
+    @classmethod
+    def because(cls, error: Exception) -> RanksLost:
+        """The loss of a rank that a failed collective shows; the first sentence of its error is the reason."""
+        return cls(
+            f"another rank is gone or did not answer in time ({one_line(error).split('. ')[0]}): see the message of "
+            "that rank, then start again with --resume auto"
+        )
+
 
 def one_line(error: BaseException | str) -> str:
     """Folds a message into one line."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from lm.errors import RanksLost, UserError, one_line, report
+from lm.errors import RanksLost, UserError, report
 
 _WATCH_INTERVAL = 1.0  # seconds
 
@@ -228,11 +228,7 @@ def _lost_ranks() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
             raise
-        reason = one_line(error).split(". ")[0]
-        raise RanksLost(
-            f"another rank is gone or did not answer in time ({reason}): see the message of that rank, then start "
-            "again with --resume auto"
-        ) from error
+        raise RanksLost.because(error) from error
 
 
 @contextmanager

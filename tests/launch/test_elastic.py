@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import shardopt.checkpoint
+from lm.errors import EXIT_RANKS_LOST
 from ranks.pool import Pool
+from shardopt.checkpoint.errors import LostRanksError
 from test_launchers import free_port
 from train_job import (
     MULTINODE,
@@ -20,6 +23,7 @@ from train_job import (
     digests,
     losses,
     pid_of_rank,
+    run,
     run_on,
     wait_for_checkpoint,
     write_text,
@@ -72,3 +76,20 @@ def test_a_killed_rank_starts_again(
     assert said.count(f"resumed {killed}/checkpoints/step-") == 1
     assert losses(killed) == losses(whole)
     assert [digests(killed, step) for step in (20, 40, 60, 80)] == [digests(whole, step) for step in (20, 40, 60, 80)]
+
+
+@pytest.mark.parametrize("cause", [RuntimeError("[gloo/transport] Read error. Or more"), None])
+def test_a_rank_lost_in_a_save_is_no_bad_input(
+    cause: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The save cannot complete, but the checkpoint's files are well."""
+
+    def lose(*args: object, **options: object) -> None:
+        raise LostRanksError("the ranks cannot talk to each other any more") from cause
+
+    monkeypatch.setattr(shardopt.checkpoint, "save", lose)
+    text = write_text(tmp_path / "text")
+    assert run(*TINY, "--backend", "single", "--data", text, "--output", tmp_path / "output") == EXIT_RANKS_LOST
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: error")]
+    reason = "[gloo/transport] Read error" if cause else "the ranks cannot talk to each other any more"
+    assert line.startswith(f"train.py: error: another rank is gone or did not answer in time ({reason}): see")
