@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,28 +16,10 @@ import shardopt
 from estimate_problem import both, host_bytes
 from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
-from ranks.shaped import Shaped, most_gradient_bytes, small_model
+from ranks.shaped import MODELS, Shaped, most_gradient_bytes, small_model
 from shardopt.estimate import Model, Setup, estimate
 from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.ledger import DTYPES
-
-#: Ends within rows, rows that no number of ranks divides, and parameters of fewer rows than there are ranks.
-MODELS: dict[str, dict[str, Any]] = {
-    "even": {},
-    "odd": {
-        "hidden_size": 99,
-        "intermediate_size": 131,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 33,
-        "vocab_size": 1003,
-        "model_type": "qwen3",
-        "attention_bias": True,
-    },
-    "stable embedding": {"stable_embedding": True, "vocab_size": 1003, "hidden_size": 132},
-    "few rows": {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 1},
-}
 
 
 def _wrapped(backend: str, model: Model, dtype: torch.dtype) -> nn.Module:

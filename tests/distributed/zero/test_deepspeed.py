@@ -12,59 +12,41 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardopt
-from pairs import in_turn, slow
 from ranks.deepspeed import (
+    BF16,
+    BF16_OPTIMIZER,
     HYPER,
+    OFFLOAD,
+    ROUND_ROBIN,
+    STAGES,
+    STEPS,
+    SUB_GROUPS,
+    assert_as_whole,
     config,
-    engine_snapshot,
     groups_of,
     import_deepspeed,
     make_engine,
     make_whole,
-    masters,
     model_parameters,
+    runs_as_whole,
     step_engine,
     step_whole,
     stepped_engine,
     stepped_whole,
-    taking_gradients,
-    whole_snapshot,
+    twins,
 )
 from ranks.models import loss_of, make_batch, make_net
 from ranks.pool import Pool
-from ranks.snapshot import assert_same
 from shardopt.sharding.deepspeed.hooks import is_known
 
-STEPS = 3
-BF16 = {"bf16": {"enabled": True}}
-ROUND_ROBIN = {"round_robin_gradients": True}
-SUB_GROUPS = {"sub_group_size": 20000}
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+Zero = dict[str, Any]
+
+PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+ALL_OFFLOAD = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 ZENFLOW = {**OFFLOAD, "zenflow": {"select_strategy": "step", "select_interval": 4, "update_interval": 4}}
-#: What every stage is, at its worst.
-STAGES: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, ROUND_ROBIN), (2, ROUND_ROBIN), (3, SUB_GROUPS)]
-
-
-def _check(engine: Any, whole: nn.Module, optimizer: Any, dtype: torch.dtype = torch.float32) -> None:
-    """Demands that an engine holds what the unsharded optimizer holds, and computes with it."""
-    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-    expected = {name: param.detach().to(dtype) for name, param in whole.named_parameters()}
-    assert_same(model_parameters(engine), expected)
-
-
-def _as_whole(settings: dict[str, Any], rule: str, grouped: bool, options: dict[str, Any]) -> None:
-    engine = stepped_engine(settings, STEPS, grouped=grouped)
-    dtype = next(engine.module.parameters()).dtype
-    _check(engine, *stepped_whole(STEPS, rule, dtype=dtype, grouped=grouped, **options), dtype)
-    for flat, _ in masters(engine):
-        assert flat.device.type == "cpu"
-        assert engine.basic_optimizer.state[flat]["step"] == STEPS
-
-
-MORE_STAGES: list[tuple[int, dict[str, Any]]] = [
+MORE_STAGES: list[tuple[int, Zero]] = [
     (1, {}),
     (2, {}),
     (2, {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False}),
@@ -73,7 +55,13 @@ MORE_STAGES: list[tuple[int, dict[str, Any]]] = [
     (1, OFFLOAD),
     (2, {**OFFLOAD, **ROUND_ROBIN}),
     (3, {**OFFLOAD, **SUB_GROUPS}),
+    (2, PINNED),
+    (3, {**ALL_OFFLOAD, **SUB_GROUPS}),
 ]
+
+
+def _slow(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -81,96 +69,42 @@ MORE_STAGES: list[tuple[int, dict[str, Any]]] = [
     [
         *((*stage, 2, False) for stage in STAGES),
         *((*stage, 3, True) for stage in [*STAGES, *MORE_STAGES]),
-        *slow((*stage, 2, False) for stage in MORE_STAGES),
+        *_slow(*((*stage, 2, False) for stage in MORE_STAGES)),
+        *_slow(*((*stage, world_size, True) for stage in STAGES for world_size in (1, 4))),
     ],
 )
-def test_given_gradients(
-    deepspeed_ranks: Pool, world_size: int, grouped: bool, stage: int, zero: dict[str, Any]
-) -> None:
-    deepspeed_ranks.run(world_size, _as_whole, config(stage, zero=zero), "adamw", grouped, {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_given_gradients_on_other_worlds(
-    deepspeed_ranks: Pool, world_size: int, stage: int, zero: dict[str, Any]
-) -> None:
-    deepspeed_ranks.run(world_size, _as_whole, config(stage, zero=zero), "adamw", True, {})
-
-
-RULES_AND_CODECS: list[tuple[str, str, dict[str, Any]]] = [
-    ("Adam8bit", "adam", {}),
-    ("Lion8bit", "lion", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
-    ("SGD8bit", "momentum", {"momentum": 0.9, "codec": "dynamic8"}),
-    ("AdamW4bit", "adamw", {"codec": "log4"}),
-    ("AdEMAMix8bit", "ademamix", {"alpha_steps": 3, "beta3_steps": 4}),
-    ("AdamW8bit", "amsgrad", {"amsgrad": True, "block_size": 32}),
-    ("LAMB8bit", "lamb", {"weight_decay": 0.1}),
-    ("Lion8bit", "cautious_lion", {"lr": 1e-3, "cautious": True, "block_size": 32}),
-    ("AdamW8bit", "adamw", {"codec": "bf16"}),
-    ("AdamW8bit", "adamw", {"codec": "fp32"}),
-]
-
-
-@pytest.mark.parametrize(("kind", "rule", "params", "stage", "zero"), in_turn(RULES_AND_CODECS, STAGES[2:]))
-def test_rules_and_codecs(
-    deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], kind: str, rule: str, params: dict[str, Any]
-) -> None:
-    deepspeed_ranks.run(3, _as_whole, config(stage, kind, zero=zero, params=params), rule, False, params)
+def test_given_gradients(deepspeed_ranks: Pool, stage: int, zero: Zero, world_size: int, grouped: bool) -> None:
+    deepspeed_ranks.run(world_size, runs_as_whole, twins(config(stage, zero=zero), grouped=grouped))
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero", "other"),
+    ("stage", "zero", "sections"),
     [
-        *((stage, zero, {}) for stage, zero in STAGES),
-        (1, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),  # BF16_Optimizer
-        (2, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        (2, {**OFFLOAD, **ROUND_ROBIN}, {}),
-        (3, {**OFFLOAD, **SUB_GROUPS}, {}),
+        *((stage, zero, BF16) for stage, zero in STAGES),
+        (1, {}, BF16_OPTIMIZER),
+        (2, {}, BF16_OPTIMIZER),
+        (2, {**OFFLOAD, **ROUND_ROBIN}, BF16),
+        (3, {**OFFLOAD, **SUB_GROUPS}, BF16),
+        (1, PINNED, BF16),
+        (3, {**PINNED, **SUB_GROUPS}, BF16),
+        (3, {**PINNED, "offload_param": PINNED["offload_optimizer"], "stage3_param_persistence_threshold": 0}, BF16),
     ],
 )
-def test_bf16(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], other: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, _as_whole, config(stage, zero=zero, **BF16, **other), "adamw", True, {})
-
-
-def _without_masters(settings: dict[str, Any]) -> None:
-    """DeepSpeed hands over bf16 partitions; what they lack of a master is in our state."""
-    engine = make_engine(taking_gradients(make_net(torch.bfloat16)), settings)
-    whole = make_net(torch.bfloat16)
-    optimizer = shardopt.AdamW8bit(whole.parameters(), **settings["optimizer"]["params"])
-    for step in range(STEPS):
-        step_engine(engine, step)
-        step_whole(whole, optimizer, step)
-    assert {flat.dtype for flat, _ in masters(engine)} == {torch.bfloat16}
-    _check(engine, whole, optimizer, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("stage", "zero", "bits"), in_turn(STAGES[1:], [(24,), (32,)]))
-def test_bf16_without_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], bits: int) -> None:
-    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    settings = config(stage, zero=zero, params={"master_weight_bits": bits}, bf16=bf16)
-    deepspeed_ranks.run(2, _without_masters, settings)
-
-
-@pytest.mark.parametrize("kind", ["adamw8bit", "ADAMW8BIT", "AdamW8Bit"])
-def test_type_in_any_letter_case(deepspeed_ranks: Pool, kind: str) -> None:
-    deepspeed_ranks.run(2, _as_whole, config(2, kind), "adamw", False, {})
-
-
-def _accumulation(settings: dict[str, Any]) -> None:
-    _check(stepped_engine(settings, STEPS), *stepped_whole(STEPS, micro_steps=2))
+def test_bf16(deepspeed_ranks: Pool, stage: int, zero: Zero, sections: dict[str, Any]) -> None:
+    deepspeed_ranks.run(2, runs_as_whole, twins(config(stage, zero=zero, **sections), grouped=True))
 
 
 @pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_gradient_accumulation(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, _accumulation, config(stage, zero=zero, gradient_accumulation_steps=2))
+def test_gradient_accumulation(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
+    deepspeed_ranks.run(2, runs_as_whole, twins(config(stage, zero=zero, gradient_accumulation_steps=2)))
 
 
 def _clipped(settings: dict[str, Any], clip: float) -> None:
     engine = stepped_engine(settings, STEPS)
-    hyper = {**settings["optimizer"]["params"]}
-    clipped, free = (stepped_whole(STEPS, "momentum", **{**hyper, "clip": c})[0] for c in (clip, None))
+    clipped, optimizer = make_whole(settings)
+    for step in range(STEPS):
+        step_whole(clipped, optimizer, step, clip=clip)
+    free, _ = stepped_whole(settings, STEPS)
     got = model_parameters(engine)
     for name, param in clipped.named_parameters():
         torch.testing.assert_close(got[name], param.detach(), rtol=1e-5, atol=1e-6)
@@ -178,7 +112,7 @@ def _clipped(settings: dict[str, Any], clip: float) -> None:
 
 
 @pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_gradient_clipping(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+def test_gradient_clipping(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
     """The norm is summed in another order than elsewhere, so gradients equal up to rounding; SGD shows their size."""
     params = {"momentum": 0.9, "codec": "fp32", "weight_decay": 0.0}
     deepspeed_ranks.run(2, _clipped, config(stage, "SGD8bit", zero=zero, params=params, gradient_clipping=1.0), 1.0)
@@ -186,7 +120,7 @@ def test_gradient_clipping(deepspeed_ranks: Pool, stage: int, zero: dict[str, An
 
 def _scheduled(settings: dict[str, Any]) -> None:
     engine = stepped_engine(settings, 0)
-    whole, optimizer = make_whole()
+    whole, optimizer = make_whole(settings)
     lrs = []
     for step in range(4):
         lrs += engine.get_lr()
@@ -194,11 +128,11 @@ def _scheduled(settings: dict[str, Any]) -> None:
         step_engine(engine, step)
         step_whole(whole, optimizer, step)
     assert len(set(lrs)) > 2
-    _check(engine, whole, optimizer)
+    assert_as_whole(engine, whole, optimizer)
 
 
 @pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_lr_scheduler(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+def test_lr_scheduler(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
     deepspeed_ranks.run(2, _scheduled, config(stage, zero=zero, scheduler=schedule))
 
@@ -206,10 +140,8 @@ def test_lr_scheduler(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -
 def _zero_init(settings: dict[str, Any]) -> None:
     with import_deepspeed().zero.Init(config_dict_or_path=settings):
         model = make_net()
-    engine = make_engine(taking_gradients(model), settings, model_parameters=groups_of(model))
-    for step in range(STEPS):
-        step_engine(engine, step)
-    _check(engine, *stepped_whole(STEPS, grouped=True))
+    engine = stepped_engine(settings, STEPS, model, grouped=True)
+    assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=True))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -218,28 +150,26 @@ def test_zero_init(deepspeed_ranks: Pool, world_size: int) -> None:
 
 
 def _given_optimizer(settings: dict[str, Any], called: bool) -> None:
-    model = taking_gradients(make_net())
+    model = make_net()
     if called:
-        engine = make_engine(model, settings, optimizer=lambda params: shardopt.AdamW8bit(params, **HYPER))
+        engine = stepped_engine(settings, STEPS, model, optimizer=lambda params: shardopt.AdamW8bit(params, **HYPER))
     else:
         optimizer = shardopt.AdamW8bit(groups_of(model), **HYPER)
-        engine = make_engine(model, settings, optimizer=optimizer, model_parameters=None)
+        engine = stepped_engine(settings, STEPS, model, optimizer=optimizer, model_parameters=None)
         assert engine.basic_optimizer is optimizer
-    for step in range(STEPS):
-        step_engine(engine, step)
-    _check(engine, *stepped_whole(STEPS, grouped=not called))
+    assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=not called))
 
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, OFFLOAD)])
-def test_optimizer_instead_of_type(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], called: bool) -> None:
+def test_optimizer_instead_of_type(deepspeed_ranks: Pool, stage: int, zero: Zero, called: bool) -> None:
     deepspeed_ranks.run(2, _given_optimizer, config(stage, None, zero=zero), called)
 
 
 def _trains(settings: dict[str, Any]) -> list[float]:
     """Gives every rank one batch: averaging is exact. ZeRO 3 computes linear layers otherwise, here for both."""
     engine = make_engine(make_net(), settings)
-    whole, optimizer = make_whole()
+    whole, optimizer = make_whole(settings)
     losses = []
     for step in range(5):
         loss = loss_of(engine, make_batch(step))
@@ -251,12 +181,12 @@ def _trains(settings: dict[str, Any]) -> list[float]:
         optimizer.zero_grad()
         assert torch.equal(loss, expected)
         losses.append(float(loss))
-    _check(engine, whole, optimizer)
+    assert_as_whole(engine, whole, optimizer)
     return losses
 
 
 @pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_trains_as_one(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
+def test_trains_as_one(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
     first, second = deepspeed_ranks.run(2, _trains, config(stage, zero=zero))
     assert first == second
     assert first[-1] < first[0]
@@ -265,9 +195,9 @@ def test_trains_as_one(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) 
 def _raises(settings: dict[str, Any], error: type[Exception], match: str, given: bool = False, **options: Any) -> None:
     import_deepspeed()
     model = make_net()
-    own = {"optimizer": shardopt.AdamW8bit(model.parameters(), **options)} if given else {}
+    optimizer = {"optimizer": shardopt.AdamW8bit(model.parameters(), **options)} if given else {}
     with pytest.raises(error, match=match):
-        make_engine(model, settings, **own)
+        make_engine(model, settings, **optimizer)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +220,7 @@ def test_wrong_config(deepspeed_ranks: Pool, settings: dict[str, Any], match: st
 
 
 @pytest.mark.parametrize(("zero", "name"), [({"elastic_checkpoint": True}, "elastic"), (ZENFLOW, "zenflow")])
-def test_wrong_config_for_a_given_optimizer(deepspeed_ranks: Pool, zero: dict[str, Any], name: str) -> None:
+def test_wrong_config_for_a_given_optimizer(deepspeed_ranks: Pool, zero: Zero, name: str) -> None:
     deepspeed_ranks.run(2, _raises, config(2, None, zero=zero), ValueError, f"{name}.*: got", True)
 
 
@@ -299,7 +229,7 @@ def test_own_offload_of_a_given_optimizer(deepspeed_ranks: Pool) -> None:
     deepspeed_ranks.run(2, partial(_raises, offload="step"), config(2, None), ValueError, match, True)
 
 
-def _replaced(zero: dict[str, Any]) -> None:
+def _replaced(zero: Zero) -> None:
     import_deepspeed()
     model = make_net()
     theirs = torch.optim.AdamW(shardopt.AdamW8bit(model.parameters()).param_groups)

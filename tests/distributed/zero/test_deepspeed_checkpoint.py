@@ -13,158 +13,105 @@ from torch import nn
 
 import shardopt
 from ranks.deepspeed import (
+    BF16,
+    BF16_OPTIMIZER,
     HYPER,
+    OFFLOAD,
+    ROUND_ROBIN,
+    STEPS,
+    SUB_GROUPS,
+    WORST,
+    assert_as_whole,
     config,
     engine_snapshot,
+    goes_on_as_whole,
+    load_own,
+    load_portable,
     make_engine,
     make_whole,
-    masters,
     model_parameters,
+    save_own,
+    save_portable,
     step_engine,
     step_whole,
     stepped_engine,
     stepped_whole,
+    twins,
     whole_snapshot,
 )
-from ranks.models import WAYS, loss_of, make_batch, make_net
+from ranks.models import loss_of, make_batch, make_frozen, make_net
 from ranks.pool import Pool
-from ranks.runs import make_optimizer, snapshot_of, step_with
-from ranks.snapshot import Snapshot, assert_same
+from ranks.runs import snapshot_of, trained
+from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.sharding.deepspeed.engine import opened
 
-STEPS = 3
-ROUND_ROBIN = {"round_robin_gradients": True}
-SUB_GROUPS = {"sub_group_size": 20000}
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-BF16 = {"bf16": {"enabled": True}}
-#: What every stage is, at its worst.
-WORST: dict[int, dict[str, Any]] = {0: {}, 1: ROUND_ROBIN, 2: ROUND_ROBIN, 3: SUB_GROUPS}
+Zero = dict[str, Any]
 
 
 def _config(stage: int) -> dict[str, Any]:
     return config(stage, zero=WORST[stage])
 
 
-def _check(engine: Any, steps: int, **options: Any) -> None:
-    dtype = options.get("dtype", torch.float32)
-    whole, optimizer = stepped_whole(steps, **options)
-    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-    expected = {name: param.detach().to(dtype) for name, param in whole.named_parameters()}
-    assert_same(model_parameters(engine), expected)
-
-
-def _save_own(settings: dict[str, Any], path: Path, grouped: bool) -> None:
-    engine = stepped_engine(settings, STEPS, grouped=grouped)
-    engine.save_checkpoint(str(path), client_state={"epoch": 7})
-
-
-def _load_own(settings: dict[str, Any], path: Path, grouped: bool, steps: int) -> None:
-    """Into an engine of other weights, which has taken some steps already."""
-    engine = stepped_engine(settings, steps, seed=1, grouped=grouped)
-    found, client_state = engine.load_checkpoint(str(path))
-    assert found is not None
-    assert client_state["epoch"] == 7
-    dtype = next(engine.module.parameters()).dtype
-    _check(engine, STEPS, grouped=grouped, dtype=dtype)
-    kinds = {entry.dtype for flat, _ in masters(engine) for key, entry in _state(engine, flat) if "codes" in key}
-    assert kinds == {torch.uint8}
-    for step in range(STEPS, STEPS + 2):
-        step_engine(engine, step)
-    _check(engine, STEPS + 2, grouped=grouped, dtype=dtype)
-
-
-def _state(engine: Any, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    return list(engine.basic_optimizer.state[flat].items())
-
-
 @pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    ("stage", "zero", "other"),
+    ("stage", "zero", "sections"),
     [
         *((stage, zero, {}) for stage, zero in WORST.items()),
         (3, {}, {}),
         (2, OFFLOAD, {}),
         (3, {**OFFLOAD, **SUB_GROUPS}, {}),
-        (1, {}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),  # BF16_Optimizer
+        (1, {}, BF16_OPTIMIZER),
         (0, {}, BF16),
         (2, ROUND_ROBIN, BF16),
         (3, SUB_GROUPS, BF16),
     ],
 )
 def test_own_checkpoint(
-    deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: dict[str, Any], other: dict[str, Any], steps: int
+    deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: Zero, sections: dict[str, Any], steps: int
 ) -> None:
-    settings = config(stage, zero=zero, **other)
-    deepspeed_ranks.run(2, _save_own, settings, tmp_path, True)
-    deepspeed_ranks.run(2, _load_own, settings, tmp_path, True, steps)
+    of = twins(config(stage, zero=zero, **sections), grouped=True)
+    deepspeed_ranks.run(2, save_own, tmp_path, of)
+    deepspeed_ranks.run(2, load_own, tmp_path, of, steps)
 
 
-def _save(path: Path, settings: dict[str, Any], grouped: bool = False) -> None:
-    engine = stepped_engine(settings, STEPS, grouped=grouped)
-    shardopt.checkpoint.save(path, engine, epoch=7)
-
-
-def _load(path: Path, settings: dict[str, Any], steps: int = 1, grouped: bool = False, **options: Any) -> None:
-    """Into an engine of other weights, and goes on."""
-    engine = stepped_engine(settings, steps, seed=1, grouped=grouped)
-    loaded = shardopt.checkpoint.load(path, engine)
-    assert loaded.extra == {"epoch": 7}
-    assert loaded.converted == {}
-    _check(engine, STEPS, grouped=grouped, **options)
-    for step in range(STEPS, STEPS + 2):
-        step_engine(engine, step)
-    _check(engine, STEPS + 2, grouped=grouped, **options)
-
-
-#: Between stages and numbers of ranks.
-PAIRS = [
-    ((1, 2), (2, 3)),
-    ((2, 3), (3, 2)),
-    ((3, 2), (1, 3)),
-    ((3, 3), (3, 2)),
-    ((2, 2), (0, 2)),
-    ((0, 3), (2, 2)),
-]
-MORE_PAIRS = [((a, m), (b, n)) for a in (1, 2, 3) for b in (1, 2, 3) for m in (1, 2, 3, 4) for n in (1, 2, 3, 4)]
-
-
-def _moves(ranks: Pool, path: Path, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
-    (stage, size), (other_stage, other_size) = saved, loaded
-    ranks.run(size, _save, path, _config(stage), True)
-    ranks.run(other_size, _load, path, _config(other_stage), 1, True)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((1, 2), (2, 3)),
+        ((2, 3), (3, 2)),
+        ((3, 2), (1, 3)),
+        ((3, 3), (3, 2)),
+        ((2, 2), (0, 2)),
+        ((0, 3), (2, 2)),
+        *(
+            pytest.param((a, m), (b, n), marks=pytest.mark.slow)
+            for a in (1, 2, 3)
+            for b in (1, 2, 3)
+            for m in (1, 2, 3, 4)
+            for n in (1, 2, 3, 4)
+        ),
+    ],
+)
 def test_between_stages(deepspeed_ranks: Pool, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
-    _moves(deepspeed_ranks, tmp_path, saved, loaded)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("saved", "loaded"), MORE_PAIRS)
-def test_between_all_stages(
-    deepspeed_ranks: Pool, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
-) -> None:
-    _moves(deepspeed_ranks, tmp_path, saved, loaded)
+    """Between pairs of a stage and a number of ranks."""
+    for (stage, size), work in ((saved, save_portable), (loaded, load_portable)):
+        deepspeed_ranks.run(size, work, tmp_path, twins(_config(stage), grouped=True))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_into_an_engine_without_state(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    deepspeed_ranks.run(2, _save, tmp_path, _config(stage))
-    deepspeed_ranks.run(3, _load, tmp_path, _config(stage), 0)
+    deepspeed_ranks.run(2, save_portable, tmp_path, twins(_config(stage)))
+    deepspeed_ranks.run(3, load_portable, tmp_path, twins(_config(stage)), 0)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_with_offload(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    settings = config(stage, zero={**WORST[stage], **OFFLOAD})
-    deepspeed_ranks.run(2, _save, tmp_path / "offloaded", settings)
-    deepspeed_ranks.run(3, _load, tmp_path / "offloaded", _config(1))
-    deepspeed_ranks.run(3, _save, tmp_path / "not", _config(stage))
-    deepspeed_ranks.run(2, _load, tmp_path / "not", settings)
-
-
-def _load_bf16(path: Path, settings: dict[str, Any]) -> None:
-    _load(path, settings, dtype=torch.bfloat16)
+    offloaded = twins(config(stage, zero={**WORST[stage], **OFFLOAD}))
+    deepspeed_ranks.run(2, save_portable, tmp_path / "offloaded", offloaded)
+    deepspeed_ranks.run(3, load_portable, tmp_path / "offloaded", twins(_config(1)))
+    deepspeed_ranks.run(3, save_portable, tmp_path / "not", twins(_config(stage)))
+    deepspeed_ranks.run(2, load_portable, tmp_path / "not", offloaded)
 
 
 @pytest.mark.parametrize(
@@ -173,42 +120,27 @@ def _load_bf16(path: Path, settings: dict[str, Any]) -> None:
 )
 def test_bf16(deepspeed_ranks: Pool, tmp_path: Path, stage: int, other: int) -> None:
     """Masters are saved in the place of the model's weights: float32."""
-    settings = {n: config(n, zero=WORST[n], **BF16) for n in (stage, other)}
-    deepspeed_ranks.run(2, _save, tmp_path, settings[stage])
-    deepspeed_ranks.run(4 if other == 2 else 2, _load_bf16, tmp_path, settings[other])
-
-
-def _expected(steps: int) -> Snapshot:
-    return whole_snapshot(*stepped_whole(steps))
+    saved, loaded = (twins(config(n, zero=WORST[n], **BF16)) for n in (stage, other))
+    deepspeed_ranks.run(2, save_portable, tmp_path, saved)
+    deepspeed_ranks.run(4 if other == 2 else 2, load_portable, tmp_path, loaded)
 
 
 def _load_in_torch(path: Path, way: str) -> None:
-    model = WAYS[way](make_net(seed=1))
-    optimizer = make_optimizer(way, model)
-    step_with(model, optimizer, 99)
+    model, optimizer = trained(way, 1, seed=1)
     loaded = shardopt.checkpoint.load(path, model, optimizer)
     assert loaded.converted == {}
-    assert_same(snapshot_of(model, optimizer), _expected(STEPS))
-
-
-def _trained(way: str) -> tuple[nn.Module, Any]:
-    model = WAYS[way](make_net())
-    optimizer = make_optimizer(way, model)
-    assert HYPER["min_quantized_numel"] == 64
-    for step in range(STEPS):
-        step_with(model, optimizer, step)
-    return model, optimizer
+    assert_same(snapshot_of(model, optimizer), whole_snapshot(*stepped_whole(config(0), STEPS)))
 
 
 def _save_in_torch(path: Path, way: str) -> None:
-    shardopt.checkpoint.save(path, *_trained(way), epoch=7)
+    shardopt.checkpoint.save(path, *trained(way, STEPS), epoch=7)
 
 
 def _load_from_torch(path: Path, settings: dict[str, Any]) -> None:
     engine = stepped_engine(settings, 1, seed=1)
     loaded = shardopt.checkpoint.load(path, engine)
     assert loaded.converted == {}
-    whole, optimizer = _trained("single")
+    whole, optimizer = trained("single", STEPS)
     assert_same(engine_snapshot(engine), snapshot_of(whole, optimizer))
     step_engine(engine, STEPS)
     step_whole(whole, optimizer, STEPS)
@@ -229,26 +161,19 @@ def _load_from_torch(path: Path, settings: dict[str, Any]) -> None:
 def test_to_and_from_torch(
     ranks: Pool, deepspeed_ranks: Pool, tmp_path: Path, stage: int, size: int, way: str, other_size: int
 ) -> None:
-    deepspeed_ranks.run(size, _save, tmp_path / "deepspeed", _config(stage))
+    deepspeed_ranks.run(size, save_portable, tmp_path / "deepspeed", twins(_config(stage)))
     ranks.run(other_size, _load_in_torch, tmp_path / "deepspeed", way)
     ranks.run(other_size, _save_in_torch, tmp_path / "torch", way)
     deepspeed_ranks.run(size, _load_from_torch, tmp_path / "torch", _config(stage))
 
 
-def _frozen(seed: int) -> nn.Module:
-    model = make_net(seed=seed)
-    for param in (model.embed.weight, model.gate.bias):
-        param.requires_grad_(False)
-    return model
-
-
 def _with_frozen(path: Path, settings: dict[str, Any]) -> None:
     """From an engine to no engine, and back to another."""
-    engine, other = (make_engine(_frozen(seed), settings, model_parameters=None) for seed in (0, 1))
+    engine, other = (make_engine(make_frozen(seed), settings, model_parameters=None) for seed in (0, 1))
     engine.backward(loss_of(engine, make_batch(0)))
     engine.step()
     shardopt.checkpoint.save(path / "first", engine)
-    whole = _frozen(2)
+    whole = make_frozen(2)
     optimizer = shardopt.AdamW8bit([param for param in whole.parameters() if param.requires_grad], **HYPER)
     shardopt.checkpoint.load(path / "first", whole, optimizer)
     expected = {name: param.detach() for name, param in whole.named_parameters()}
@@ -262,7 +187,7 @@ def _with_frozen(path: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "zero"), [(1, {}), (2, ROUND_ROBIN), (3, {}), (3, {"stage3_param_persistence_threshold": 0})]
 )
-def test_frozen_parameters(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
+def test_frozen_parameters(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: Zero) -> None:
     deepspeed_ranks.run(2, _with_frozen, tmp_path, config(stage, zero=zero))
 
 
@@ -277,8 +202,7 @@ def _refused(path: Path) -> None:
     with pytest.raises(CheckpointError):
         shardopt.checkpoint.load(path / "none", engine)
     assert_same(engine_snapshot(engine), before)
-    step_engine(engine, STEPS)
-    _check(engine, STEPS + 1)
+    goes_on_as_whole(engine, twins(_config(2)), 1)
 
 
 def _given_its_own_optimizer(path: Path) -> None:
@@ -286,7 +210,7 @@ def _given_its_own_optimizer(path: Path) -> None:
     shardopt.checkpoint.save(path, engine, engine.optimizer)
     step_engine(engine, STEPS)
     shardopt.checkpoint.load(path, engine, engine.basic_optimizer)
-    _check(engine, STEPS)
+    assert_as_whole(engine, *stepped_whole(_config(2), STEPS))
 
 
 def test_the_engines_own_optimizer_may_be_given(deepspeed_ranks: Pool, tmp_path: Path) -> None:
@@ -297,7 +221,7 @@ def test_errors(deepspeed_ranks: Pool, tmp_path: Path) -> None:
     deepspeed_ranks.run(2, _refused, tmp_path)
 
 
-def _after_evaluation(path: Path, zero: dict[str, Any]) -> None:
+def _after_evaluation(path: Path, zero: Zero) -> None:
     """Weights that a forward pass without a step has gathered are not computed with again."""
     settings = config(3, zero={"stage3_param_persistence_threshold": 0, **zero})
     engines = [make_engine(make_net(seed=seed), settings) for seed in (0, 1)]
@@ -315,19 +239,19 @@ def _after_evaluation(path: Path, zero: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("zero", [{}, OFFLOAD])
-def test_after_evaluation(deepspeed_ranks: Pool, tmp_path: Path, zero: dict[str, Any]) -> None:
+def test_after_evaluation(deepspeed_ranks: Pool, tmp_path: Path, zero: Zero) -> None:
     deepspeed_ranks.run(2, _after_evaluation, tmp_path, zero)
 
 
 @pytest.mark.parametrize(
-    "found",
+    "parallel",
     [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}],
     ids=["pipeline", "autotp", "model parallel"],
 )
-def test_model_parallel_is_refused(found: dict[str, Any]) -> None:
+def test_model_parallel_is_refused(parallel: dict[str, Any]) -> None:
     """Ranks have other parameters under the same names."""
-    own = {"pipeline_parallelism": False, "autotp_size": lambda: 0, "mp_world_size": 1}
-    engine = SimpleNamespace(optimizer=None, module=nn.Linear(1, 1), **{**own, **found})
+    alone = {"pipeline_parallelism": False, "autotp_size": lambda: 0, "mp_world_size": 1}
+    engine = SimpleNamespace(optimizer=None, module=nn.Linear(1, 1), **{**alone, **parallel})
     with pytest.raises(ValueError, match="got a DeepSpeed engine with tensor or pipeline"), opened(engine):
         pass
 
@@ -339,7 +263,7 @@ def _async_save(path: Path, stage: int) -> None:
     step_engine(engine, STEPS)
     saving.result()
     dist.barrier()
-    _load(path, _config(stage))
+    load_portable(path, twins(_config(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -354,7 +278,7 @@ def _other_codec(path: Path, settings: dict[str, Any]) -> None:
         shardopt.checkpoint.load(path, engine)
     loaded = shardopt.checkpoint.load(path, engine, convert=True)
     assert loaded.converted
-    whole, optimizer = make_whole(codec="companded8", block_size=64)
+    whole, optimizer = make_whole(settings)
     shardopt.checkpoint.load(path, whole, optimizer, convert=True)
     assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
 
@@ -362,5 +286,5 @@ def _other_codec(path: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_other_codec(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
     params = {"codec": "companded8", "block_size": 64}
-    deepspeed_ranks.run(2, _save, tmp_path, _config(1))
+    deepspeed_ranks.run(2, save_portable, tmp_path, twins(_config(1)))
     deepspeed_ranks.run(3, _other_codec, tmp_path, config(stage, zero=WORST[stage], params=params))

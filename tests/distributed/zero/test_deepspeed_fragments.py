@@ -10,19 +10,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ranks.deepspeed import config, engine_snapshot, step_engine, step_whole, stepped_engine, stepped_whole
+from ranks.deepspeed import (
+    BF16,
+    BF16_OPTIMIZER,
+    OFFLOAD,
+    ROUND_ROBIN,
+    STEPS,
+    SUB_GROUPS,
+    config,
+    engine_snapshot,
+    step_engine,
+    step_whole,
+    stepped_engine,
+    stepped_whole,
+)
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.optim import ShardedOptimizer
 
-STEPS = 2
-BF16 = {"bf16": {"enabled": True}}
 #: Every stage at its worst, BF16_Optimizer and offload.
 WAYS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (1, {}, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
-    (2, {"round_robin_gradients": True}, {}),
-    (2, {"offload_optimizer": {"device": "cpu"}}, BF16),
-    (3, {"sub_group_size": 20000}, {}),
+    (1, {}, BF16_OPTIMIZER),
+    (2, ROUND_ROBIN, {}),
+    (2, OFFLOAD, BF16),
+    (3, SUB_GROUPS, {}),
 ]
 FLOATS = ("exp_avg", "exp_avg_sq")
 
@@ -53,8 +64,7 @@ def _decoded(model: torch.nn.Module, optimizer: ShardedOptimizer) -> Snapshot:
 
 def _are_told(path: Path, settings: dict[str, Any]) -> None:
     engine = stepped_engine(settings, STEPS, grouped=True)
-    dtype = next(engine.module.parameters()).dtype
-    whole, optimizer = stepped_whole(STEPS, grouped=True, dtype=dtype)
+    whole, optimizer = stepped_whole(settings, STEPS, grouped=True)
     assert_same(_told(engine), _decoded(whole, optimizer))
     engine.save_checkpoint(str(path))
     step_engine(engine, STEPS)
@@ -63,7 +73,7 @@ def _are_told(path: Path, settings: dict[str, Any]) -> None:
     dist.barrier()
     engine = stepped_engine(settings, 1, seed=1, grouped=True)
     engine.load_checkpoint(str(path))
-    assert_same(_told(engine), _decoded(*stepped_whole(STEPS, grouped=True, dtype=dtype)))
+    assert_same(_told(engine), _decoded(*stepped_whole(settings, STEPS, grouped=True)))
 
 
 @pytest.mark.parametrize(("stage", "zero", "other"), WAYS)
@@ -100,12 +110,12 @@ def _sets(settings: dict[str, Any]) -> None:
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     engine = stepped_engine(settings, STEPS)
-    whole, optimizer = stepped_whole(STEPS)
+    whole, optimizer = stepped_whole(settings, STEPS)
     name, param = "up.bias", whole.up.bias
     new: Tensor = torch.linspace(-1, 1, param.numel()).view(param.shape)
-    own = dict(engine.module.named_parameters())[name]
-    safe_set_full_optimizer_state(own, new, "exp_avg")
-    safe_set_full_fp32_param(own, new)
+    of_engine = dict(engine.module.named_parameters())[name]
+    safe_set_full_optimizer_state(of_engine, new, "exp_avg")
+    safe_set_full_fp32_param(of_engine, new)
     optimizer.state[param]["exp_avg"].copy_(new)
     param.data.copy_(new)
     for step in (STEPS, STEPS + 1):
@@ -126,7 +136,7 @@ def _local(settings: dict[str, Any]) -> None:
     from deepspeed.utils import safe_get_local_optimizer_state, safe_set_local_optimizer_state
 
     engine = stepped_engine(settings, STEPS)
-    decoded = _decoded(*stepped_whole(STEPS))
+    decoded = _decoded(*stepped_whole(settings, STEPS))
     for name, param in engine.module.named_parameters():
         for key in FLOATS:
             full, size = decoded[f"{name}/{key}"].flatten(), param.partition_numel()

@@ -8,30 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import shardopt
 from ranks.deepspeed import (
+    OFFLOAD,
+    ROUND_ROBIN,
+    STEPS,
+    SUB_GROUPS,
     WITHOUT_MASTERS,
-    bf16_engine,
-    bf16_whole,
     config,
     engine_snapshot,
+    goes_on_as_whole,
+    load_portable,
     masters,
     model_parameters,
-    step_engine,
+    runs_as_whole,
+    save_own,
+    save_portable,
     stepped_engine,
-    whole_snapshot,
+    twins,
 )
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.sharding.deepspeed import hooks
 
-STEPS = 3
-ROUND_ROBIN = {"round_robin_gradients": True}
-SUB_GROUPS = {"sub_group_size": 20000}
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 ALL_OFFLOAD = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 #: Where masters live, at its worst.
@@ -51,29 +51,27 @@ def _config(stage: int, zero: dict[str, Any], bits: int = 24, **options: Any) ->
     return config(stage, zero=zero, params=params, bf16=WITHOUT_MASTERS, **options)
 
 
-def _check(engine: Any, steps: int) -> None:
-    """Demands that an engine is what the unsharded optimizer of bf16 parameters is."""
-    whole, optimizer = bf16_whole(engine.config["optimizer"]["params"], steps)
-    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-    assert_same(model_parameters(engine), {name: param.detach() for name, param in whole.named_parameters()})
-    assert {flat.dtype for flat, _ in masters(engine)} == {torch.bfloat16}
-
-
-def _as_whole(settings: dict[str, Any]) -> None:
-    _check(bf16_engine(settings, STEPS), STEPS)
-
-
-@pytest.mark.parametrize("bits", [24, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("stage", "zero"), ZERO[3:])
-def test_offloaded_bf16_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], bits: int) -> None:
-    deepspeed_ranks.run(2, _as_whole, _config(stage, zero, bits))
+@pytest.mark.parametrize(
+    ("stage", "zero", "bits"),
+    [
+        (1, ROUND_ROBIN, 24),
+        (2, ROUND_ROBIN, 32),
+        (3, SUB_GROUPS, 24),
+        *((*case, 24) for case in ZERO[3:]),
+        *(pytest.param(*case, 32, marks=pytest.mark.slow) for case in [ZERO[0], *ZERO[2:]]),
+        pytest.param(*ZERO[1], 24, marks=pytest.mark.slow),
+    ],
+)
+def test_bf16_without_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], bits: int) -> None:
+    """DeepSpeed hands over bf16 partitions; the state has the bits that a partition lacks of a master."""
+    deepspeed_ranks.run(2, runs_as_whole, twins(_config(stage, zero, bits)))
 
 
 def _read_by_deepspeed(settings: dict[str, Any]) -> None:
-    """Its way from a parameter to its master leads to the memory that is stepped."""
+    """DeepSpeed's way from a parameter to the master leads to the memory that is stepped."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    engine = bf16_engine(settings, STEPS)
+    engine = stepped_engine(settings, STEPS)
     read = {name: safe_get_full_fp32_param(param).float() for name, param in engine.module.named_parameters()}
     assert_same(read, {name: param.float() for name, param in model_parameters(engine).items()})
 
@@ -84,10 +82,10 @@ def test_deepspeed_reads_masters(deepspeed_ranks: Pool, stage: int, zero: dict[s
 
 
 def test_bf16_masters_without_the_flag_of_states(deepspeed_ranks: Pool) -> None:
-    """It says how DeepSpeed's Adam keeps its moments; ours are what the codec says."""
+    """The flag says how DeepSpeed's Adam keeps its moments; the codec says how ours are kept."""
     settings = _config(2, OFFLOAD)
     settings["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True}
-    deepspeed_ranks.run(2, _as_whole, settings)
+    deepspeed_ranks.run(2, runs_as_whole, twins(settings))
 
 
 @contextmanager
@@ -100,13 +98,11 @@ def _apart() -> Iterator[None]:
         hooks.share_copies = share
 
 
-def _both(settings: dict[str, Any], *, seed: int = 0) -> tuple[Any, Any]:
+def _both(settings: dict[str, Any]) -> tuple[Any, Any]:
     """Two engines alike after some steps, the second with everything apart."""
-    bf16 = settings.get("bf16", {}).get("enabled", False)
-    make = bf16_engine if bf16 else stepped_engine
-    one = make(settings, STEPS, seed=seed)
+    one = stepped_engine(settings, STEPS)
     with _apart():
-        other = make(settings, STEPS, seed=seed)
+        other = stepped_engine(settings, STEPS)
     assert [flat.shape for flat, _ in masters(one)] == [flat.shape for flat, _ in masters(other)]
     return one, other
 
@@ -144,12 +140,12 @@ def test_float32_is_shared_too(deepspeed_ranks: Pool, stage: int, zero: dict[str
 def _sizes(engine: Any) -> dict[int, int]:
     """The bytes of each piece of memory that parameters, masters, gradients and staging buffers stand in."""
     wrapper = engine.optimizer
-    found = [flat for flat, _ in masters(engine)]
-    found += [flat.grad for flat, _ in masters(engine) if flat.grad is not None]
-    found += [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
-    found += getattr(wrapper, "param_buffer_of_bit16_for_cpu_offload_groups", [])
-    found += [x for x in [getattr(wrapper, "grad_partitions_flat_buffer", None)] if x is not None]
-    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+    tensors = [flat for flat, _ in masters(engine)]
+    tensors += [flat.grad for flat, _ in masters(engine) if flat.grad is not None]
+    tensors += [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
+    tensors += getattr(wrapper, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+    tensors += [x for x in [getattr(wrapper, "grad_partitions_flat_buffer", None)] if x is not None]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
 
 
 def _saves(settings: dict[str, Any], saved: int) -> None:
@@ -175,7 +171,7 @@ def test_bytes_saved_per_owned_parameter(deepspeed_ranks: Pool, stage: int, zero
 
 
 def _locked_by_deepspeed(settings: dict[str, Any]) -> None:
-    """It would free memory twice, so the pieces stay apart."""
+    """DeepSpeed's own pinning would free shared memory twice, so the tensors stay apart."""
     with pytest.MonkeyPatch.context() as patch:
         one, other = _both(settings)
         assert len(_sizes(one)) < len(_sizes(other))
@@ -192,46 +188,29 @@ def test_native_pinning_shares_nothing_offloaded(deepspeed_ranks: Pool, stage: i
 
 
 def _save_own(settings: dict[str, Any], path: Path) -> None:
-    engine = bf16_engine(settings, STEPS)
-    engine.save_checkpoint(str(path))
+    save_own(path, twins(settings))
     dist.barrier()
     files = list(path.rglob(f"*zero_pp_rank_{dist.get_rank()}_*optim_states.pt"))
     assert len(files) == 1
+    engine = stepped_engine(settings, STEPS)
     owned = sum(flat.numel() for flat, _ in masters(engine))
     state = sum(x.nbytes for s in engine.basic_optimizer.state.values() for x in s.values())
     assert files[0].stat().st_size < 2 * owned + state + 50_000  # its own masters, not everyone's parameters
 
 
-def _load_own(settings: dict[str, Any], path: Path) -> None:
-    engine = bf16_engine(settings, 2, seed=1)
+def _shares_after_loading(settings: dict[str, Any], path: Path) -> None:
+    engine = stepped_engine(settings, 2, seed=1)
     shared = set(_sizes(engine))
     assert engine.load_checkpoint(str(path))[0] is not None
     assert set(_sizes(engine)) == shared
-    _goes_on(engine)
-
-
-def _goes_on(engine: Any) -> None:
-    _check(engine, STEPS)
-    for step in range(STEPS, STEPS + 2):
-        step_engine(engine, step)
-    _check(engine, STEPS + 2)
+    goes_on_as_whole(engine, twins(settings))
 
 
 @pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], *ZERO[4:]])
 def test_own_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
     settings = _config(stage, zero)
     deepspeed_ranks.run(2, _save_own, settings, tmp_path)
-    deepspeed_ranks.run(2, _load_own, settings, tmp_path)
-
-
-def _save(settings: dict[str, Any], path: Path) -> None:
-    shardopt.checkpoint.save(path, bf16_engine(settings, STEPS))
-
-
-def _load(settings: dict[str, Any], path: Path) -> None:
-    engine = bf16_engine(settings, 1, seed=1)
-    assert shardopt.checkpoint.load(path, engine).converted == {}
-    _goes_on(engine)
+    deepspeed_ranks.run(2, _shares_after_loading, settings, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -239,5 +218,5 @@ def _load(settings: dict[str, Any], path: Path) -> None:
 )
 def test_portable_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
     """On other numbers of ranks; four of them average exactly, three do not."""
-    deepspeed_ranks.run(4, _save, _config(*ZERO[saved]), tmp_path)
-    deepspeed_ranks.run(2, _load, _config(*ZERO[loaded]), tmp_path)
+    deepspeed_ranks.run(4, save_portable, tmp_path, twins(_config(*ZERO[saved])))
+    deepspeed_ranks.run(2, load_portable, tmp_path, twins(_config(*ZERO[loaded])))

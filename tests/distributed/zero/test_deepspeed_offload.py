@@ -1,4 +1,4 @@
-"""DeepSpeed's offload to the host's memory and to NVMe, and activation checkpointing: the bits are those without.
+"""DeepSpeed's offload to NVMe, and activation checkpointing: the bits are those without.
 
 NVMe is tested with files that Python reads and writes in place of DeepSpeed's ``async_io`` op, which it would compile.
 """
@@ -20,30 +20,25 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 import shardopt
-from pairs import in_turn, slow
 from ranks.deepspeed import (
-    HYPER,
+    BF16,
+    OFFLOAD,
+    STEPS,
+    SUB_GROUPS,
+    assert_as_whole,
     config,
     engine_snapshot,
     import_deepspeed,
     make_engine,
     masters,
-    model_parameters,
     step_engine,
-    step_whole,
     stepped_engine,
     stepped_whole,
-    taking_gradients,
-    whole_snapshot,
 )
 from ranks.models import TOKENS, loss_of, make_batch
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.sharding.deepspeed.offload import masters_in_memory
-
-STEPS = 3
-BF16 = {"bf16": {"enabled": True}}
-SUB_GROUPS = {"sub_group_size": 20000}
 
 
 def _cpu(*what: str, **options: Any) -> dict[str, Any]:
@@ -51,34 +46,8 @@ def _cpu(*what: str, **options: Any) -> dict[str, Any]:
 
 
 def _check(engine: Any, whole: nn.Module, optimizer: Any) -> None:
-    dtype = next(engine.module.parameters()).dtype
     with masters_in_memory(engine.optimizer):
-        assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-    assert_same(model_parameters(engine), {name: p.detach().to(dtype) for name, p in whole.named_parameters()})
-
-
-def _as_whole(settings: dict[str, Any]) -> None:
-    engine = stepped_engine(settings, STEPS, grouped=True)
-    dtype = next(engine.module.parameters()).dtype
-    _check(engine, *stepped_whole(STEPS, dtype=dtype, grouped=True))
-    assert type(engine.basic_optimizer) is shardopt.AdamW8bit
-    states = [engine.basic_optimizer.state[flat] for flat, _ in masters(engine)]
-    assert {x.device.type for state in states for x in state.values()} == {"cpu"}
-    assert {state["exp_avg_codes"].dtype for state in states if "exp_avg_codes" in state} == {torch.uint8}
-
-
-HOST_MEMORY: list[tuple[int, dict[str, Any]]] = [
-    (1, _cpu("optimizer", pin_memory=True)),
-    (2, _cpu("optimizer", pin_memory=True)),
-    (3, {**_cpu("optimizer", pin_memory=True), **SUB_GROUPS}),
-    (3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
-    (3, {**_cpu("optimizer", "param", pin_memory=True), "stage3_param_persistence_threshold": 0}),
-]
-
-
-@pytest.mark.parametrize(("stage", "zero", "other"), in_turn(HOST_MEMORY, [(BF16,), ({},)]))
-def test_host_memory(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], other: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, _as_whole, config(stage, zero=zero, **other))
+        assert_as_whole(engine, whole, optimizer)
 
 
 class PlainFiles:
@@ -149,42 +118,31 @@ def _nvme(path: Path, *what: str, pipeline: bool = False) -> dict[str, Any]:
     return zero
 
 
-def _large(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def _large(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [nn.Linear(600, 900), nn.Linear(900, 600), nn.LayerNorm(600), nn.Linear(600, 950)]
-        return nn.Sequential(*layers).to(dtype)
+        return nn.Sequential(*layers)
 
 
 def _large_engine(settings: dict[str, Any], steps: int, *, seed: int = 0) -> Any:
-    dtype = torch.bfloat16 if "bf16" in settings else torch.float32
-    engine = make_engine(taking_gradients(_large(dtype, seed)), settings)
-    for step in range(steps):
-        step_engine(engine, step)
-    return engine
+    return stepped_engine(settings, steps, _large(seed))
 
 
-def _large_whole(dtype: torch.dtype, steps: int) -> tuple[nn.Module, Any]:
-    model = _large(dtype).float()
-    optimizer = shardopt.AdamW8bit(model.parameters(), **HYPER)
-    for step in range(steps):
-        step_whole(model, optimizer, step)
-    return model, optimizer
+def _large_whole(settings: dict[str, Any], steps: int) -> tuple[nn.Module, Any]:
+    return stepped_whole(settings, steps, _large())
 
 
 def _swapped(settings: dict[str, Any]) -> None:
     with _plain_files(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = _large_engine(settings, STEPS)
-        dtype = next(engine.module.parameters()).dtype
-        _check(engine, *_large_whole(dtype, STEPS))
+        _check(engine, *_large_whole(settings, STEPS))
         step_engine(engine, STEPS)
-        _check(engine, *_large_whole(dtype, STEPS + 1))
+        _check(engine, *_large_whole(settings, STEPS + 1))
         told = [str(w.message) for w in caught if "stays in the host's memory" in str(w.message)]
         on_disk = settings["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
         assert len(told) == int(on_disk and torch.distributed.get_rank() == 0)
-        states = [engine.basic_optimizer.state[flat] for flat, _ in masters(engine)]
-        assert {state["exp_avg_codes"].dtype for state in states if "exp_avg_codes" in state} == {torch.uint8}
         if on_disk:
             files = list(Path(engine.optimizer.optimizer_swapper.swap_folder).iterdir())
             held = [file for file in files if "gradient" not in file.name]
@@ -213,24 +171,26 @@ def _nvme_settings(path: Path) -> dict[str, Any]:
 
 
 def _save_from_nvme(path: Path) -> None:
+    settings = _nvme_settings(path)
     with _plain_files():
-        engine = _large_engine(_nvme_settings(path), STEPS)
+        engine = _large_engine(settings, STEPS)
         engine.save_checkpoint(str(path / "own"))
         shardopt.checkpoint.save(path / "portable", engine)
         step_engine(engine, STEPS)
-        _check(engine, *_large_whole(torch.bfloat16, STEPS + 1))
+        _check(engine, *_large_whole(settings, STEPS + 1))
 
 
 def _load_to_nvme(path: Path, own: bool) -> None:
+    settings = _nvme_settings(path / "other")
     with _plain_files():
-        engine = _large_engine(_nvme_settings(path / "other"), 1, seed=1)
+        engine = _large_engine(settings, 1, seed=1)
         if own:
             assert engine.load_checkpoint(str(path / "own"))[0] is not None
         else:
             shardopt.checkpoint.load(path / "portable", engine)
-        _check(engine, *_large_whole(torch.bfloat16, STEPS))
+        _check(engine, *_large_whole(settings, STEPS))
         step_engine(engine, STEPS)
-        _check(engine, *_large_whole(torch.bfloat16, STEPS + 1))
+        _check(engine, *_large_whole(settings, STEPS + 1))
 
 
 def test_checkpoints_from_and_to_nvme(deepspeed_ranks: Pool, tmp_path: Path) -> None:
@@ -286,15 +246,18 @@ def _recomputes(settings: dict[str, Any], kind: str) -> None:
     assert_same(again, plain)
 
 
-KINDS = [("deepspeed",), ("reentrant",), ("torch",)]
-RECOMPUTED: list[tuple[int, dict[str, Any]]] = [
-    (2, _cpu("optimizer")),
-    (3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
-]
-
-
 @pytest.mark.parametrize(
-    ("kind", "stage", "zero"), [*in_turn(KINDS, RECOMPUTED), *slow((*kind, 1, {}) for kind in KINDS)]
+    ("kind", "stage", "zero"),
+    [
+        ("deepspeed", 2, OFFLOAD),
+        ("reentrant", 3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
+        ("torch", 2, OFFLOAD),
+        *(
+            pytest.param(kind, stage, zero, marks=pytest.mark.slow)
+            for kind in ("deepspeed", "reentrant", "torch")
+            for stage, zero in [(1, {}), (2, OFFLOAD), (3, {**_cpu("optimizer", "param"), **SUB_GROUPS})]
+        ),
+    ],
 )
-def test_activation_checkpointing(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], kind: str) -> None:
+def test_activation_checkpointing(deepspeed_ranks: Pool, kind: str, stage: int, zero: dict[str, Any]) -> None:
     deepspeed_ranks.run(2, _recomputes, config(stage, zero=zero), kind)

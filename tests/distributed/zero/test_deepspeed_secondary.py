@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardopt
 from ranks.deepspeed import config, make_engine, model_parameters
-from ranks.models import loss_of, make_batch, make_net
+from ranks.models import loss_of, make_batch, make_frozen
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
 
@@ -24,13 +23,6 @@ AT_ONCE = {
     "stage3_max_live_parameters": 0,
     "stage3_prefetch_bucket_size": 0,
 }
-
-
-def _frozen(seed: int) -> nn.Module:
-    model = make_net(seed=seed)
-    for param in (model.embed.weight, model.gate.bias):
-        param.requires_grad_(False)
-    return model
 
 
 def _train(engine: Any, first: int, steps: int) -> list[torch.Tensor]:
@@ -53,7 +45,7 @@ def _goes_on(path: Path, per_node: int, seed: int) -> Snapshot:
         seed: of the model; 0 saves, others load.
     """
     zero = {**AT_ONCE, "zero_hpz_partition_size": per_node}
-    engine = make_engine(_frozen(seed), config(3, zero=zero), model_parameters=None)
+    engine = make_engine(make_frozen(seed), config(3, zero=zero), model_parameters=None)
     _train(engine, 10 * seed, 2)
     with torch.no_grad():
         loss_of(engine, make_batch(99))  # not followed by a step, which would forget the second copies

@@ -18,34 +18,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ranks.deepspeed import (
+    BF16,
+    BF16_OPTIMIZER,
+    OFFLOAD,
+    ROUND_ROBIN,
+    STEPS,
+    SUB_GROUPS,
+    WITHOUT_MASTERS,
+    WORST,
+    assert_as_whole,
     config,
     engine_snapshot,
-    make_engine,
     make_whole,
     masters,
-    model_parameters,
     step_engine,
     step_whole,
     stepped_engine,
     stepped_whole,
-    taking_gradients,
     whole_snapshot,
 )
-from ranks.models import make_net
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
 from shardopt.sharding.deepspeed.moment_view import MomentView, SavedBuffer
 
-STEPS = 3
-ROUND_ROBIN = {"round_robin_gradients": True}
-SUB_GROUPS = {"sub_group_size": 20000}
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-BF16 = {"bf16": {"enabled": True}}
-BF16_OPTIMIZER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
-ZERO: dict[int, dict[str, Any]] = {1: {}, 2: ROUND_ROBIN, 3: SUB_GROUPS}
 FLOATS = ("exp_avg", "exp_avg_sq")
 
 
@@ -72,28 +70,28 @@ def _save(path: Path, settings: dict[str, Any], grouped: bool = False, convert: 
     dist.barrier()
 
 
-def _requantized(options: dict[str, Any], **common: Any) -> tuple[nn.Module, Any]:
-    """The unsharded run after its moments were decoded, and quantized with these options."""
-    run, optimizer = stepped_whole(STEPS, **common)
-    whole, again = make_whole(**common, **options)
-    whole.load_state_dict(run.state_dict())
-    again.load_state_dict(optimizer.state_dict(dequantize=True))
-    return whole, again
-
-
 def _load(
-    path: Path, settings: dict[str, Any], steps: int = 2, grouped: bool = False, options: dict[str, Any] | None = None
+    path: Path, settings: dict[str, Any], saved: dict[str, Any] | None = None, steps: int = 2, grouped: bool = False
 ) -> None:
-    """Into an engine of other weights that has taken some steps, and goes on."""
+    """Loads into an engine of other weights that has taken some steps, and goes on.
+
+    Args:
+        path: the folder of the checkpoint.
+        settings: the config.
+        saved: the config with which the checkpoint was saved, where its state is quantized in another way.
+        steps: before loading.
+        grouped: whether there are several param groups.
+    """
     engine = stepped_engine(_universal(settings), steps, seed=1, grouped=grouped)
-    dtype = next(engine.module.parameters()).dtype
-    found, _ = engine.load_checkpoint(str(path))
-    assert found is not None
-    whole, optimizer = _requantized(options or {}, grouped=grouped, dtype=dtype)
+    tag, _ = engine.load_checkpoint(str(path))
+    assert tag is not None
+    # The moments of the unsharded run are decoded, and quantized as the engine's.
+    decoded, optimizer_before = stepped_whole(saved or settings, STEPS, grouped=grouped)
+    whole, optimizer = make_whole(settings, grouped=grouped)
+    whole.load_state_dict(decoded.state_dict())
+    optimizer.load_state_dict(optimizer_before.state_dict(dequantize=True))
     for step in range(STEPS, STEPS + 3):
-        assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-        expected = {name: param.detach().to(dtype) for name, param in whole.named_parameters()}
-        assert_same(model_parameters(engine), expected)
+        assert_as_whole(engine, whole, optimizer)
         step_engine(engine, step)
         step_whole(whole, optimizer, step)
 
@@ -126,25 +124,25 @@ def test_between_sizes(
 ) -> None:
     (stage, size), (other_stage, other_size) = saved, loaded
     deepspeed_ranks.run(size, _save, tmp_path, config(stage, zero=zero, **other), True)
-    deepspeed_ranks.run(other_size, _load, tmp_path, config(other_stage, zero=zero, **other), steps, True)
+    deepspeed_ranks.run(other_size, _load, tmp_path, config(other_stage, zero=zero, **other), None, steps, True)
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_tool_by_itself(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    deepspeed_ranks.run(2, _save, tmp_path, config(stage, zero=ZERO[stage]), False, False)
+    deepspeed_ranks.run(2, _save, tmp_path, config(stage, zero=WORST[stage]), False, False)
     tag = (tmp_path / "latest").read_text().strip()
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(tmp_path / tag), "--output_folder", str(tmp_path / "universal")]
     subprocess.run([*tool, *folders], check=True, cwd=tmp_path, env={**os.environ, "DS_ACCELERATOR": "cpu"})
-    deepspeed_ranks.run(3, _load, tmp_path, config(stage, zero=ZERO[stage]))
+    deepspeed_ranks.run(3, _load, tmp_path, config(stage, zero=WORST[stage]))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_other_codec(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    """How state is stored is the engine's affair; the checkpoint is float32."""
+    """The checkpoint is float32, so the engine that loads it may store state by any codec."""
     options = {"codec": "companded8", "block_size": 64}
     deepspeed_ranks.run(2, _save, tmp_path, config(stage))
-    deepspeed_ranks.run(3, _load, tmp_path, config(stage, params=options), 0, False, options)
+    deepspeed_ranks.run(3, _load, tmp_path, config(stage, params=options), config(stage), 0)
 
 
 def _save_of_torch(path: Path, settings: dict[str, Any]) -> None:
@@ -152,11 +150,8 @@ def _save_of_torch(path: Path, settings: dict[str, Any]) -> None:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     params = {"lr": 2e-2, "weight_decay": 0.2, "torch_adam": True}
-    own = {"optimizer": {"type": "AdamW", "params": params}}
-    engine = make_engine(taking_gradients(make_net()), {**settings, **own})
+    engine = stepped_engine({**settings, "optimizer": {"type": "AdamW", "params": params}}, STEPS)
     assert type(engine.basic_optimizer) is torch.optim.AdamW
-    for step in range(STEPS):
-        step_engine(engine, step)
     named = list(engine.module.named_parameters())
     weights = {name: safe_get_full_fp32_param(param) for name, param in named}
     state = [{key: safe_get_full_optimizer_state(param, key) for key in FLOATS} for _, param in named]
@@ -172,11 +167,11 @@ def _save_of_torch(path: Path, settings: dict[str, Any]) -> None:
 def _load_of_torch(path: Path, settings: dict[str, Any]) -> None:
     engine = stepped_engine(_universal(settings), 1, seed=1)
     engine.load_checkpoint(str(path))
-    whole, optimizer = make_whole(lr=2e-2, weight_decay=0.2)
+    whole, optimizer = make_whole(config(1, params={"lr": 2e-2, "weight_decay": 0.2}))
     weights, state = torch.load(path / "held.pt")
     whole.load_state_dict(weights)
     groups = torch.optim.AdamW(whole.parameters(), lr=2e-2, weight_decay=0.2).state_dict()["param_groups"]
-    state = {index: {"step": torch.tensor(float(STEPS)), **own} for index, own in enumerate(state)}
+    state = {index: {"step": torch.tensor(float(STEPS)), **entries} for index, entries in enumerate(state)}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
     step_engine(engine, STEPS)
@@ -212,9 +207,9 @@ def _leaves_no_float32(path: Path, settings: dict[str, Any], steps: int) -> None
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_float32_is_left(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    deepspeed_ranks.run(2, _save, tmp_path, config(stage, zero=ZERO[stage], **BF16))
+    deepspeed_ranks.run(2, _save, tmp_path, config(stage, zero=WORST[stage], **BF16))
     for steps in (0, 2):
-        deepspeed_ranks.run(3, _leaves_no_float32, tmp_path, config(stage, zero=ZERO[stage], **BF16), steps)
+        deepspeed_ranks.run(3, _leaves_no_float32, tmp_path, config(stage, zero=WORST[stage], **BF16), steps)
 
 
 def _is_not_decoded(self: SavedBuffer) -> dict[str, Tensor]:
@@ -274,7 +269,7 @@ def _is_refused(path: Path, settings: dict[str, Any], match: str, grouped: bool 
         (
             "AdamW8bit",
             {"master_weight_bits": 32},
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            {"bf16": WITHOUT_MASTERS},
             "got master_weight_bits=32 .*no place",
         ),
     ],
@@ -319,6 +314,5 @@ def test_what_the_tool_cannot_convert(deepspeed_ranks: Pool, tmp_path: Path, sta
     deepspeed_ranks.run(
         1, _tool_refuses, tmp_path / "lion", config(stage, "Lion8bit"), KeyError, "exp_avg_sq too.*Adam"
     )
-    bits = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-    settings = config(stage, params={"master_weight_bits": 24}, **bits)
+    settings = config(stage, params={"master_weight_bits": 24}, bf16=WITHOUT_MASTERS)
     deepspeed_ranks.run(1, _tool_refuses, tmp_path / "bits", settings, RuntimeError, "8 bits stand in the optimizer's")

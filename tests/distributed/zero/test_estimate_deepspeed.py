@@ -13,11 +13,10 @@ import torch.distributed as dist
 from deepspeed_memory import NO_MASTERS, measure
 from ranks.deepspeed import import_deepspeed
 from ranks.pool import Pool
-from ranks.shaped import Shaped, small_model
+from ranks.shaped import MODELS, Shaped, small_model
 from shardopt.estimate import Setup, backends, estimate
 from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.ledger import DTYPES
-from test_estimate_sharded import MODELS
 
 #: With a parameter within which a partition lies.
 ALL_MODELS = {**MODELS, "large embedding": {**MODELS["odd"], "vocab_size": 5005}}

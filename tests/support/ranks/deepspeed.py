@@ -9,28 +9,40 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardopt
-from helpers import RULES
 from ranks import flat as parts
 from ranks.layouts import Shape, values
 from ranks.models import make_net
-from ranks.snapshot import Snapshot, snapshot
+from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.layout import FlatBuffer, assigned
-from shardopt.optim import ShardedOptimizer
+from shardopt.optim import OPTIMIZERS, ShardedOptimizer
 
-#: Of every optimizer here.
+#: Steps that most tests take.
+STEPS = 3
+#: Options of every optimizer here.
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
 #: The ``bf16`` section of a config with which DeepSpeed keeps no float32 masters.
 WITHOUT_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+#: Sections of a config.
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+BF16_OPTIMIZER: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+#: Options of ZeRO.
+ROUND_ROBIN: dict[str, Any] = {"round_robin_gradients": True}
+SUB_GROUPS: dict[str, Any] = {"sub_group_size": 20000}
+OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+#: Every stage, with the options by which its partitions are hardest to follow.
+WORST: dict[int, dict[str, Any]] = {0: {}, 1: ROUND_ROBIN, 2: ROUND_ROBIN, 3: SUB_GROUPS}
+STAGES = list(WORST.items())
 
 
 def import_deepspeed() -> Any:
@@ -68,14 +80,14 @@ def config(stage: int, optimizer: str | None = "AdamW8bit", **options: Any) -> d
         **options: sections of the config, ``zero`` that of ZeRO, and ``params`` of the optimizer.
     """
     zero, params = options.pop("zero", {}), options.pop("params", {})
-    found = {
+    sections = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, **zero},
     }
     if optimizer is not None:
-        found["optimizer"] = {"type": optimizer, "params": {**HYPER, **params}}
-    return {**found, **options}
+        sections["optimizer"] = {"type": optimizer, "params": {**HYPER, **params}}
+    return {**sections, **options}
 
 
 def make_engine(model: nn.Module, settings: dict[str, Any], **given: Any) -> Any:
@@ -111,7 +123,7 @@ def gradient_of(shape: Shape, place: int, step: int) -> Tensor:
 def taking_gradients(model: nn.Module) -> nn.Module:
     """Makes the model, wherever it is called with gradients by place, give a loss of which these are the gradients."""
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    own = {
+    places_of = {
         module: [places[f"{prefix}.{name}"] for name, _ in module.named_parameters(recurse=False)]
         for prefix, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
@@ -119,11 +131,11 @@ def taking_gradients(model: nn.Module) -> nn.Module:
 
     def forward(gradients: list[Tensor]) -> Tensor:
         loss = torch.zeros(())
-        for module, of_module in own.items():
+        for module, of_module in places_of.items():
             loss = module(loss, [gradients[place] for place in of_module])
         return loss
 
-    for module in own:
+    for module in places_of:
         module.forward = partial(_add_products, module)
     model.forward = forward
     return model
@@ -136,7 +148,7 @@ def _add_products(module: nn.Module, loss: Tensor, gradients: list[Tensor]) -> T
 
 
 def step_engine(engine: Any, step: int) -> None:
-    """A step with given gradients, for whose average one rank stands in: each step another."""
+    """Takes a step with given gradients: one rank, another in each step, has the average times the number of ranks."""
     world_size = dist.get_world_size()
     factor = float(world_size) if dist.get_rank() == step % world_size else 0.0
     micro_steps = engine.gradient_accumulation_steps()
@@ -169,55 +181,134 @@ def step_whole(
     optimizer.zero_grad()
 
 
-def stepped_engine(settings: dict[str, Any], steps: int, *, seed: int = 0, grouped: bool = False) -> Any:
-    """An engine of the tests' model that took so many steps."""
-    model = taking_gradients(make_net(seed=seed))
-    engine = make_engine(model, settings, **({"model_parameters": groups_of(model)} if grouped else {}))
+def stepped_engine(
+    settings: dict[str, Any],
+    steps: int,
+    model: nn.Module | None = None,
+    *,
+    seed: int = 0,
+    grouped: bool = False,
+    **given: Any,
+) -> Any:
+    """An engine that took some steps with given gradients.
+
+    Args:
+        settings: the config.
+        steps: the number of steps.
+        model: by default the tests' model, in the dtype of the tensors that DeepSpeed steps.
+        seed: of the default model's weights.
+        grouped: whether the param groups are those of :func:`groups_of`.
+        **given: other arguments of ``deepspeed.initialize``.
+    """
+    model = taking_gradients(make_net(_stepped_dtype(settings), seed) if model is None else model)
+    if grouped:
+        given["model_parameters"] = groups_of(model)
+    engine = make_engine(model, settings, **given)
     for step in range(steps):
         step_engine(engine, step)
     return engine
 
 
-def bf16_engine(settings: dict[str, Any], steps: int, *, seed: int = 0) -> Any:
-    """An engine of the model in bf16 after some steps."""
-    engine = make_engine(taking_gradients(make_net(torch.bfloat16, seed)), settings)
-    for step in range(steps):
-        step_engine(engine, step)
-    return engine
-
-
-def bf16_whole(params: dict[str, Any], steps: int) -> tuple[nn.Module, ShardedOptimizer]:
-    """Counterpart of :func:`bf16_engine` without DeepSpeed and float32 masters; ``params`` are those of the config."""
-    model = make_net(torch.bfloat16)
-    optimizer = shardopt.AdamW8bit(model.parameters(), **params)
-    for step in range(steps):
-        step_whole(model, optimizer, step)
-    return model, optimizer
+def _stepped_dtype(settings: dict[str, Any]) -> torch.dtype:
+    return torch.bfloat16 if settings.get("bf16", {}).get("bf16_master_weights_and_grads") else torch.float32
 
 
 def make_whole(
-    rule: str = "adamw", *, dtype: torch.dtype = torch.float32, grouped: bool = False, **options: Any
+    settings: dict[str, Any], model: nn.Module | None = None, *, grouped: bool = False
 ) -> tuple[nn.Module, ShardedOptimizer]:
-    """Model and optimizer of an engine, without DeepSpeed.
+    """Model and optimizer that a config describes, without DeepSpeed; parameters are the masters.
 
     Args:
-        rule: one of ``RULES``, of which the class is taken.
-        dtype: what the parameters are rounded to at first; they are float32 then: the masters.
-        grouped: whether the optimizer has several param groups.
-        **options: of the optimizer.
+        settings: the config.
+        model: by default the tests' model; rounded to the dtype that the config's engine computes in.
+        grouped: whether the param groups are those of :func:`groups_of`.
     """
-    model = make_net(dtype).float()
+    model = make_net() if model is None else model
+    if settings.get("bf16", {}).get("enabled"):
+        model = model.bfloat16()
+    model = model.to(_stepped_dtype(settings))
+    section = settings.get("optimizer", {"type": "AdamW8bit", "params": HYPER})
     params: Iterable[Any] = groups_of(model) if grouped else model.parameters()
-    return model, RULES[rule].optimizer(params, **{**HYPER, **options})
+    return model, OPTIMIZERS[section["type"].lower()](params, **section["params"])
 
 
-def stepped_whole(steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
-    """Counterpart of :func:`stepped_engine` without DeepSpeed; the options are those of :func:`make_whole`."""
-    stepping = {key: options.pop(key) for key in ("micro_steps", "clip") if key in options}
-    model, optimizer = make_whole(rule, **options)
+def stepped_whole(
+    settings: dict[str, Any], steps: int, model: nn.Module | None = None, *, grouped: bool = False
+) -> tuple[nn.Module, ShardedOptimizer]:
+    """Counterpart of :func:`stepped_engine` without DeepSpeed, by :func:`make_whole`."""
+    model, optimizer = make_whole(settings, model, grouped=grouped)
     for step in range(steps):
-        step_whole(model, optimizer, step, **stepping)
+        step_whole(model, optimizer, step, micro_steps=settings.get("gradient_accumulation_steps", 1))
     return model, optimizer
+
+
+class Twins(NamedTuple):
+    """A run under DeepSpeed and one without, which must have the same bits.
+
+    Attributes:
+        engine: makes the engine after so many steps; with ``seed=``, of other weights.
+        whole: makes model and optimizer of the other run after so many steps.
+    """
+
+    engine: Callable[..., Any]
+    whole: Callable[[int], tuple[nn.Module, ShardedOptimizer]]
+
+
+def twins(settings: dict[str, Any], *, grouped: bool = False) -> Twins:
+    """The runs of a config with the tests' model."""
+    return Twins(partial(stepped_engine, settings, grouped=grouped), partial(stepped_whole, settings, grouped=grouped))
+
+
+def assert_as_whole(engine: Any, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Demands the bits of the run without DeepSpeed: masters, state, weights and Prodigy's estimate."""
+    dtype = next(engine.module.parameters()).dtype
+    assert_same(engine_snapshot(engine), whole_snapshot(model, optimizer))
+    assert_same(model_parameters(engine), {name: p.detach().to(dtype) for name, p in model.named_parameters()})
+    estimates = [{group.get("d") for group in each.param_groups} for each in (engine.basic_optimizer, optimizer)]
+    assert estimates[0] == estimates[1]
+
+
+def runs_as_whole(of: Twins) -> None:
+    """Demands that both runs have the same bits after some steps."""
+    assert_as_whole(of.engine(STEPS), *of.whole(STEPS))
+
+
+def goes_on_as_whole(engine: Any, of: Twins, more: int = 2) -> None:
+    """Demands that an engine is as after ``STEPS`` steps, and stays so in some more."""
+    model, optimizer = of.whole(STEPS)
+    assert_as_whole(engine, model, optimizer)
+    for step in range(STEPS, STEPS + more):
+        step_engine(engine, step)
+        step_whole(model, optimizer, step)
+    assert_as_whole(engine, model, optimizer)
+
+
+def save_own(path: Path, of: Twins) -> None:
+    """Saves DeepSpeed's own checkpoint after ``STEPS`` steps."""
+    of.engine(STEPS).save_checkpoint(str(path), client_state={"epoch": 7})
+
+
+def load_own(path: Path, of: Twins, steps: int = 2) -> None:
+    """Loads what :func:`save_own` saved into an engine of other weights that took some steps, and goes on."""
+    engine = of.engine(steps, seed=1)
+    tag, client_state = engine.load_checkpoint(str(path))
+    assert tag is not None
+    assert client_state["epoch"] == 7
+    goes_on_as_whole(engine, of)
+
+
+def save_portable(path: Path, of: Twins) -> None:
+    """Saves a portable checkpoint after ``STEPS`` steps."""
+    shardopt.checkpoint.save(path, of.engine(STEPS), epoch=7)
+
+
+def load_portable(path: Path, of: Twins, steps: int = 1) -> None:
+    """Loads what :func:`save_portable` saved into an engine of other weights that took some steps, and goes on."""
+    engine = of.engine(steps, seed=1)
+    loaded = shardopt.checkpoint.load(path, engine)
+    assert loaded.extra == {"epoch": 7}
+    assert loaded.converted == {}
+    goes_on_as_whole(engine, of)
 
 
 def whole_snapshot(model: nn.Module, optimizer: ShardedOptimizer) -> Snapshot:

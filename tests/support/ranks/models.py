@@ -93,6 +93,14 @@ def make_net(dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
         return Net().to(dtype)
 
 
+def make_frozen(seed: int) -> Net:
+    """The model with a matrix and a bias that are not trained."""
+    model = make_net(seed=seed)
+    for param in (model.embed.weight, model.gate.bias):
+        param.requires_grad_(False)
+    return model
+
+
 def make_batch(seed: int, rank: int = 0, size: int = 4) -> Tensor:
     """Tokens ``(size, 12)``, which differ between seeds and between ranks."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

@@ -27,9 +27,11 @@ def make_optimizer(way: str, model: nn.Module, rule: str = "adamw", **options: A
     return case.make(model.parameters(), **options)
 
 
-def trained(way: str, steps: int, rule: str = "adamw", **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+def trained(
+    way: str, steps: int, rule: str = "adamw", *, seed: int = 0, **options: Any
+) -> tuple[nn.Module, ShardedOptimizer]:
     """The model sharded in one of the ``WAYS`` and its optimizer, after so many :func:`step_with`."""
-    model = WAYS[way](make_net())
+    model = WAYS[way](make_net(seed=seed))
     optimizer = make_optimizer(way, model, rule, **options)
     for step in range(steps):
         step_with(model, optimizer, step)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,24 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 1001,
+}
+#: Changes of :data:`SMALL`: ends within rows, rows that no number of ranks divides, and parameters of fewer rows than
+#: there are ranks.
+MODELS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "odd": {
+        "hidden_size": 99,
+        "intermediate_size": 131,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 33,
+        "vocab_size": 1003,
+        "model_type": "qwen3",
+        "attention_bias": True,
+    },
+    "stable embedding": {"stable_embedding": True, "vocab_size": 1003, "hidden_size": 132},
+    "few rows": {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 1},
 }
 
 
