@@ -8,6 +8,8 @@ Environment:
         driver compiles when it loads it: a third of the time to build. Default: those of the GPUs of this machine, all
         where it has none.
     CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
+    SHARDOPT_REPOSITORY: the project's address, such as https://github.com/OWNER/NAME, to link to.
+        Default: no links.
     SHARDOPT_KERNEL_OBJECTS: a folder that keeps compiled kernels, which serve every Python. Objects found there are
         linked without another look: only for builds of the same sources with the same settings, as in launch/wheel.sh.
 """
@@ -248,4 +250,9 @@ extension = Extension(
     extra_compile_args=["-std=c++17", "-fvisibility=hidden", "-O3", "-g0"],
     define_macros=[("SHARDOPT_WITH_CUDA", "1")] if toolkit else [],
 )
-setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})
+repository = os.environ.get("SHARDOPT_REPOSITORY")
+setup(
+    project_urls={"Source": repository, "Issues": f"{repository}/issues"} if repository else {},
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildExtension},
+)

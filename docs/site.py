@@ -1,6 +1,8 @@
-"""A hook of MkDocs: pages from outside of docs/ are part of the site, README.md as its front page.
+"""Hooks of MkDocs: pages from outside of docs/ are part of the site, README.md as its front page.
 
-Links between pages are written for the repository, where they also work; here they get the site's paths.
+Links between pages are written for the repository, where they also work; here they get the paths of the site.
+Docstrings name objects by the roles of Sphinx, such as :class:`shardopt.AdamW`: here they become links to objects that
+the API page has, and code elsewhere.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ OUTSIDE = {
     },
     **{f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*")},
 }
+ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod|obj):<code>~?([^<]+)</code>")
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 
 
@@ -49,3 +52,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({posixpath.relpath(at, posixpath.dirname(place) or '.')}"
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Turns roles into references, which mkdocs-autorefs resolves."""
+
+    def reference(role: re.Match[str]) -> str:
+        name = role[1] if "." in role[1] else f"shardopt.{role[1]}"
+        return f'<autoref identifier="{name}" optional><code>{role[1]}</code></autoref>'
+
+    return ROLE.sub(reference, html)

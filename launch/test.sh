@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # Installs the package with its test tools into .venv, then lints, type-checks and tests it.
 #
-#   launch/test.sh [--all] [--torch X.Y.Z] [PYTEST OPTIONS]     (-n 0: all tests in one process, as --pdb needs)
+#   launch/test.sh [--all] [--coverage] [--torch X.Y.Z] [PYTEST OPTIONS]
+#
+#   Of pytest's options, -n 0 runs all tests in one process, as --pdb needs.
 #
 #   --all      also the tests marked slow, such as the CUDA kernels' PTX for all architectures, and with a GPU those
 #              marked gpu
+#   --coverage prints which share of shardopt's lines the tests run, per room, and writes build/coverage/html; lines
+#              that a process ran before it was killed do not count
 #   --torch    tests with this version of PyTorch, in .venv-torch-X.Y.Z; lints and types belong to the pinned one. Takes
 #              several GB where the package index has no CPU build of it
 set -euo pipefail
@@ -13,6 +17,7 @@ source launch/setup_env.sh
 
 options=()
 pinned=1
+coverage=
 while [ $# -gt 0 ]; do
     case $1 in
     --all)
@@ -20,6 +25,7 @@ while [ $# -gt 0 ]; do
         if nvidia-smi -L >/dev/null 2>&1; then markers=; fi
         options+=(-m "$markers")
         ;;
+    --coverage) coverage=1 ;;
     --torch)
         pinned=
         use_torch "${2:-}"
@@ -48,5 +54,20 @@ fi
 # Not "python -m pytest", which would import the source tree in place of what was installed.
 # Two processes: most tests keep one core busy. The tests of a file stay together, with what they share. Files come in
 # their order: by numbers of tests, those with few that take minutes would come last, and one process would wait.
-"$venv/bin/pytest" -n 2 --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"}
+test=("$venv/bin/pytest")
+if [ -n "$coverage" ]; then
+    export COVERAGE_FILE="$PWD/build/coverage/data"
+    rm -rf build/coverage
+    mkdir -p build/coverage
+    test=("$venv/bin/coverage" run "$venv/bin/pytest")
+fi
+failed=0
+"${test[@]}" -n 2 --dist loadfile --no-loadscope-reorder ${options[@]+"${options[@]}"} || failed=$?
+if [ -n "$coverage" ]; then
+    "$venv/bin/coverage" combine -q
+    "$venv/bin/coverage" html -q -d build/coverage/html
+    "$venv/bin/coverage" json -q -o build/coverage/lines.json
+    "$venv/bin/python" launch/coverage_by_room.py build/coverage/lines.json
+fi
+if [ "$failed" -ne 0 ]; then exit "$failed"; fi
 if [ -n "$unclean" ]; then die "the tests passed, but ruff or mypy found something: see above"; fi

@@ -30,4 +30,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     front = (tmp_path / "index.html").read_text()
     assert "figures/memory.svg" in front
     assert "quickstart/" in front
-    assert "AdamW8bit" in (tmp_path / "api" / "index.html").read_text()
+    api = (tmp_path / "api" / "index.html").read_text()
+    assert "AdamW8bit" in api
+    assert re.findall(r".*:[a-z]+:(?:`|<code>).*", api) == [], "roles must not be shown raw"
+    assert re.search(r'<a [^>]*href="#shardopt[.\w]*"><code>', api), "roles must link to what the page has"

@@ -186,6 +186,21 @@ def test_the_tests_environment_has_cuda_kernels_where_nvcc_is(tmp_path: Path, nv
     assert done.stdout == f"{1 if nvcc else ''} 90-virtual\n"
 
 
+@pytest.mark.parametrize("repository", [None, "https://example.org/shardopt"])
+def test_the_package_links_to_the_repository_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, repository: str | None
+) -> None:
+    monkeypatch.setenv("SHARDOPT_CUDA", "0")
+    monkeypatch.delenv("SHARDOPT_REPOSITORY", raising=False)
+    if repository is not None:
+        monkeypatch.setenv("SHARDOPT_REPOSITORY", repository)
+    given: dict[str, object] = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    expected = {} if repository is None else {"Source": repository, "Issues": f"{repository}/issues"}
+    assert given["project_urls"] == expected
+
+
 @pytest.mark.slow
 def test_sdist_and_wheel(tmp_path: Path) -> None:
     run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT, cwd=tmp_path)

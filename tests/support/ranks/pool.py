@@ -108,13 +108,13 @@ class Pool:
             self._end(world_size)
             raise RankFailure("\n" + "\n".join(failures))
         if max(result.groups for _, result in answers) > _MOST_GROUPS:
-            self._end(world_size)
+            self._end(world_size, _GRACE)
         return [result.value for _, result in answers]
 
     def close(self) -> None:
         """Ends all workers."""
         for world_size in list(self._worlds):
-            self._end(world_size)
+            self._end(world_size, _GRACE)
 
     def _world(self, world_size: int) -> list[_Worker]:
         if not all(worker.process.is_alive() for worker in self._worlds.get(world_size, [])):
@@ -132,11 +132,15 @@ class Pool:
         theirs.close()
         return _Worker(process, ours)
 
-    def _end(self, world_size: int) -> None:
-        for worker in self._worlds.pop(world_size, []):
+    def _end(self, world_size: int, seconds: float = 0.0) -> None:
+        """Ends a world's ranks, which get this long to leave by themselves, as they do unless they hang."""
+        workers = self._worlds.pop(world_size, [])
+        for worker in workers:
+            worker.connection.close()
+        for worker in workers:
+            worker.process.join(seconds)
             worker.process.kill()
             worker.process.join()
-            worker.connection.close()
 
 
 def _collect(workers: list[_Worker], timeout: float) -> list[tuple[bool, Any]]:
