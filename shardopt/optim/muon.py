@@ -19,7 +19,7 @@ from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
 from shardopt.state.options import Options, Unpack, bytes_of, check_flag, check_number, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
-from shardopt.step.matrices import matrix_shapes
+from shardopt.step.muon.matrices import matrix_shapes
 
 Algorithm = Literal["muon", "adamw", "lion"]
 

@@ -36,8 +36,8 @@ from shardopt.step.inputs import (
     named,
     raising,
 )
+from shardopt.step.muon.waves import Waves, WaveStep, openings_of, run_waves
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
-from shardopt.step.waves import Waves, WaveStep, openings_of, run_waves
 
 
 class StepTables:

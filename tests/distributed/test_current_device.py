@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.checkpoint import ranks
 from shardopt.sharding import ddp, dtensor, exchange
-from shardopt.step.directions import _Copies
+from shardopt.step.muon.directions import _Copies
 
 SECOND = torch.device("cuda", 1)
 

@@ -32,7 +32,7 @@ from ranks.models import set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, assert_shards_of, entries, local, snapshot
 from shardopt.layout import shard_of
-from shardopt.step.matrices import matrices_of
+from shardopt.step.muon.matrices import matrices_of
 
 STEPS = 2
 OPTIONS = {"min_quantized_numel": 64, "block_size": 32}

@@ -26,7 +26,7 @@ from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, NewtonSchulz
 from shardopt.optim import ShardedOptimizer
-from shardopt.step.matrices import padded
+from shardopt.step.muon.matrices import padded
 
 # Around a step --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.layout import Division, Region
 from shardopt.layout.division import ranges
-from shardopt.step.matrices import LIVE_WAVES, Matrix, Wave, matrix_shapes, waves_of
+from shardopt.step.muon.matrices import LIVE_WAVES, Matrix, Wave, matrix_shapes, waves_of
 
 NEWTON_SCHULZ = NewtonSchulz((QUINTIC,) * 5, 1e-7)
 

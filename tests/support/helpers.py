@@ -23,7 +23,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import tensor_state_of
-from shardopt.step.matrices import matrix_shapes
+from shardopt.step.muon.matrices import matrix_shapes
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]

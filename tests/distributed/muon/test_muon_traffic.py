@@ -20,7 +20,7 @@ from ranks.muon import MATRICES, of_groups
 from ranks.pool import Pool
 from ranks.runs import SMALL
 from shardopt.optim import ShardedOptimizer
-from shardopt.step.matrices import BYTES, padded
+from shardopt.step.muon.matrices import BYTES, padded
 
 #: Bytes in front of a message for an owner, or by one, that say whether the ranks still agree.
 ROLL = BYTES * padded(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt.layout import Ranks, Region
 from shardopt.step.agreement import Plan, all_say_no, heard, say_no
-from shardopt.step.matrices import BYTES, Matrix, Wave, padded
+from shardopt.step.muon.matrices import BYTES, Matrix, Wave, padded
 
 
 class Directions:

@@ -16,9 +16,9 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.weights import WeightFormat
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.step.batch import Batch
-from shardopt.step.directions import Directions
 from shardopt.step.group_tables import GroupTables, Scaled
-from shardopt.step.matrices import BYTES, Wave
+from shardopt.step.muon.directions import Directions
+from shardopt.step.muon.matrices import BYTES, Wave
 
 _DIRECTION = WeightFormat(torch.bfloat16)
 

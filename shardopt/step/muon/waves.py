@@ -17,11 +17,11 @@ from shardopt.state.residency import StateResidency
 from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.directions import Directions, Journey
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input
-from shardopt.step.matrices import Matrix, Wave, matrices_of, waves_of
-from shardopt.step.passes import Alike, Operands, Passes
+from shardopt.step.muon.directions import Directions, Journey
+from shardopt.step.muon.matrices import Matrix, Wave, matrices_of, waves_of
+from shardopt.step.muon.passes import Alike, Operands, Passes
 from shardopt.step.rows import ROW, Group, table_of
 
 
