@@ -18,7 +18,9 @@ from torch import Tensor
 import shardopt
 from shardopt import _C
 from shardopt.kernels.dispatch import cpu_target, use_cpu_target
-from shardopt.sharding.deepspeed import hooks
+from shardopt.sharding.deepspeed.hooks import VERSIONS as DEEPSPEED
+from shardopt.sharding.deepspeed.hooks import is_known
+from shardopt.sharding.hooks import PACKAGES, hooked_packages
 
 #: Versions of PyTorch that were tried: [first, end).
 TORCH = ((2, 6), (2, 16))
@@ -73,6 +75,7 @@ class Facts:
         kernel_gpus: GPUs that the CUDA runtime in this build sees.
         gpu_steps: result of a trial step on each GPU: "" for the CPU's bits, else what went wrong.
         packages: versions of optional packages by name, of those that are installed.
+        hooked: packages that hooks are installed into.
     """
 
     torch: str
@@ -88,6 +91,7 @@ class Facts:
     kernel_gpus: int = 0
     gpu_steps: Sequence[str] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
+    hooked: Sequence[str] = PACKAGES
 
 
 def add_parser(commands: Any) -> None:
@@ -142,12 +146,13 @@ def observe() -> Facts:
         kernel_gpus=_C.cuda_device_count() if _C.with_cuda else 0,
         gpu_steps=[_tried(f"cuda:{i}", expected) for i in gpus] if _C.with_cuda else [],
         packages={name: found for name in ("deepspeed", *CLIENTS, *OPTIONAL) if (found := _version_of(name))},
+        hooked=hooked_packages(),
     )
 
 
 def judge(facts: Facts) -> list[Finding]:
     """The findings, in the order of the report."""
-    return [*_of_torch(facts), *_of_cpu(facts), *_of_cuda(facts), *_of_packages(facts)]
+    return [*_of_torch(facts), *_of_cpu(facts), *_of_cuda(facts), *_of_packages(facts), _of_hooks(facts)]
 
 
 def _of_torch(facts: Facts) -> list[Finding]:
@@ -220,9 +225,9 @@ def _of_packages(facts: Facts) -> list[Finding]:
     found = []
     deepspeed = facts.packages.get("deepspeed")
     if deepspeed is not None:
-        first, end = map(_dotted, hooks.VERSIONS)
+        first, end = map(_dotted, DEEPSPEED)
         text, remedy = f"DeepSpeed {deepspeed}", f"pip install 'deepspeed>={first},<{end}'; others are refused"
-        found.append(Finding(text) if hooks.is_known(deepspeed) else _fault(text, remedy))
+        found.append(Finding(text) if is_known(deepspeed) else _fault(text, remedy))
     for name, oldest in CLIENTS.items():
         if (version := facts.packages.get(name)) is not None:
             old = _numbers(version) < _numbers(oldest)
@@ -231,6 +236,14 @@ def _of_packages(facts: Facts) -> list[Finding]:
     found += [Finding(f"{name} {facts.packages[name]}") for name in OPTIONAL if name in facts.packages]
     missing = [name for name in ("deepspeed", *CLIENTS, *OPTIONAL) if name not in facts.packages]
     return [*found, *([Finding(f"not installed, and not needed: {', '.join(missing)}")] if missing else [])]
+
+
+def _of_hooks(facts: Facts) -> Finding:
+    left_out = [package for package in PACKAGES if package not in facts.hooked]
+    text = f"hooks into {', '.join(facts.hooked) or 'no other package'}"
+    if not left_out:
+        return Finding(text)
+    return Finding(f"{text}; SHARDOPT_HOOKS leaves out {', '.join(left_out)}", "unset SHARDOPT_HOOKS for all hooks")
 
 
 def _stepped(device: str) -> Tensor:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import ModuleType
 
 from torch import Tensor
 from torch.nn import Module
 
 from shardopt.layout import Copies, Shard, UnknownShardError, register, register_copies_finder, register_model_reader
-from shardopt.sharding.after_import import after_import
+from shardopt.sharding.hooks import install_hooks
 
 
 def _resolve_dtensor(param: Tensor) -> Shard | None:
@@ -55,49 +54,4 @@ register(_resolve_fsdp1)
 register_model_reader(_read_fsdp1)
 register_copies_finder(_copies_in_ddp)
 
-
-def _hook_fsdp1(module: ModuleType) -> None:
-    from shardopt.sharding.fsdp1 import install
-    from shardopt.sharding.fsdp1_state_dict import hook_fsdp1
-
-    install(module)
-    hook_fsdp1(module)
-
-
-after_import("torch.distributed.fsdp", _hook_fsdp1)
-
-
-def _hook_state_dict(module: ModuleType) -> None:
-    from shardopt.sharding.fsdp1_state_dict import hook_state_dict
-
-    hook_state_dict(module)
-
-
-after_import("torch.distributed.checkpoint.state_dict", _hook_state_dict)
-
-
-def _hook_deepspeed(engine_module: ModuleType) -> None:
-    from shardopt.sharding.deepspeed.hooks import install
-
-    install(engine_module)
-
-
-after_import("deepspeed.runtime.engine", _hook_deepspeed)
-
-
-def _hook_zero_redundancy(module: ModuleType) -> None:
-    from shardopt.sharding.zero_redundancy import install
-
-    install(module)
-
-
-after_import("torch.distributed.optim.zero_redundancy_optimizer", _hook_zero_redundancy)
-
-
-def _hook_accelerate(module: ModuleType) -> None:
-    from shardopt.sharding.accelerate import install
-
-    install(module)
-
-
-after_import("accelerate.accelerator", _hook_accelerate)
+install_hooks()

@@ -40,7 +40,15 @@ def remedies(facts: Facts, *, faults: bool) -> list[str]:
 def test_a_sound_machine() -> None:
     assert remedies(SOUND, faults=True) == remedies(SOUND, faults=False) == []
     text = report(judge(SOUND))
-    for part in ("PyTorch 2.13.0+cu130", "avx512 in use", "CUDA 13.0, 1 GPUs", "NVIDIA H100", "0.19.8", "no faults"):
+    for part in (
+        "PyTorch 2.13.0+cu130",
+        "avx512 in use",
+        "CUDA 13.0, 1 GPUs",
+        "NVIDIA H100",
+        "0.19.8",
+        "hooks into torch, deepspeed",
+        "no faults",
+    ):
         assert part in text
 
 
@@ -77,6 +85,8 @@ def test_a_fault_has_a_remedy(changes: dict[str, Any], remedy: str) -> None:
         ({"with_cuda": False, "driver": None, "torch_gpus": (), "gpu_steps": ()}, "run SHARDOPT_CUDA=1 pip install"),
         ({"with_cuda": False, "driver_gpus": 0, "torch_gpus": (), "gpu_steps": ()}, "run SHARDOPT_CUDA=1 pip install"),
         ({"packages": {"peft": "0.9"}}, "tried from 0.21 on"),
+        ({"hooked": ("torch",)}, "unset SHARDOPT_HOOKS"),
+        ({"hooked": ()}, "unset SHARDOPT_HOOKS"),
     ],
 )
 def test_advice_is_no_fault(changes: dict[str, Any], remedy: str) -> None:

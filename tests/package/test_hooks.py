@@ -1,8 +1,9 @@
-"""Something is done once a module is imported, whoever imports it; DeepSpeed is hooked that way in either order."""
+"""Hooks into other packages: installed once a module is imported, in either order, and left out by SHARDOPT_HOOKS."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from programs import Programs
-from shardopt.sharding.after_import import after_import
+from shardopt.sharding.hooks import HOOKS, PACKAGES, after_import, install_hooks
 
 NAME = "module_for_after_import"
 
@@ -191,3 +192,57 @@ def test_accelerate_keeps_our_optimizers(
         "assert accelerate.accelerator.prepare(ours) is ours",
         f"assert accelerate.accelerator.prepare(theirs) == {replaced}",
     )
+
+
+#: Prints the packages that importing shardopt changes: those imported before it, then those imported after it.
+CHANGED_PACKAGES = """
+import importlib, os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+def contents(name):
+    module = importlib.import_module(name)
+    classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
+    classes += [vars(module)[name] for name in ("FullyShardedDataParallel",) if name in vars(module)]
+    return [dict(vars(each)) for each in (module, *classes)]
+
+before = {name: contents(name) for name in MODULES if IS_FIRST}
+finders = list(sys.meta_path)
+import shardopt
+left = {name.partition(".")[0] for name, old in before.items() if contents(name) != old}
+left |= {finder._name.partition(".")[0] for finder in sys.meta_path if finder not in finders}
+print(*sorted(left), sep=",")
+"""
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "hooked"),
+    [
+        (None, "accelerate,deepspeed,torch"),
+        ("", "accelerate,deepspeed,torch"),
+        ("0", ""),
+        ("deepspeed", "deepspeed"),
+        ("torch, accelerate", "accelerate,torch"),
+    ],
+)
+def test_setting(setting: str | None, hooked: str, is_first: bool, tmp_path: Path) -> None:
+    """Modules that were imported before shardopt stay as they are; for others no finder waits."""
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (tmp_path / "accelerate" / "accelerator.py").write_text(ACCELERATOR)
+    modules = sorted({hook.module for hook in HOOKS})
+    program = CHANGED_PACKAGES.replace("MODULES", repr(modules)).replace("IS_FIRST", repr(is_first))
+    env = {name: value for name, value in os.environ.items() if name != "SHARDOPT_HOOKS"}
+    env |= {} if setting is None else {"SHARDOPT_HOOKS": setting}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == hooked
+
+
+@pytest.mark.parametrize("setting", ["1", "deepsped", "torch,,accelerate", "0,torch"])
+def test_unknown_setting(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDOPT_HOOKS", setting)
+    expected = f"got '{setting}', expected 0 for no hooks, or some of {', '.join(PACKAGES)}, .*; unset it for all"
+    with pytest.raises(ValueError, match=f"SHARDOPT_HOOKS: {expected}"):
+        install_hooks()
