@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ def run(script: Path) -> dict[str, Any]:
 def test_figures(script: Path) -> None:
     found = run(script)
     assert found["figure"]() == found["TARGET"].read_text(), f"run python docs/figures/{script.name}"
+
+
+def test_the_drawings_of_calls_have_the_files_that_are_called() -> None:
+    """Descriptions of files may be older than the files'; names and order may not."""
+    script = run(FIGURES / "trace_calls.py")
+    for name, root in script["trees"]().items():
+        drawn = re.findall(r"</?rect[^>]*>\n<text[^>]*>([^<]*)</text>", (FIGURES / f"calls-{name}.svg").read_text())
+        expected = [node.name for _, node in root.walk()]
+        assert drawn == expected, f"calls-{name}.svg: run python docs/figures/trace_calls.py"
 
 
 def test_codec_errors() -> None:
