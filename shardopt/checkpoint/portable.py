@@ -49,7 +49,7 @@ from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
 from shardopt.kernels.memory import check_storage, readable
-from shardopt.sharding.deepspeed.engine import has_optimizer, is_engine, opened, refresh
+from shardopt.layout import engines_of
 
 _TRIES = 10  # attempts of a load while other saves replace the checkpoint
 
@@ -247,8 +247,9 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
     folder = folder_at(path)
     with deferred_interrupts(), on_device_of(model):
         loaded = _load_unreplaced(folder, model, optimizer, convert)
-        if is_engine(model):
-            refresh(model)
+        engines = engines_of(model)
+        if engines is not None:
+            engines.refresh(model)
     return loaded
 
 
@@ -280,16 +281,17 @@ def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: b
 
 @contextmanager
 def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module, Optimizer | None]]:
-    """The given model and optimizer, or the bare model and the optimizer of a DeepSpeed engine."""
-    if not is_engine(model):
+    """The given model and optimizer, or the bare model and the optimizer of an engine."""
+    engines = engines_of(model)
+    if engines is None:
         yield model, optimizer
         return
-    if optimizer is not None and not has_optimizer(model, optimizer):
+    if optimizer is not None and not engines.has_optimizer(model, optimizer):
         raise TypeError(
-            "got an optimizer beside a DeepSpeed engine that is not the engine's, expected the engine only; leave the "
-            "optimizer out"
+            f"got an optimizer beside a {engines.name} engine that is not the engine's, expected the engine only; "
+            "leave the optimizer out"
         )
-    with opened(model) as (bare, own):
+    with engines.opened(model) as (bare, own):
         yield bare, own
 
 

@@ -2,6 +2,7 @@
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Copies, Division, Exchange, Ranks, Region
+from shardopt.layout.engines import Engines, engines_of, register_engines
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
@@ -29,6 +30,7 @@ __all__ = [
     "BlockGrid",
     "Copies",
     "Division",
+    "Engines",
     "Exchange",
     "FlatBuffer",
     "FlatShard",
@@ -49,6 +51,7 @@ __all__ = [
     "assigned",
     "boxes",
     "copies_in",
+    "engines_of",
     "equal_ends",
     "is_quantized",
     "keep_float32_state",
@@ -58,6 +61,7 @@ __all__ = [
     "read_model",
     "register",
     "register_copies_finder",
+    "register_engines",
     "register_model_reader",
     "shard_of",
     "use_numbers",

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import Module
 
-from shardopt.layout import Copies, Shard, UnknownShardError, register, register_copies_finder, register_model_reader
+from shardopt.layout import (
+    Copies,
+    Engines,
+    Shard,
+    UnknownShardError,
+    register,
+    register_copies_finder,
+    register_engines,
+    register_model_reader,
+)
 from shardopt.sharding.hooks import install_hooks
 
 
@@ -49,9 +58,18 @@ def _copies_in_ddp(model: Module) -> Mapping[Tensor, Copies]:
     return copies_in_ddp(model)
 
 
+def _deepspeed_engines(model: Module) -> Engines | None:
+    if not any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__):
+        return None
+    from shardopt.sharding.deepspeed.engine import has_optimizer, opened, refresh
+
+    return Engines("DeepSpeed", has_optimizer, opened, refresh)
+
+
 register(_resolve_dtensor)
 register(_resolve_fsdp1)
 register_model_reader(_read_fsdp1)
 register_copies_finder(_copies_in_ddp)
+register_engines(_deepspeed_engines)
 
 install_hooks()

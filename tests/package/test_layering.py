@@ -43,6 +43,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 SHARDING_LEVEL = LEVELS["shardopt.sharding"]
 SHARDING = ("torch.distributed", "deepspeed")
+#: Integrations register what checkpoints need to know of a framework; checkpoints name none of them.
+FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "torchtitan", "transformers", "shardopt.sharding")
+NO_FRAMEWORK = "shardopt.sharding.exchange"
 
 #: Folders of csrc and those that they may include.
 INCLUDES = {
@@ -108,7 +111,7 @@ def imported(module: str, path: Path, launch_modules: set[str]) -> Iterator[str]
 
 
 def python_faults(root: Path) -> list[str]:
-    """Imports that run against the arrow, and torch.distributed where it does not belong."""
+    """Imports that run against the arrow, and torch.distributed and frameworks where they do not belong."""
     faults = []
     launch_modules = top_modules_of_launch(root)
     for module, path in python_files(root):
@@ -121,6 +124,9 @@ def python_faults(root: Path) -> list[str]:
                 faults.append(f"{module} imports {name}")
             if own < SHARDING_LEVEL and any(within(name, package) for package in SHARDING):
                 faults.append(f"{module} uses {name}")
+            is_framework = any(within(name, framework) for framework in FRAMEWORKS) and not within(name, NO_FRAMEWORK)
+            if within(module, "shardopt.checkpoint") and is_framework:
+                faults.append(f"{module} names {name}")
     return faults
 
 
@@ -254,6 +260,8 @@ GOOD = {
         ("shardopt/layout/a.py", "from torch import distributed as dist\n"),
         ("shardopt/codec/a.py", "import deepspeed\n"),
         ("shardopt/checkpoint/a.py", "import lm.model\n"),
+        ("shardopt/checkpoint/a.py", "def f():\n    from shardopt.sharding.deepspeed.engine import opened\n"),
+        ("shardopt/checkpoint/a.py", "from deepspeed import zero\n"),
         ("shardopt/estimate/a.py", "from train import main\n"),
         ("shardopt/estimate/a.py", "from shardopt import __main__\n"),
         ("csrc/codecs/a.h", '#include "rules/b.h"\n'),

@@ -23,7 +23,7 @@ import shardopt
 from lm.digests import of_tensors
 from ranks.deepspeed import import_deepspeed
 from shardopt.checkpoint.contents import held_tensors
-from shardopt.sharding.deepspeed.engine import is_engine, opened
+from shardopt.layout import engines_of
 
 VOCABULARY, LENGTH = 64, 16
 LAYER = "LlamaDecoderLayer"
@@ -201,10 +201,11 @@ def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
 
 @contextmanager
 def engine_or(model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
-    if not is_engine(model):
+    engines = engines_of(model)
+    if engines is None:
         yield model, optimizer
         return
-    with opened(model) as pair:
+    with engines.opened(model) as pair:
         yield pair
 
 

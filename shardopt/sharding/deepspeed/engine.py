@@ -14,11 +14,6 @@ from shardopt.sharding.deepspeed.experts import unnamed_experts
 from shardopt.sharding.deepspeed.offload import masters_in_memory
 
 
-def is_engine(model: Module) -> bool:
-    """Whether a module is a DeepSpeedEngine; DeepSpeed is not imported to find out."""
-    return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
-
-
 def has_optimizer(engine: Any, optimizer: Optimizer) -> bool:
     """Whether an optimizer is the engine's, ours inside it, or Accelerate's wrapper of one of them."""
     given = (optimizer, getattr(optimizer, "optimizer", None))
