@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from pairs import pairwise, slow
+from pairs import slow
 from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
 from ranks.offload import offload_from_cpu, slow_steps
@@ -84,21 +84,20 @@ def _steps(recompute: bool | None, constant: bool, layers: bool, passes: int) ->
 
 
 MIX = ("mix.weight", "mix.bias")
-#: How layers are called, and which gradients are left.
+#: How layers are called, and which gradients are left; passes and the number of ranks.
 CASES = [
-    (None, False, True, ()),
-    (None, True, True, MIX),  # no reduction says that it is the last
-    (None, True, False, ()),
-    (False, False, True, ()),
-    (False, True, True, MIX),
-    (True, True, True, MIX),
+    *(((None, False, True, ()), *on) for on in [(1, 1), (2, 2), (1, 3)]),
+    # No reduction says that it is the last.
+    *(((None, True, True, MIX), *on) for on in [(1, 1), (2, 2), (1, 3)]),
+    *(((None, True, False, ()), *on) for on in [(2, 1), (1, 2), (1, 3)]),
+    *(((False, False, True, ()), *on) for on in [(2, 1), (1, 2), (1, 3)]),
+    *(((False, True, True, MIX), *on) for on in [(2, 1), (1, 2), (1, 3)]),
+    *(((True, True, True, MIX), *on) for on in [(1, 1), (1, 2), (2, 3)]),
 ]
+ALL_CASES = product(dict.fromkeys(case for case, *_ in CASES), (1, 2), (1, 2, 3))
 
 
-TRIED = [*pairwise(product(CASES, (1, 2), (1, 2, 3))), *slow(product(CASES, (1, 2), (2,)))]
-
-
-@pytest.mark.parametrize(("case", "passes", "world_size"), TRIED)
+@pytest.mark.parametrize(("case", "passes", "world_size"), [*CASES, *slow(ALL_CASES, besides=CASES)])
 def test_modules_that_are_used_several_times(ranks: Pool, case: Any, passes: int, world_size: int) -> None:
     """Each use is reduced; with several passes, which are not reduced but for the last, too."""
     recompute, constant, layers, left = case

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from helpers import CODEC_NAMES, RULES
-from pairs import in_turn, slow
+from pairs import slow
 from ranks.layouts import layouts
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
@@ -101,15 +101,24 @@ def _as_single(way: str, weights: str) -> None:
     assert_same(snapshot_of(*trained(way, STEPS, weights)), _single(STEPS, weights))
 
 
-WAYS_OF_WORLD = [
-    *((1, way) for way in ("fsdp", "tp")),
-    *((2, way) for way in ("fsdp", "fsdp columns", "ddp")),
-    *((3, way) for way in ("fsdp", "fsdp columns", "tp")),
-    *((4, way) for way in ("fsdp", "fsdp tp", "fsdp columns tp", "hsdp columns")),
+MODELS = [
+    (1, "fsdp", "bf16 24"),
+    (1, "tp", "bf16 32"),
+    (2, "fsdp", "bf16 stochastic"),
+    (2, "fsdp columns", "fp16 24"),
+    (2, "ddp", "fp16 32"),
+    (3, "fsdp", "bf16 24"),
+    (3, "fsdp columns", "bf16 32"),
+    (3, "tp", "bf16 stochastic"),
+    (4, "fsdp", "fp16 24"),
+    (4, "fsdp tp", "fp16 32"),
+    (4, "fsdp columns tp", "bf16 24"),
+    (4, "hsdp columns", "bf16 32"),
 ]
+ALL_MODELS = [(*case[:2], weights) for case in MODELS for weights in FORMATS]
 
 
-@pytest.mark.parametrize(("world_size", "way", "weights"), in_turn(WAYS_OF_WORLD, [(weights,) for weights in FORMATS]))
+@pytest.mark.parametrize(("world_size", "way", "weights"), [*MODELS, *slow(ALL_MODELS, besides=MODELS)])
 def test_models(ranks: Pool, world_size: int, way: str, weights: str) -> None:
     ranks.run(world_size, _as_single, way, weights)
 
@@ -134,10 +143,17 @@ def _round_trip(way: str, weights: str, options: dict[str, bool]) -> None:
     assert_same(snapshot_of(loaded, loaded_optimizer), snapshot_of(model, optimizer))
 
 
-ROUND_TRIPS = in_turn([(weights,) for weights in FEW_FORMATS], [(options,) for options in OPTIONS])
+ROUND_TRIPS = [
+    ("bf16 24", "sharded"),
+    ("bf16 32", "flattened"),
+    ("bf16 stochastic", "full"),
+    ("fp16 24", "from rank 0"),
+]
 
 
-@pytest.mark.parametrize(("weights", "options"), ROUND_TRIPS)
+@pytest.mark.parametrize(
+    ("weights", "options"), [*ROUND_TRIPS, *slow(product(FEW_FORMATS, OPTIONS), besides=ROUND_TRIPS)]
+)
 @pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp columns"), pytest.param(3, "fsdp", marks=pytest.mark.slow)])
 def test_round_trip(ranks: Pool, world_size: int, way: str, weights: str, options: str) -> None:
     ranks.run(world_size, _round_trip, way, weights, OPTIONS[options])

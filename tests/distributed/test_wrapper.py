@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from pairs import pairwise
 from ranks.flat import piece_state, pieces
 from ranks.models import WAYS, Odds, fsdp1, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
@@ -58,15 +57,10 @@ def test_fsdp2(ranks: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "way", "codec"),
-    pairwise(
-        (world, way, codec)
-        for world, ways in (
-            (2, ("fsdp columns", "tp", "hsdp of one", "ddp")),
-            (4, ("fsdp", "fsdp tp", "fsdp columns tp")),
-        )
-        for way in ways
-        for codec in ("log8", "dynamic8")
-    ),
+    [
+        *((2, way, codec) for way in ("fsdp columns", "tp", "hsdp of one", "ddp") for codec in ("log8", "dynamic8")),
+        *((4, way, codec) for way in ("fsdp", "fsdp tp", "fsdp columns tp") for codec in ("log8", "dynamic8")),
+    ],
 )
 def test_other_dtensors(ranks: Pool, world_size: int, way: str, codec: str) -> None:
     ranks.run(world_size, _dtensors, "torch AdamW foreach", way, codec, 0)

@@ -53,9 +53,10 @@ def by_passes(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [*pairwise(few), *slow(case for case in listed if case not in few)]
 
 
-def slow(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Marks all cases slow."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+def slow(cases: Iterable[tuple[Any, ...]], besides: Iterable[tuple[Any, ...]] = ()) -> list[Any]:
+    """Cases of ``pytest.mark.parametrize`` that only ``--all`` runs: those given, without those listed ``besides``."""
+    fast = list(besides)
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases if case not in fast]
 
 
 def in_turn(first: Iterable[tuple[Any, ...]], second: Iterable[tuple[Any, ...]]) -> list[Any]:

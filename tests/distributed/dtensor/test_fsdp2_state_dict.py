@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from helpers import EIGHT_BIT
-from pairs import in_turn, slow
+from pairs import slow
 from ranks.models import WAYS, make_net, named_parameters
 from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
@@ -44,12 +44,19 @@ def _round_trip(way: str, rule: str, codec: str, options: dict[str, bool]) -> No
     assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS + 1, rule, codec=codec))
 
 
+ROUND_TRIPS = [
+    ("sharded", 2, "fsdp columns"),
+    ("sharded on the host", 4, "fsdp tp"),
+    ("flattened", 4, "hsdp"),
+    ("full", 2, "fsdp columns"),
+    ("from rank 0", 4, "fsdp tp"),
+]
+ALL_WORLDS = [(1, "single"), (2, "fsdp columns"), (3, "tp"), (4, "fsdp"), (4, "fsdp tp"), (4, "hsdp")]
+
+
 @pytest.mark.parametrize(
     ("options", "world_size", "way"),
-    [
-        *in_turn([(options,) for options in OPTIONS], [(2, "fsdp columns"), (4, "fsdp tp"), (4, "hsdp")]),
-        *slow((options, *world) for options in OPTIONS for world in [(1, "single"), (3, "tp"), (4, "fsdp")]),
-    ],
+    [*ROUND_TRIPS, *slow(((options, *world) for options in OPTIONS for world in ALL_WORLDS), besides=ROUND_TRIPS)],
 )
 def test_round_trip(ranks: Pool, world_size: int, way: str, options: str) -> None:
     ranks.run(world_size, _round_trip, way, "adamw", "log8", OPTIONS[options])

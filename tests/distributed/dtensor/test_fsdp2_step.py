@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import CODEC_NAMES, RULES
-from pairs import pairwise
+from pairs import slow
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, assert_shards_of, entries, snapshot
@@ -37,10 +37,18 @@ def _same_gradients(way: str, rule: str, codec: str, dtype: torch.dtype) -> None
     assert_same(snapshot(sharded_params, sharded_optimizer), expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "world_size", "way"),
-    pairwise((dtype, *on) for dtype in (torch.float32, torch.bfloat16) for on in WAYS_OF_WORLD),
-)
+FP32, BF16 = torch.float32, torch.bfloat16
+CASES = [
+    *((FP32, *on) for on in [(1, "fsdp"), (2, "fsdp"), (2, "tp"), (2, "hsdp of one"), (2, "ddp")]),
+    *((FP32, *on) for on in [(3, "fsdp columns"), (3, "tp")]),
+    *((FP32, 4, way) for way in ("fsdp", "fsdp columns", "fsdp tp", "fsdp columns tp", "hsdp", "hsdp columns", "tp")),
+    *((BF16, *on) for on in [(1, "tp"), (2, "fsdp columns"), (3, "fsdp"), (3, "hsdp of one")]),
+    *((BF16, 4, way) for way in ("fsdp tp", "fsdp columns tp", "hsdp", "hsdp columns", "ddp")),
+]
+ALL_CASES = [(dtype, *on) for dtype in (FP32, BF16) for on in WAYS_OF_WORLD]
+
+
+@pytest.mark.parametrize(("dtype", "world_size", "way"), [*CASES, *slow(ALL_CASES, besides=CASES)])
 def test_same_gradients(ranks: Pool, world_size: int, way: str, dtype: torch.dtype) -> None:
     ranks.run(world_size, _same_gradients, way, "adamw", "log8", dtype)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardopt
+from pairs import slow
 from ranks.deepspeed import (
     BF16,
     BF16_OPTIMIZER,
@@ -60,17 +61,13 @@ MORE_STAGES: list[tuple[int, Zero]] = [
 ]
 
 
-def _slow(*cases: tuple[Any, ...]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
 @pytest.mark.parametrize(
     ("stage", "zero", "world_size", "grouped"),
     [
         *((*stage, 2, False) for stage in STAGES),
         *((*stage, 3, True) for stage in [*STAGES, *MORE_STAGES]),
-        *_slow(*((*stage, 2, False) for stage in MORE_STAGES)),
-        *_slow(*((*stage, world_size, True) for stage in STAGES for world_size in (1, 4))),
+        *slow((*stage, 2, False) for stage in MORE_STAGES),
+        *slow((*stage, world_size, True) for stage in STAGES for world_size in (1, 4)),
     ],
 )
 def test_given_gradients(deepspeed_ranks: Pool, stage: int, zero: Zero, world_size: int, grouped: bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 import shardopt
+from pairs import slow
 from ranks.deepspeed import (
     HYPER,
     OFFLOAD,
@@ -38,10 +39,6 @@ from ranks.snapshot import assert_same
 Zero = dict[str, Any]
 
 
-def _slow(*cases: tuple[Any, ...]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
 @pytest.mark.parametrize(
     ("stage", "kind", "params"),
     [
@@ -57,17 +54,19 @@ def _slow(*cases: tuple[Any, ...]) -> list[Any]:
         (3, "AdamW8bit", {"codec": "fp32"}),
         (2, "adamw8bit", {}),
         (1, "ADAMW8BIT", {}),
-        *_slow(
-            (3, "Adam8bit", {}),
-            (2, "Lion8bit", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
-            (3, "SGD8bit", {"momentum": 0.9, "codec": "dynamic8"}),
-            (2, "AdamW4bit", {"codec": "log4"}),
-            (3, "AdEMAMix8bit", {"alpha_steps": 3, "beta3_steps": 4}),
-            (2, "AdamW8bit", {"amsgrad": True, "block_size": 32}),
-            (3, "LAMB8bit", {"weight_decay": 0.1}),
-            (2, "Lion8bit", {"lr": 1e-3, "cautious": True, "block_size": 32}),
-            (3, "AdamW8bit", {"codec": "bf16"}),
-            (2, "AdamW8bit", {"codec": "fp32"}),
+        *slow(
+            [
+                (3, "Adam8bit", {}),
+                (2, "Lion8bit", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
+                (3, "SGD8bit", {"momentum": 0.9, "codec": "dynamic8"}),
+                (2, "AdamW4bit", {"codec": "log4"}),
+                (3, "AdEMAMix8bit", {"alpha_steps": 3, "beta3_steps": 4}),
+                (2, "AdamW8bit", {"amsgrad": True, "block_size": 32}),
+                (3, "LAMB8bit", {"weight_decay": 0.1}),
+                (2, "Lion8bit", {"lr": 1e-3, "cautious": True, "block_size": 32}),
+                (3, "AdamW8bit", {"codec": "bf16"}),
+                (2, "AdamW8bit", {"codec": "fp32"}),
+            ]
         ),
     ],
 )
@@ -120,7 +119,7 @@ MUON_STAGES: list[tuple[int, Zero]] = [
         (3, SUB_GROUPS, 2, False),
         (2, OFFLOAD, 3, True),
         (3, OFFLOAD, 4, False),
-        *_slow(*((*stage, world_size, True) for stage in MUON_STAGES for world_size in (1, 2, 3, 4))),
+        *slow((*stage, world_size, True) for stage in MUON_STAGES for world_size in (1, 2, 3, 4)),
     ],
 )
 def test_muon(deepspeed_ranks: Pool, stage: int, zero: Zero, world_size: int, by_config: bool) -> None:
