@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -36,6 +37,40 @@ def deepspeed_ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in _POOLS:
+        config.addinivalue_line(
+            "markers",
+            f"{name}(world_size, timeout=120): the test itself runs on every rank of a world of the fixture {name}; "
+            "without a size, on as many ranks as its argument world_size says",
+        )
+
+
+_POOLS = ("ranks", "deepspeed_ranks")
+_RUN = pytest.StashKey[Callable[..., object]]()
+
+
+@pytest.fixture(autouse=True)
+def _run_on_ranks(request: pytest.FixtureRequest) -> None:
+    """Finds the pool that a marked test runs on, before the test is called."""
+    for name in _POOLS:
+        marker = request.node.get_closest_marker(name)
+        if marker is not None:
+            request.node.stash[_RUN] = partial(request.getfixturevalue(name).run, **marker.kwargs)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Calls a marked test on the ranks, where its module is imported, too, with the same arguments."""
+    run = pyfuncitem.stash.get(_RUN, None)
+    if run is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    sizes = [size for name in _POOLS for marker in pyfuncitem.iter_markers(name) for size in marker.args]
+    run(sizes[0] if sizes else arguments["world_size"], partial(pyfuncitem.function, **arguments))
+    return True
 
 
 @pytest.fixture(scope="session")

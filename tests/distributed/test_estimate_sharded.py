@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import shardopt
 from estimate_problem import both, host_bytes
 from ranks.offload import offload_from_cpu
-from ranks.pool import Pool
 from ranks.shaped import MODELS, Shaped, most_gradient_bytes, small_model
 from shardopt.estimate import Model, Setup, estimate
 from shardopt.estimate.backends import BACKENDS
@@ -78,12 +77,6 @@ def _compare(name: str, setup: Setup) -> None:
     assert most_of_any.host.total == max(report.host.total for report in of_all)
 
 
-def _all(cases: list[tuple[str, Setup]]) -> None:
-    with offload_from_cpu(1 << 17):
-        for name, setup in cases:
-            _compare(name, setup)
-
-
 def _cases(backend: str, world_size: int) -> list[tuple[str, Setup]]:
     """Every model; every codec with every weight format; every offload with gradients kept and released."""
     make = partial(Setup, backend=backend, world_size=world_size)
@@ -102,6 +95,7 @@ def _cases(backend: str, world_size: int) -> list[tuple[str, Setup]]:
     return cases
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("backend", "world_size"),
     [
@@ -109,5 +103,8 @@ def _cases(backend: str, world_size: int) -> list[tuple[str, Setup]]:
         *(pytest.param(backend, 2, marks=pytest.mark.slow) for backend in ("fsdp2", "fsdp1")),
     ],
 )
-def test_as_a_real_run(ranks: Pool, backend: str, world_size: int) -> None:
-    ranks.run(world_size, _all, _cases(backend, world_size))
+def test_as_a_real_run(backend: str, world_size: int) -> None:
+    cases = _cases(backend, world_size)
+    with offload_from_cpu(1 << 17):
+        for name, setup in cases:
+            _compare(name, setup)

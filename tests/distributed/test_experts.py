@@ -298,7 +298,8 @@ def test_experts_on_meshes_of_their_own(ranks: Pool, tmp_path: Path, everywhere:
     ranks.run(4, _load_apart, not everywhere, tmp_path / "apart")
 
 
-def _has_no_matrices() -> None:
+@pytest.mark.ranks(4)
+def test_muon_takes_no_memory_for_experts_of_other_ranks() -> None:
     model, _ = _apart(everywhere=True, steps=0)
     for module in model.experts.values():
         shard = shard_of(module.weight)
@@ -307,7 +308,3 @@ def _has_no_matrices() -> None:
         if not local(module.weight).numel():
             assert not list(matrices_of(0, described, None))
             assert (shard.holders, shard.parts, shard.division) == (None, None, None)
-
-
-def test_muon_takes_no_memory_for_experts_of_other_ranks(ranks: Pool) -> None:
-    ranks.run(4, _has_no_matrices)

@@ -85,7 +85,9 @@ def test_groups_from_before_wrapping(ranks: Pool, way: str) -> None:
     ranks.run(LAYOUTS[way], _as_whole, way, True)
 
 
-def _flat_parts(way: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["fsdp1 flat", "fsdp1 none flat"])
+def test_names_of_the_parts_of_flat_parameters(way: str) -> None:
     groups = shardopt.param_groups(WAYS[way](make_net()), OF_UNITS)
     expected = shardopt.param_groups(make_net(), OF_UNITS)
     of = {name: _options([groups[p.group]])[0] for p in groups.parameters for name in p.names}
@@ -99,12 +101,8 @@ def _flat_parts(way: str) -> None:
     assert_same(snapshot_of(*_trained(way, OF_UNITS)), snapshot_of(*_trained("single", OF_UNITS)))
 
 
-@pytest.mark.parametrize("way", ["fsdp1 flat", "fsdp1 none flat"])
-def test_names_of_the_parts_of_flat_parameters(ranks: Pool, way: str) -> None:
-    ranks.run(2, _flat_parts, way)
-
-
-def _mixed() -> None:
+@pytest.mark.ranks(3)
+def test_different_options_within_a_flat_parameter_are_refused() -> None:
     model = WAYS["fsdp1 flat"](make_net())
     with pytest.raises(ValueError, match="in one flat parameter") as error:
         shardopt.param_groups(model, {"down.weight": {"codec": "fp32"}})
@@ -112,30 +110,20 @@ def _mixed() -> None:
         assert words in str(error.value)
 
 
-def test_different_options_within_a_flat_parameter_are_refused(ranks: Pool) -> None:
-    ranks.run(3, _mixed)
-
-
-def _unmatched(way: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
+def test_unmatched(way: str) -> None:
     with pytest.raises(ValueError, match=r"got pattern '\*embde\*'.*embed\.weight"):
         shardopt.param_groups(WAYS[way](make_net()), {"*embde*": {"codec": "fp32"}})
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
-def test_unmatched(ranks: Pool, way: str) -> None:
-    ranks.run(2, _unmatched, way)
-
-
-def _inside_another_module() -> None:
+@pytest.mark.ranks(2)
+def test_a_wrapped_part_of_a_model() -> None:
     """The unit is not the whole model: names begin with its place there."""
     outer = nn.Module()
     outer.net = fsdp1(make_net(), use_orig_params=False)
     groups = shardopt.param_groups(outer, {"net.up.*": {"lr": 1.0}})
     assert {name for p in groups.parameters for name in p.names} == {f"net.{name}" for name in outer.net.bare_shapes}
-
-
-def test_a_wrapped_part_of_a_model(ranks: Pool) -> None:
-    ranks.run(2, _inside_another_module)
 
 
 def _save(path: Path) -> None:
@@ -155,7 +143,8 @@ def test_portable_checkpoints(ranks: Pool, tmp_path: Path, way: str) -> None:
     ranks.run(2, _load, way, tmp_path / "saved")
 
 
-def _torch_state() -> None:
+@pytest.mark.ranks(2)
+def test_torchs_state_dicts() -> None:
     model, optimizer = _trained("fsdp", OVERRIDES, NO_DECAY)
     found = get_optimizer_state_dict(model, optimizer)
     assert found["state"]["embed.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -170,11 +159,9 @@ def _torch_state() -> None:
     assert_same(*states)
 
 
-def test_torchs_state_dicts(ranks: Pool) -> None:
-    ranks.run(2, _torch_state)
-
-
-def _names_in_errors(way: str) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "world_size"), [("zero", 1), ("zero", 2), ("fsdp", 2)])
+def test_names_in_errors_are_those_of_the_parameters(way: str, world_size: int) -> None:
     """A rank of ZeroRedundancyOptimizer steps some of a group's parameters, in another order."""
     model, optimizer = _trained(way, {}, ())
     inner = getattr(optimizer, "optim", optimizer)
@@ -196,23 +183,15 @@ def _names_in_errors(way: str) -> None:
             assert name.startswith("parameter ")
 
 
-@pytest.mark.parametrize(("way", "world_size"), [("zero", 1), ("zero", 2), ("fsdp", 2)])
-def test_names_in_errors_are_those_of_the_parameters(ranks: Pool, way: str, world_size: int) -> None:
-    ranks.run(world_size, _names_in_errors, way)
-
-
 STOCHASTIC = {"stochastic_rounding": True, "stochastic_rounding_seed": 7}
 
 
-def _noise(way: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["fsdp", "fsdp1", "fsdp1 flat", "zero"])
+def test_noise_of_stochastic_rounding(way: str) -> None:
     """Of the groups in the optimizer's order, not all have the parameters in the model's."""
     run = _trained(way, OF_UNITS, dtype=torch.bfloat16, **STOCHASTIC)
     assert_same(snapshot_of(*run), snapshot_of(*_trained("single", OF_UNITS, dtype=torch.bfloat16, **STOCHASTIC)))
-
-
-@pytest.mark.parametrize("way", ["fsdp", "fsdp1", "fsdp1 flat", "zero"])
-def test_noise_of_stochastic_rounding(ranks: Pool, way: str) -> None:
-    ranks.run(2, _noise, way)
 
 
 def test_noise_follows_the_model() -> None:
@@ -250,7 +229,9 @@ def test_a_look_at_groups_changes_no_noise() -> None:
     assert_same(*snapshots)
 
 
-def _noise_beside_flat_parameters(ignored: str) -> None:
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("ignored", ["up", "down"])
+def test_noise_beside_flat_parameters(ignored: str) -> None:
     """Parameters that FSDP1 ignores have numbers, too."""
     results = []
     for flat in (False, True):
@@ -265,12 +246,9 @@ def _noise_beside_flat_parameters(ignored: str) -> None:
     assert_same(*results)
 
 
-@pytest.mark.parametrize("ignored", ["up", "down"])
-def test_noise_beside_flat_parameters(ranks: Pool, ignored: str) -> None:
-    ranks.run(1, _noise_beside_flat_parameters, ignored)
-
-
-def _noise_under_deepspeed(stage: int) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_noise_under_deepspeed(stage: int) -> None:
     model = taking_gradients(make_net())
     groups = shardopt.param_groups(model, OF_UNITS)
     engine = make_engine(
@@ -286,12 +264,8 @@ def _noise_under_deepspeed(stage: int) -> None:
     assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_noise_under_deepspeed(deepspeed_ranks: Pool, stage: int) -> None:
-    deepspeed_ranks.run(2, _noise_under_deepspeed, stage)
-
-
-def _group_added_later() -> None:
+@pytest.mark.ranks(2)
+def test_a_group_added_to_a_zero_redundancy_optimizer() -> None:
     model = WAYS["zero"](make_net())
     first, second = shardopt.param_groups(model, no_decay=NO_DECAY)
     optimizer = ZeroRedundancyOptimizer([first], optimizer_class=shardopt.AdamW8bit)
@@ -299,11 +273,18 @@ def _group_added_later() -> None:
     step_with(model, optimizer, 0)
 
 
-def test_a_group_added_to_a_zero_redundancy_optimizer(ranks: Pool) -> None:
-    ranks.run(2, _group_added_later)
-
-
-def _deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "zero", "options"),
+    [
+        (0, {}, {"bf16": {"enabled": True}}),
+        (1, {}, {}),
+        (2, {"round_robin_gradients": True}, {"bf16": {"enabled": True}}),
+        (3, {"sub_group_size": 20000}, {}),
+    ],
+)
+def test_deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
+    """ZeRO flattens each group by itself."""
     model = taking_gradients(make_net())
     no_decay = ("*.bias", "norm.*")
     overrides = {pattern: {"lr": 3e-2} for pattern in no_decay}
@@ -315,17 +296,3 @@ def _deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> Non
         step_engine(engine, step)
         step_whole(whole, optimizer, step)
     assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero", "options"),
-    [
-        (0, {}, {"bf16": {"enabled": True}}),
-        (1, {}, {}),
-        (2, {"round_robin_gradients": True}, {"bf16": {"enabled": True}}),
-        (3, {"sub_group_size": 20000}, {}),
-    ],
-)
-def test_deepspeed(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
-    """ZeRO flattens each group by itself."""
-    deepspeed_ranks.run(2, _deepspeed, stage, zero, options)

@@ -102,7 +102,10 @@ def test_all_refuse(ranks: Pool, way: str, rule: str, option: str, value: Any, f
         assert "on rank 1, expected the same" in message
 
 
-def _step_without_tables(way: str, rule: str) -> None:
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("rule", ["adamw", "raising"])
+@pytest.mark.parametrize("way", ["tp", "fsdp columns"])
+def test_new_tables_on_one_rank(way: str, rule: str) -> None:
     """One rank makes its tables anew in a step in which messages become shorter."""
     run = _Differs(way, rule, "", None, 9)
     for step in range(4):
@@ -112,9 +115,3 @@ def _step_without_tables(way: str, rule: str) -> None:
         if step == 2:
             next(run.model.parameters()).grad = None
         run.optimizer.step()
-
-
-@pytest.mark.parametrize("rule", ["adamw", "raising"])
-@pytest.mark.parametrize("way", ["tp", "fsdp columns"])
-def test_new_tables_on_one_rank(ranks: Pool, way: str, rule: str) -> None:
-    ranks.run(2, _step_without_tables, way, rule, timeout=30)

@@ -79,7 +79,9 @@ def test_same_bits(ranks: Pool, way: str) -> None:
     ranks.run(2, _compare, way)
 
 
-def _compare_with_collectives() -> None:
+@pytest.mark.ranks(2)
+def test_steps_with_collectives() -> None:
+    """They are taken in the thread of the backward pass, whose collectives they must not meet."""
     threads = []
 
     def recorded(self: RanksExchange, tensor: Tensor, op: Any) -> None:
@@ -89,11 +91,6 @@ def _compare_with_collectives() -> None:
     with patch.object(RanksExchange, "_all_reduce", recorded):
         _compare("fsdp", kind="LAMB8bit")
     assert set(threads) == {threading.current_thread()}
-
-
-def test_steps_with_collectives(ranks: Pool) -> None:
-    """They are taken in the thread of the backward pass, whose collectives they must not meet."""
-    ranks.run(2, _compare_with_collectives)
 
 
 def test_recomputed_activations(ranks: Pool) -> None:
@@ -120,7 +117,8 @@ def test_what_is_gathered_by_hand(ranks: Pool, between: str) -> None:
     ranks.run(2, _gathered, between)
 
 
-def _evaluated_within() -> None:
+@pytest.mark.ranks(2)
+def test_evaluations_of_the_module_within() -> None:
     """The module inside of DDP waits as DDP does."""
     model = DistributedDataParallel(Layers())
     go_on = threading.Event()
@@ -136,11 +134,9 @@ def _evaluated_within() -> None:
             assert torch.equal(early, model.module(batch(0)))
 
 
-def test_evaluations_of_the_module_within(ranks: Pool) -> None:
-    ranks.run(2, _evaluated_within)
-
-
-def _without_waiting() -> None:
+@pytest.mark.ranks(2)
+def test_gathering_without_waiting_has_other_bits() -> None:
+    """The tests above can fail."""
     original = ForwardOverlap._wait_for
     ForwardOverlap._wait_for = lambda self, params: None
     try:
@@ -151,12 +147,8 @@ def _without_waiting() -> None:
     dist.barrier()
 
 
-def test_gathering_without_waiting_has_other_bits(ranks: Pool) -> None:
-    """The tests above can fail."""
-    ranks.run(2, _without_waiting)
-
-
-def _removed() -> None:
+@pytest.mark.ranks(1)
+def test_removed() -> None:
     model = _fsdp(Layers())
     optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
     groups = list(fsdp_groups(model))
@@ -164,7 +156,3 @@ def _removed() -> None:
         assert all(len(group.before_gather) == 1 for group in groups)
     assert not any(group.before_gather for group in groups)
     assert list(fsdp_groups(model)) == groups, "torch's groups are wrapped once"
-
-
-def test_removed(ranks: Pool) -> None:
-    ranks.run(1, _removed)

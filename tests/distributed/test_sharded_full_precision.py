@@ -52,7 +52,11 @@ def _assert_parts(param: Tensor, found: Tensor, name: str, whole: dict[str, Tens
         assert_same({name: in_full(found)}, {name: whole[name]})
 
 
-def _as_single(way: str, weights: str) -> None:
+@pytest.mark.ranks
+@each_way
+@pytest.mark.parametrize("weights", ["bf16 24", pytest.param("bf16 32", marks=pytest.mark.slow), "fp16 24"])
+def test_as_single(way: str, weights: str, world_size: int) -> None:
+    """The weights are those of an unsharded run, and loading them brings back every bit."""
     single, expected = _trained("single", weights)
     weights_of = expected.full_precision_parameters()
     whole = {name: weights_of[param] for name, param in single.named_parameters()}
@@ -74,14 +78,9 @@ def _as_single(way: str, weights: str) -> None:
     assert_same(snapshot_of(model, optimizer), before)
 
 
-@each_way
-@pytest.mark.parametrize("weights", ["bf16 24", pytest.param("bf16 32", marks=pytest.mark.slow), "fp16 24"])
-def test_as_single(ranks: Pool, way: str, weights: str, world_size: int) -> None:
-    """The weights are those of an unsharded run, and loading them brings back every bit."""
-    ranks.run(world_size, _as_single, way, weights)
-
-
-def _before_the_first_step(way: str) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "way"), [(3, "fsdp"), (2, "tp"), (3, "fsdp1"), (2, "fsdp1 flat")])
+def test_loading_before_the_first_step(way: str, world_size: int) -> None:
     dtype, options = FORMATS["bf16 24"]
     runs = []
     for each in (way, "single"):
@@ -95,20 +94,12 @@ def _before_the_first_step(way: str) -> None:
     assert_same(*runs)
 
 
-@pytest.mark.parametrize(("world_size", "way"), [(3, "fsdp"), (2, "tp"), (3, "fsdp1"), (2, "fsdp1 flat")])
-def test_loading_before_the_first_step(ranks: Pool, way: str, world_size: int) -> None:
-    ranks.run(world_size, _before_the_first_step, way)
-
-
-def _wrong_sharding() -> None:
+@pytest.mark.ranks(2)
+def test_weights_sharded_otherwise_are_refused() -> None:
     _, optimizer = _trained("fsdp", "bf16 24")
     weights = {param: x.full_tensor() for param, x in optimizer.full_precision_parameters().items()}
     with pytest.raises(ValueError, match=r"expected .* placed \(Shard\(dim=0\),\)"):
         optimizer.load_full_precision_parameters(weights)
-
-
-def test_weights_sharded_otherwise_are_refused(ranks: Pool) -> None:
-    ranks.run(2, _wrong_sharding)
 
 
 def _cast_and_sharded() -> list[float]:
@@ -134,17 +125,14 @@ def test_cast_models_train(ranks: Pool) -> None:
         assert losses[-1] < losses[0]
 
 
-def _refused_if_wrapped() -> None:
+@pytest.mark.ranks(1)
+def test_models_in_ddp_are_not_cast() -> None:
     model = WAYS["ddp"](make_net())
     for outer in (model, nn.Sequential(model)):
         with pytest.raises(RuntimeError, match=r"in DistributedDataParallel, .*cast the model before wrapping it"):
             shardopt.cast_model(outer)
         assert {param.dtype for param in model.parameters()} == {torch.float32}
         assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_models_in_ddp_are_not_cast(ranks: Pool) -> None:
-    ranks.run(1, _refused_if_wrapped)
 
 
 def _unmoved(way: str) -> dict[str, int]:
@@ -157,17 +145,14 @@ def _unmoved(way: str) -> dict[str, int]:
     return {name: round(share * numel[name]) for name, share in shares.items()}
 
 
-def _learning_rates_of_zero() -> None:
+@pytest.mark.ranks(2)
+def test_the_check_reads_the_rates_of_a_zero_redundancy_optimizer() -> None:
     """It is the outer optimizer's that a schedule changes."""
     optimizer = make_optimizer("zero", WAYS["zero"](make_net(torch.bfloat16)), lr=1.0)
     assert not shardopt.check_numerics(optimizer)
     optimizer.param_groups[0]["lr"] = 1e-4
     with pytest.warns(RuntimeWarning, match="too small to move"):
         shardopt.check_numerics(optimizer)
-
-
-def test_the_check_reads_the_rates_of_a_zero_redundancy_optimizer(ranks: Pool) -> None:
-    ranks.run(2, _learning_rates_of_zero)
 
 
 def _local(optimizer: Any) -> list[Tensor]:

@@ -106,7 +106,20 @@ def test_modules_that_are_used_several_times(ranks: Pool, case: Any, passes: int
     assert recompute is True or all(of_rank[0] == left for of_rank in found)
 
 
-def _ddp(bucket_view: bool) -> None:
+class Checkpointed(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, torch.tanh(x), use_reentrant=True)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_ddp_with_reentrant_checkpoints(bucket_view: bool) -> None:
     """DDP's last bucket, and its end, come in the backward pass of a checkpoint: others may not have been reduced."""
     models = []
     for _ in range(2):
@@ -128,22 +141,6 @@ def _ddp(bucket_view: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_same(models[0].state_dict(), models[1].state_dict())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + checkpoint(layer, torch.tanh(x), use_reentrant=True)
-        return x
-
-
-@pytest.mark.parametrize("bucket_view", [False, True])
-def test_ddp_with_reentrant_checkpoints(ranks: Pool, bucket_view: bool) -> None:
-    ranks.run(2, _ddp, bucket_view)
 
 
 def _wrapped(way: str) -> nn.Module:
@@ -178,7 +175,8 @@ def test_nothing_outlives_model_and_optimizer(ranks: Pool, way: str, overlap_for
     assert ranks.run(2, _outlives, way, overlap_forward) == [0, 0]
 
 
-def _two_optimizers() -> None:
+@pytest.mark.ranks(2)
+def test_two_optimizers_that_overlap_the_forward_pass() -> None:
     """Both wait where fully_shard gathers; one release ends before the other."""
     models, optimizers = [_wrapped("fsdp") for _ in range(2)], []
     with offload_from_cpu(), slow_steps(0.01):
@@ -197,7 +195,3 @@ def _two_optimizers() -> None:
         for optimizer in optimizers[0]:
             optimizer.synchronize()
         assert_same(*(snapshot_of(model, own[0]) for model, own in zip(models, optimizers, strict=True)))
-
-
-def test_two_optimizers_that_overlap_the_forward_pass(ranks: Pool) -> None:
-    ranks.run(2, _two_optimizers)

@@ -129,7 +129,8 @@ def test_few_gradients_live_at_once(ranks: Pool) -> None:
     assert ranks.run(2, _live_gradients) == [(1, 1)] * 2
 
 
-def _without_sync() -> None:
+@pytest.mark.ranks(2)
+def test_accumulation_before_the_reduction() -> None:
     """Gradients that FSDP2 accumulates unsharded come to the hooks once they are complete."""
     pair = Pair(WAYS["fsdp"], make_net(), "adamw")
     for step in range(STEPS):
@@ -143,10 +144,6 @@ def _without_sync() -> None:
             optimizer.step()
             optimizer.zero_grad()
         pair.compare()
-
-
-def test_accumulation_before_the_reduction(ranks: Pool) -> None:
-    ranks.run(2, _without_sync)
 
 
 def _nan_on_one_rank() -> int:
@@ -167,7 +164,8 @@ def test_nonfinite_gradients(ranks: Pool) -> None:
     assert min(ranks.run(2, _nan_on_one_rank)) > 20_000
 
 
-def _too_early_for_another_use() -> None:
+@pytest.mark.ranks(2)
+def test_values_that_the_backward_pass_still_needs() -> None:
     mesh = mesh_of((dist.get_world_size(),))
     model = nn.ParameterDict({"weight": distribute_tensor(torch.randn(64, 64), mesh, (Shard(0),))})
     x = distribute_tensor(torch.randn(2, 64), mesh, (Replicate(),)).requires_grad_(True)
@@ -176,10 +174,6 @@ def _too_early_for_another_use() -> None:
     shardopt.release_gradients(model, optimizer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (torch.tanh(x @ weight.detach()) @ weight).sum().backward()
-
-
-def test_values_that_the_backward_pass_still_needs(ranks: Pool) -> None:
-    ranks.run(2, _too_early_for_another_use)
 
 
 class Branches(Net):
@@ -241,7 +235,9 @@ def test_ddp_weight_formats(ranks: Pool, own: dict[str, Any], bucket_view: bool)
     ranks.run(3, _ddp, "net", {"gradient_as_bucket_view": bucket_view}, "lion", BF16, own)
 
 
-def _two_optimizers() -> None:
+@pytest.mark.ranks(2)
+def test_ddp_with_two_optimizers() -> None:
+    """And parameters that none of them has: their gradients stay."""
     models = [DistributedDataParallel(make_net(), bucket_cap_mb=0.05) for _ in range(2)]
     optimizers = []
     for model in models:
@@ -258,11 +254,6 @@ def _two_optimizers() -> None:
                 optimizer.step()
             model.zero_grad()
     assert_same(models[0].state_dict(), models[1].state_dict())
-
-
-def test_ddp_with_two_optimizers(ranks: Pool) -> None:
-    """And parameters that none of them has: their gradients stay."""
-    ranks.run(2, _two_optimizers)
 
 
 def _live_under_ddp(bucket_view: bool) -> list[int]:
@@ -370,17 +361,15 @@ DDP_ERRORS: list[tuple[Callable[[nn.Module], None], type[Exception], str]] = [
 ]
 
 
-def _ddp_error(number: int) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", range(len(DDP_ERRORS)), ids=lambda n: DDP_ERRORS[n][0].__name__)
+def test_what_ddp_excludes(number: int) -> None:
     function, error, text = DDP_ERRORS[number]
     _raises(error, text, function, DistributedDataParallel(make_net(), bucket_cap_mb=0.05))
 
 
-@pytest.mark.parametrize("number", range(len(DDP_ERRORS)), ids=lambda n: DDP_ERRORS[n][0].__name__)
-def test_what_ddp_excludes(ranks: Pool, number: int) -> None:
-    ranks.run(2, _ddp_error, number)
-
-
-def _delayed() -> None:
+@pytest.mark.ranks(2)
+def test_delayed_reduction_is_refused() -> None:
     net = make_net()
     model = DistributedDataParallel(
         net, delay_all_reduce_named_params=[("head.weight", net.head.weight)], param_to_hook_all_reduce=net.embed.weight
@@ -388,11 +377,9 @@ def _delayed() -> None:
     _raises(RuntimeError, "got DistributedDataParallel with delay_all_reduce_named_params", _release, model)
 
 
-def test_delayed_reduction_is_refused(ranks: Pool) -> None:
-    ranks.run(2, _delayed)
-
-
-def _fsdp1(use_orig_params: bool, first: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("use_orig_params", "first"), [(False, False), (False, True), (True, False), (True, True)])
+def test_fsdp1_is_refused(use_orig_params: bool, first: bool) -> None:
     model = FullyShardedDataParallel(make_net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     optimizer = shardopt.AdamW8bit(model.parameters())
     if first:
@@ -403,8 +390,3 @@ def _fsdp1(use_orig_params: bool, first: bool) -> None:
     if first:
         inner = model.module
         _raises(RuntimeError, "got parameters of flat shards", shardopt.release_gradients, inner, optimizer)
-
-
-@pytest.mark.parametrize(("use_orig_params", "first"), [(False, False), (False, True), (True, False), (True, True)])
-def test_fsdp1_is_refused(ranks: Pool, use_orig_params: bool, first: bool) -> None:
-    ranks.run(2, _fsdp1, use_orig_params, first)

@@ -13,7 +13,6 @@ import shardopt
 from ranks.collectives import counted_collectives
 from ranks.layouts import Layout, mesh_of, shard, values
 from ranks.models import FSDP1_WAYS, WAYS, make_net, set_gradients
-from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of
 from ranks.snapshot import assert_same
 from shardopt import clip_grad_norm_
@@ -47,18 +46,18 @@ def _same_run(way: str, rule: str, kind: float, *, late: bool) -> None:
     assert_same(state, wanted)
 
 
-def _same_runs(ways: tuple[str, ...]) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", WAYS_OF_WORLD)
+def test_same_bits(world_size: int) -> None:
+    ways = WAYS_OF_WORLD[world_size]
     for place, way in enumerate(ways):
         _same_run(way, ("adamw", "lamb")[place % 2], 2.0, late=place % 3 != 0)
         _same_run(way, "lion", math.inf, late=place % 3 == 0)
 
 
-@pytest.mark.parametrize("world_size", WAYS_OF_WORLD)
-def test_same_bits(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _same_runs, WAYS_OF_WORLD[world_size])
-
-
-def _mixed() -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_mixed(world_size: int) -> None:
     """Parameters on several meshes, plain ones, partial gradients, gradients on some ranks; what is sent is counted."""
     size = dist.get_world_size()
     layouts = [
@@ -101,18 +100,10 @@ def _mixed() -> None:
         assert sent == [("allreduce", 8 * words)] * (4 if size == 4 else 3)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_mixed(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _mixed)
-
-
-def _refused() -> None:
+@pytest.mark.ranks(1)
+def test_unknown_shards() -> None:
     param = torch.nn.Parameter(torch.ones(3))
     param._fsdp_flattened = True  # wrapped before shardopt was imported
     param.grad = torch.ones(3)
     with pytest.raises(UnknownShardError, match="import shardopt before wrapping the model"):
         clip_grad_norm_([param], 1.0)
-
-
-def test_unknown_shards(ranks: Pool) -> None:
-    ranks.run(1, _refused)

@@ -72,7 +72,9 @@ def test_options(ranks: Pool, options: dict[str, Any]) -> None:
         ranks.run(2, _as_without, way, "adamw", "state", options)
 
 
-def _columns_stay(offload: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_cut_columns_stay(offload: str) -> None:
     """Where column shards cut blocks, the scales belong to several ranks: that state stays."""
     with offload_from_cpu():
         model, optimizer = trained("tp", 1, offload=offload)
@@ -81,12 +83,10 @@ def _columns_stay(offload: str) -> None:
         assert found["up.weight"] == offload
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_cut_columns_stay(ranks: Pool, offload: str) -> None:
-    ranks.run(2, _columns_stay, offload)
-
-
-def _cannot_be_offloaded(late: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [False, True])
+def test_flat_shards_that_cannot_be_offloaded(late: bool) -> None:
+    """It is told when the optimizer is made; of a model wrapped before the import of shardopt, by attach()."""
     model = WAYS["fsdp1"](make_net())
     if late:
         forget_shards(model)
@@ -107,13 +107,9 @@ def _cannot_be_offloaded(late: bool) -> None:
             tell(offload="step")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_flat_shards_that_cannot_be_offloaded(ranks: Pool, late: bool) -> None:
-    """It is told when the optimizer is made; of a model wrapped before the import of shardopt, by attach()."""
-    ranks.run(2, _cannot_be_offloaded, late)
-
-
-def _released(offload: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_gradient_release(offload: str) -> None:
     runs = []
     with offload_from_cpu(transfers=late_transfers(offload)):
         for how in (None, offload):
@@ -130,11 +126,6 @@ def _released(offload: str) -> None:
     assert_same(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_gradient_release(ranks: Pool, offload: str) -> None:
-    ranks.run(2, _released, offload)
-
-
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +135,8 @@ class _Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def _partial_gradients() -> None:
+@pytest.mark.ranks(2)
+def test_collectives_stay_in_the_thread_of_the_backward_pass() -> None:
     """Gradients that are reduced here come in another thread's way if that reduces them; one rank's is slow."""
     runs = []
     for how in (None, "step"):
@@ -168,10 +160,6 @@ def _partial_gradients() -> None:
                 optimizer.zero_grad()
         runs.append(snapshot(dict(model.named_parameters()), optimizer))
     assert_same(runs[1], runs[0])
-
-
-def test_collectives_stay_in_the_thread_of_the_backward_pass(ranks: Pool) -> None:
-    ranks.run(2, _partial_gradients)
 
 
 def _save(path: Path, way: str, offload: str | None) -> None:

@@ -97,10 +97,6 @@ def _single(steps: int, weights: str) -> Snapshot:
     return snapshot_of(*trained("single", steps, weights))
 
 
-def _as_single(way: str, weights: str) -> None:
-    assert_same(snapshot_of(*trained(way, STEPS, weights)), _single(STEPS, weights))
-
-
 MODELS = [
     (1, "fsdp", "bf16 24"),
     (1, "tp", "bf16 32"),
@@ -118,9 +114,10 @@ MODELS = [
 ALL_MODELS = [(*case[:2], weights) for case in MODELS for weights in FORMATS]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "way", "weights"), [*MODELS, *slow(ALL_MODELS, besides=MODELS)])
-def test_models(ranks: Pool, world_size: int, way: str, weights: str) -> None:
-    ranks.run(world_size, _as_single, way, weights)
+def test_models(world_size: int, way: str, weights: str) -> None:
+    assert_same(snapshot_of(*trained(way, STEPS, weights)), _single(STEPS, weights))
 
 
 OPTIONS = {

@@ -111,7 +111,9 @@ def _is_float32(optimizer: Any, param: torch.Tensor) -> bool:
     return set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def _trained_for_real(reshard: bool, release: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("reshard", "release"), [(True, False), (False, False), (True, True)])
+def test_fsdp2_training(reshard: bool, release: bool) -> None:
     """Forward and backward passes, in which FSDP2 puts gathered parameters in the module."""
     model = _net()
     for layer in (model.embed, model.up, model):
@@ -129,12 +131,8 @@ def _trained_for_real(reshard: bool, release: bool) -> None:
     assert _is_float32(optimizer, embedding)
 
 
-@pytest.mark.parametrize(("reshard", "release"), [(True, False), (False, False), (True, True)])
-def test_fsdp2_training(ranks: Pool, reshard: bool, release: bool) -> None:
-    ranks.run(2, _trained_for_real, reshard, release)
-
-
-def _sharded_on_meta() -> None:
+@pytest.mark.ranks(2)
+def test_fsdp2_of_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Net()
         model.embed = shardopt.StableEmbedding(TOKENS, 66)
@@ -151,11 +149,8 @@ def _sharded_on_meta() -> None:
     assert not _is_float32(optimizer, model.up.weight)
 
 
-def test_fsdp2_of_a_model_on_the_meta_device(ranks: Pool) -> None:
-    ranks.run(2, _sharded_on_meta)
-
-
-def _distributed_by_hand() -> None:
+@pytest.mark.ranks(2)
+def test_tensor_parallel() -> None:
     module = shardopt.StableEmbedding(TOKENS, 66)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
@@ -166,11 +161,9 @@ def _distributed_by_hand() -> None:
     assert _is_float32(optimizer, weight)
 
 
-def test_tensor_parallel(ranks: Pool) -> None:
-    ranks.run(2, _distributed_by_hand)
-
-
-def _tied(flat: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_tied_under_fsdp1(flat: bool) -> None:
     """The head comes first in the model, so that FSDP1 takes its name for the flat parameter's part."""
     embedding = shardopt.StableEmbedding(TOKENS, 66)
     model = nn.ModuleDict({"a_head": nn.Linear(66, TOKENS), "embed": embedding})
@@ -186,11 +179,6 @@ def _tied(flat: bool) -> None:
         assert groups[0]["param_names"] == ["a_head.weight"]
     names = {part.names for part in shardopt.param_groups(wrapped).parameters}
     assert ("a_head.weight", "embed.weight") in names
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_tied_under_fsdp1(ranks: Pool, flat: bool) -> None:
-    ranks.run(2, _tied, flat)
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -220,7 +208,8 @@ def test_deepspeed(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], opti
     deepspeed_ranks.run(2 if options else 3, _deepspeed, stage, zero, options)  # a third is not exact in bf16
 
 
-def _partitioned_from_the_start() -> None:
+@pytest.mark.deepspeed_ranks(2)
+def test_deepspeed_zero_init() -> None:
     deepspeed = import_deepspeed()
     settings = config(3)
     with deepspeed.zero.Init(config_dict_or_path=settings):
@@ -230,7 +219,3 @@ def _partitioned_from_the_start() -> None:
     engine = make_engine(taking_gradients(net), settings, model_parameters=groups)
     step_engine(engine, 0)
     _check_formats(engine_snapshot(engine))
-
-
-def test_deepspeed_zero_init(deepspeed_ranks: Pool) -> None:
-    deepspeed_ranks.run(2, _partitioned_from_the_start)

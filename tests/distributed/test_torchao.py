@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 import shardopt
 from needed import needs
 from ranks.layouts import values
-from ranks.pool import Pool
 
 pytestmark = needs("torchao")
 
@@ -37,8 +36,16 @@ def _local(param: Any) -> Tensor:
     return getattr(local, "_tensor", local)
 
 
-def _float8(path: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def _local_gradient(param: Any) -> Tensor:
+    return param.grad._local_tensor
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"master_weight_bits": 24})])
+def test_float8_training(tmp_path: Path, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Trains with one rank; gloo gathers no float8, so that gradients are given where there are more."""
+    path = str(tmp_path)
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
 
     model = _float8_model(0, dtype)
@@ -72,18 +79,6 @@ def _float8(path: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     shardopt.checkpoint.load(path, other, fresh)
     for param, data in zip(other.parameters(), saved, strict=True):
         assert torch.equal(_local(param), data)
-
-
-def _local_gradient(param: Any) -> Tensor:
-    return param.grad._local_tensor
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"master_weight_bits": 24})])
-def test_float8_training(
-    ranks: Pool, tmp_path: Path, world_size: int, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    ranks.run(world_size, _float8, str(tmp_path), dtype, options)
 
 
 def test_int8_training_is_refused(tmp_path: Path) -> None:

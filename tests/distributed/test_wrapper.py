@@ -82,7 +82,9 @@ class Untested(torch.optim.Optimizer):
             param.sub_(state["average"], alpha=0.1)
 
 
-def _untested(way: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns"])
+def test_untested_optimizers_step_dtensors(way: str) -> None:
     whole, sharded = make_net(), WAYS[way](make_net())
     results = []
     for model in (whole, sharded):
@@ -97,11 +99,6 @@ def _untested(way: str) -> None:
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns"])
-def test_untested_optimizers_step_dtensors(ranks: Pool, way: str) -> None:
-    ranks.run(2, _untested, way)
-
-
 class _Rows(nn.Module):
     """Parameters with fewer rows than ranks, or an uneven number."""
 
@@ -112,7 +109,9 @@ class _Rows(nn.Module):
             self.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape, generator=generator)))
 
 
-def _uneven(name: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["torch AdamW foreach", "torch NAdam", "torch Adagrad"])
+def test_uneven_rows_and_an_empty_rank(name: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     whole, sharded = _Rows(), _Rows()
@@ -136,12 +135,8 @@ def _uneven(name: str) -> None:
             assert type(bare.state[param][key]) is type(at)
 
 
-@pytest.mark.parametrize("name", ["torch AdamW foreach", "torch NAdam", "torch Adagrad"])
-def test_uneven_rows_and_an_empty_rank(ranks: Pool, name: str) -> None:
-    ranks.run(2, _uneven, name)
-
-
-def _fsdp2_state_dict() -> None:
+@pytest.mark.ranks(2)
+def test_fsdp2_state_dict() -> None:
     """torch's way to save and load sharded state, which calls step() on an optimizer that has none yet."""
     results = []
     for reload in (False, True):
@@ -156,30 +151,6 @@ def _fsdp2_state_dict() -> None:
             optimizer.step()
         results.append(snapshot(named_parameters(model), optimizer))
     assert_same(*results)
-
-
-def test_fsdp2_state_dict(ranks: Pool) -> None:
-    ranks.run(2, _fsdp2_state_dict)
-
-
-def _flat(name: str, codec: str, make: str, working_memory: int | None) -> None:
-    if make.startswith("odds"):
-        whole: nn.Module = Odds()
-        units = [f"units.{index}" for index in range(len(Odds.UNITS) - 1)]
-        model = fsdp1(Odds(), units, use_orig_params=make == "odds")
-    else:
-        whole, model = make_net(), WAYS[make](make_net())
-    optimizers = [(each, _make(name, each, codec=codec, working_memory=working_memory)) for each in (whole, model)]
-    for step in range(3):
-        for each, optimizer in optimizers:
-            set_gradients(each, step)
-            optimizer.step()
-    expected, got = optimizers[0][1], optimizers[1][1]
-    _assert_pieces(whole, expected, model, got)
-    # float state of the bare optimizer, encoded anew
-    for _, optimizer in optimizers:
-        optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
-    _assert_pieces(whole, expected, model, got)
 
 
 def _assert_pieces(whole: nn.Module, expected: QuantizedState, model: nn.Module, got: QuantizedState) -> None:
@@ -209,6 +180,7 @@ def _assert_pieces(whole: nn.Module, expected: QuantizedState, model: nn.Module,
     assert compared or dist.get_world_size() > 2
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "name", "codec", "make", "working_memory"),
     [
@@ -225,11 +197,28 @@ def _assert_pieces(whole: nn.Module, expected: QuantizedState, model: nn.Module,
         (2, "torch SGD momentum", "log8", "fsdp1 none flat", 0),
     ],
 )
-def test_fsdp1(ranks: Pool, world_size: int, name: str, codec: str, make: str, working_memory: int | None) -> None:
-    ranks.run(world_size, _flat, name, codec, make, working_memory)
+def test_fsdp1(world_size: int, name: str, codec: str, make: str, working_memory: int | None) -> None:
+    if make.startswith("odds"):
+        whole: nn.Module = Odds()
+        units = [f"units.{index}" for index in range(len(Odds.UNITS) - 1)]
+        model = fsdp1(Odds(), units, use_orig_params=make == "odds")
+    else:
+        whole, model = make_net(), WAYS[make](make_net())
+    optimizers = [(each, _make(name, each, codec=codec, working_memory=working_memory)) for each in (whole, model)]
+    for step in range(3):
+        for each, optimizer in optimizers:
+            set_gradients(each, step)
+            optimizer.step()
+    expected, got = optimizers[0][1], optimizers[1][1]
+    _assert_pieces(whole, expected, model, got)
+    # float state of the bare optimizer, encoded anew
+    for _, optimizer in optimizers:
+        optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
+    _assert_pieces(whole, expected, model, got)
 
 
-def _fails_on_one() -> None:
+@pytest.mark.ranks(2)
+def test_a_rank_that_fails() -> None:
     """A step that fails on a rank fails on those that share blocks with it, and none of them waits for ever."""
     model = fsdp1(Odds(), ["units.0"])
     optimizer = _make("torch AdamW foreach", model)
@@ -244,11 +233,8 @@ def _fails_on_one() -> None:
     assert isinstance(raised.value, KeyError) or "another rank" in str(raised.value)
 
 
-def test_a_rank_that_fails(ranks: Pool) -> None:
-    ranks.run(2, _fails_on_one)
-
-
-def _other_entries() -> None:
+@pytest.mark.ranks(2)
+def test_ranks_with_other_entries() -> None:
     model = fsdp1(Odds(), ["units.0"])
     optimizer = _make("torch AdamW foreach", model)
     optimizer._entries.kept |= {"exp_avg"} if dist.get_rank() else set()
@@ -257,11 +243,8 @@ def _other_entries() -> None:
         optimizer.step()
 
 
-def test_ranks_with_other_entries(ranks: Pool) -> None:
-    ranks.run(2, _other_entries)
-
-
-def _refusals() -> None:
+@pytest.mark.ranks(2)
+def test_refusals() -> None:
     sharded = WAYS["fsdp"](make_net())
     ways = [of("torch.optim", "Adafactor")]
     if hasattr(torch.optim, "Muon"):
@@ -275,11 +258,8 @@ def _refusals() -> None:
             quantize_state(inner(flat.parameters()))
 
 
-def test_refusals(ranks: Pool) -> None:
-    ranks.run(2, _refusals)
-
-
-def _zero_redundancy() -> None:
+@pytest.mark.ranks(2)
+def test_zero_redundancy() -> None:
     def make(params: Any, **options: Any) -> QuantizedState:
         return quantize_state(torch.optim.AdamW(params, **options), **SMALL)
 
@@ -292,7 +272,3 @@ def _zero_redundancy() -> None:
             stepped.step()
     assert all(map(torch.equal, model.parameters(), whole.parameters()))
     assert 0 < len(optimizer.optim.state) < len(expected.state)
-
-
-def test_zero_redundancy(ranks: Pool) -> None:
-    ranks.run(2, _zero_redundancy)

@@ -267,8 +267,10 @@ def _groups(params: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _param_groups(path: Path) -> None:
+@pytest.mark.ranks(3)
+def test_param_groups(tmp_path: Path) -> None:
     """Groups with options of their own, of which some change between steps, and a reload."""
+    path = tmp_path / "optimizer"
     model, whole = _model(), make_net()
     optimizer = _optimizer(_groups(list(model.parameters())), "adamw")
     expected = RULES["adamw"].make(_groups(list(whole.parameters())), **SMALL)
@@ -282,10 +284,6 @@ def _param_groups(path: Path) -> None:
         step_with(model, optimizer, step)
         step_with(whole, expected, step)
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(whole, expected))
-
-
-def test_param_groups(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(3, _param_groups, tmp_path / "optimizer")
 
 
 def _train(zero: bool) -> list[float]:
@@ -308,7 +306,8 @@ def test_trains_as_one(ranks: Pool) -> None:
     assert ranks.run(2, _train, True) == [expected, expected]
 
 
-def _more_ranks_than_parameters() -> None:
+@pytest.mark.ranks(4)
+def test_more_ranks_than_parameters() -> None:
     """A rank that owns no parameter."""
     models = [nn.Sequential(nn.Linear(70, 97)) for _ in range(2)]
     for param in (param for model in models for param in model.parameters()):
@@ -322,11 +321,9 @@ def _more_ranks_than_parameters() -> None:
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(whole, expected))
 
 
-def test_more_ranks_than_parameters(ranks: Pool) -> None:
-    ranks.run(4, _more_ranks_than_parameters)
-
-
-def _stochastic() -> None:
+@pytest.mark.ranks(3)
+def test_stochastic_rounding() -> None:
+    """The noise depends on a parameter's place among all, not among those of its rank."""
     model = _model(BF16)
     options = {"stochastic_rounding": True, "stochastic_rounding_seed": 7}
     params = list(model.parameters())
@@ -337,12 +334,8 @@ def _stochastic() -> None:
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(*_whole(STEPS, "adamw", BF16, **options)))
 
 
-def test_stochastic_rounding(ranks: Pool) -> None:
-    """The noise depends on a parameter's place among all, not among those of its rank."""
-    ranks.run(3, _stochastic)
-
-
-def _stochastic_afterwards() -> None:
+@pytest.mark.ranks(2)
+def test_stochastic_rounding_of_another_optimizer_afterwards() -> None:
     """An optimizer of its own, over parameters that another one had in another order."""
     found = []
     for before in (False, True):
@@ -356,12 +349,11 @@ def _stochastic_afterwards() -> None:
     assert_same(found[1], found[0])
 
 
-def test_stochastic_rounding_of_another_optimizer_afterwards(ranks: Pool) -> None:
-    ranks.run(2, _stochastic_afterwards)
-
-
-def test_the_way_of_the_pool_is_this_one(ranks: Pool) -> None:
-    ranks.run(2, _way)
+@pytest.mark.ranks(2)
+def test_the_way_of_the_pool_is_this_one() -> None:
+    got = snapshot_of(*trained("zero", STEPS))
+    assert_same_on_rank_0(got, lambda: snapshot_of(*trained("single", STEPS)))
+    assert isinstance(trained("zero", 0)[1], ZeroRedundancyOptimizer)
 
 
 def test_a_step_count_is_moved_to_its_parameter() -> None:
@@ -376,9 +368,3 @@ def test_a_step_count_is_moved_to_its_parameter() -> None:
         )
         assert state["step"].device.type == device
         assert state["momentum_buffer"] is buffer
-
-
-def _way() -> None:
-    got = snapshot_of(*trained("zero", STEPS))
-    assert_same_on_rank_0(got, lambda: snapshot_of(*trained("single", STEPS)))
-    assert isinstance(trained("zero", 0)[1], ZeroRedundancyOptimizer)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 from torch.nn import Parameter
 
+import band_shard
 import shardopt
+from band_shard import band_of
+from helpers import CASES
 from ranks.layouts import values
+from ranks.pool import Pool
 from ranks.snapshot import assert_same
-from shardopt.layout import BlockGrid, LocalBlocks, Rectangle, Shard, assign
+from shardopt.layout import BlockGrid, Rectangle, shard_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,39 +209,99 @@ def test_a_rule_and_a_codec(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "used\n"), done.stderr
 
 
-class EveryOther(Shard):
-    """Every other row of a parameter."""
-
-    def __init__(self, global_shape: tuple[int, ...], first: int) -> None:
-        super().__init__(global_shape, (len(range(first, global_shape[0], 2)), *global_shape[1:]))
-
-    def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
-        return LocalBlocks(0, grid.blocks_per_row, None)
+#: Blocks of 128: rows for three ranks and more; columns that end inside blocks, and at their ends; float32 state.
+SHAPES = {"rows": (7, 130), "cut": (40, 300), "aligned": (9, 768), "few": (2, 257), "bias": (5,)}
+STEPS = 2
 
 
-@pytest.mark.parametrize("codec", ["log8", "companded8", "dynamic8", "fp32"])
-def test_a_kind_of_shard(codec: str) -> None:
-    """Shards that are steps of their own have the bits of the whole parameter."""
+def _model(dims: Mapping[str, int] | None) -> nn.Module:
+    """Parameters in bands of a dimension each, or whole."""
+    model = nn.Module()
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        whole = values(shape, seed, torch.float32)
+        model.register_parameter(name, Parameter(whole) if dims is None else band_of(whole, dims[name]))
+    return model
 
-    def make(param: Tensor) -> shardopt.AdamW:
-        return shardopt.AdamW([param], codec=codec, min_quantized_numel=0)
 
-    whole = Parameter(values((7, 130), 0, torch.float32))
-    parts = [Parameter(whole.detach()[first::2].clone()) for first in (0, 1)]
-    for first, part in enumerate(parts):
-        assign(part, EveryOther((7, 130), first))
-    optimizers = [make(param) for param in (whole, *parts)]
-    for step in range(3):
-        whole.grad = values((7, 130), 1 + step, torch.float32)
-        for first, part in enumerate(parts):
-            part.grad = whole.grad[first::2].clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for first, (part, optimizer) in enumerate(zip(parts, optimizers[1:], strict=True)):
-        expected = {
-            key: value if key == "step" else value[first::2] for key, value in optimizers[0].state[whole].items()
-        }
-        assert_same({"param": part.detach(), **optimizer.state[part]}, {"param": whole.detach()[first::2], **expected})
+def _step(model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, seed: int) -> None:
+    for number, (name, param) in enumerate(model.named_parameters()):
+        param.grad = shard_of(param).part(values(SHAPES[name], 100 * seed + number, torch.float32)).clone()
+    optimizer.step()
+
+
+def _run(
+    dims: Mapping[str, int] | None, case: tuple[str, str], steps: int
+) -> tuple[nn.Module, shardopt.optim.ShardedOptimizer]:
+    rule, codec = case
+    model = _model(dims)
+    optimizer = CASES[rule].make(model.parameters(), codec=codec, min_quantized_numel=64)
+    for seed in range(steps):
+        _step(model, optimizer, 1 + seed)
+    return model, optimizer
+
+
+def _assert_parts_of_whole(
+    model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, case: tuple[str, str], steps: int
+) -> None:
+    """Demands that each rank holds its part of the bits that the unsharded run has."""
+    whole, whole_optimizer = _run(None, case, steps)
+    for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        shard, state = shard_of(param), dict(whole_optimizer.state[expected])
+        grid = BlockGrid(SHAPES[name], 128)
+        for key, value in state.items():
+            if key.endswith("_scales"):
+                state[key] = shard.scales_part(value, grid)
+            elif key != "step":
+                state[key] = shard.part(value)
+        got = {"param": param.detach(), **optimizer.state[param]}
+        assert_same(
+            got, {"param": shard.part(expected.detach()), **{key: state[key] for key in optimizer.state[param]}}
+        )
+        assert state.keys() == optimizer.state[param].keys()
+
+
+ROWS = dict.fromkeys(SHAPES, 0)
+COLUMNS = {**dict.fromkeys(SHAPES, 1), "bias": 0}
+
+
+def _bands_as_whole(case: tuple[str, str], path: Path) -> None:
+    """Compares bands of rows and of columns with the unsharded run, and saves a checkpoint of each."""
+    for name, dims in (("rows", ROWS), ("columns", COLUMNS)):
+        model, optimizer = _run(dims, case, STEPS)
+        _assert_parts_of_whole(model, optimizer, case, STEPS)
+        shardopt.checkpoint.save(path / name, model, optimizer)
+
+
+def _load_and_go_on(case: tuple[str, str], path: Path, dims: Mapping[str, int] | None) -> None:
+    model, optimizer = _run(dims, case, 1)
+    assert shardopt.checkpoint.load(path, model, optimizer).converted == {}
+    _step(model, optimizer, 1 + STEPS)
+    _assert_parts_of_whole(model, optimizer, case, STEPS + 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("adamw", "log8"), ("adamw", "companded8"), ("lion", "dynamic8"), ("lamb", "fp32"), ("muon", "log8")],
+    ids=str,
+)
+def test_a_kind_of_shard(ranks: Pool, tmp_path: Path, case: tuple[str, str]) -> None:
+    """Bands of rows and columns have the bits of whole parameters; checkpoints load in any other layout."""
+    ranks.run(3, _bands_as_whole, case, tmp_path)
+    ranks.run(2, _load_and_go_on, case, tmp_path / "rows", COLUMNS)
+    ranks.run(4, _load_and_go_on, case, tmp_path / "columns", ROWS)
+    ranks.run(1, _load_and_go_on, case, tmp_path / "columns", None)
+
+
+def test_a_kind_of_shard_is_one_file() -> None:
+    """It needs nothing of the package but the layout and the ranks' exchange."""
+    source = Path(band_shard.__file__).read_text()
+    imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in imported if name.startswith("shardopt")} == {
+        "shardopt.layout",
+        "shardopt.layout.partition",
+        "shardopt.sharding.exchange",
+    }
+    assert [path for path in (ROOT / "shardopt").rglob("*.py") if "band_shard" in path.read_text()] == []
 
 
 def test_the_page_names_what_there_is() -> None:

@@ -317,19 +317,16 @@ def test_written_is_less_than_held(ranks: Pool, tmp_path: Path) -> None:
     assert [chunk.shape for chunk in read_index(tmp_path)["name"]] == [(3, 4), (3, 4)]
 
 
-def _messages(size: int) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_messages(size: int) -> None:
+    """Also of no bytes."""
     ranks = Ranks()
     own = bytes([ranks.rank + 1]) * (size * ranks.rank)
     expected = [bytes([rank + 1]) * (size * rank) for rank in range(ranks.size)]
     assert ranks.gathered(own) == expected
     for source in range(ranks.size):
         assert ranks.from_rank(source, own) == expected[source]
-
-
-@pytest.mark.parametrize("size", [0, 1, 1000])
-def test_messages(ranks: Pool, size: int) -> None:
-    """Also of no bytes."""
-    ranks.run(3, _messages, size)
 
 
 def test_ranks_that_are_lost_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:

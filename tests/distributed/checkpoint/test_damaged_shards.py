@@ -156,7 +156,8 @@ def test_all_ranks_refuse_where_moments_are_new(ranks: Pool, way: str, what: str
         assert "got state that another rank refused" in message
 
 
-def _on_some_ranks() -> None:
+@pytest.mark.ranks(3, timeout=30)
+def test_float_moments_on_some_ranks_only() -> None:
     model, optimizer = trained("fsdp columns", 1)
     theirs = torch.optim.AdamW(model.parameters())
     step_with(model, theirs, 1)
@@ -167,10 +168,6 @@ def _on_some_ranks() -> None:
     with pytest.raises(ValueError, match="got float moments on some ranks only"):
         optimizer.load_state_dict(state_dict)
     assert_same(everything(optimizer), before)
-
-
-def test_float_moments_on_some_ranks_only(ranks: Pool) -> None:
-    ranks.run(3, _on_some_ranks, timeout=30)
 
 
 def _checkpoint(folder: str, way: str, convert: bool) -> str:

@@ -104,7 +104,8 @@ def test_changes(ranks: Pool, change: Callable[[Any, dict[str, Any]], None]) -> 
     ranks.run(2, _run, _sharded, change)
 
 
-def _wrong_spec() -> None:
+@pytest.mark.ranks(2)
+def test_a_layout_that_is_none_of_the_local_tensor_is_refused() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     param: Any = nn.Parameter(_sharded(values(SHAPE, 1, torch.float32), mesh))
     optimizer = shardopt.AdamW8bit([param], lr=0.01)
@@ -118,11 +119,8 @@ def _wrong_spec() -> None:
     assert torch.equal(param._local_tensor, before)
 
 
-def test_a_layout_that_is_none_of_the_local_tensor_is_refused(ranks: Pool) -> None:
-    ranks.run(2, _wrong_spec)
-
-
-def _reads_attributes_only() -> None:
+@pytest.mark.ranks(2)
+def test_a_cached_step_calls_nothing_per_tensor() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     params = [nn.Parameter(_sharded(values(SHAPE, i, torch.float32), mesh)) for i in range(3)]
     optimizer = shardopt.AdamW8bit(params, lr=0.01)
@@ -147,7 +145,3 @@ def _reads_attributes_only() -> None:
         optimizer.step()
     shard.local, shard.local_gradient = saved
     assert calls == 0
-
-
-def test_a_cached_step_calls_nothing_per_tensor(ranks: Pool) -> None:
-    ranks.run(2, _reads_attributes_only)

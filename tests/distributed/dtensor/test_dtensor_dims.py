@@ -51,20 +51,7 @@ def _is_scattered(way: Layout) -> bool:
     return any(getattr(way.placements[-1], "dim", None) != p.dim or len(way.placements) == 1 for p in strided)
 
 
-def _sharded_as_whole(rule: str, codecs: list[str], weights: str | None, block_size: int) -> None:
-    ways = deep_layouts(dist.get_world_size())
-    if "muon" in rule:  # each rank has to hold one range of each dim
-        ways = [way for way in ways if not _is_scattered(way)]
-    options = {}
-    if weights is not None:
-        dtype, options = FORMATS[weights]
-        ways = [way._replace(dtype=dtype) for way in ways]
-    pair = Pair(rule, codecs, ways, block_size=block_size, **options)
-    for step in range(STEPS):
-        pair.step(pair.gradients(seed=1000 * (step + 1)))
-    pair.compare()
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("rule", "codecs", "weights", "block_size", "world_size"),
     [
@@ -83,10 +70,18 @@ def _sharded_as_whole(rule: str, codecs: list[str], weights: str | None, block_s
         ),
     ],
 )
-def test_sharded_as_whole(
-    ranks: Pool, rule: str, codecs: list[str], weights: str | None, block_size: int, world_size: int
-) -> None:
-    ranks.run(world_size, _sharded_as_whole, rule, codecs, weights, block_size)
+def test_sharded_as_whole(rule: str, codecs: list[str], weights: str | None, block_size: int, world_size: int) -> None:
+    ways = deep_layouts(dist.get_world_size())
+    if "muon" in rule:  # each rank has to hold one range of each dim
+        ways = [way for way in ways if not _is_scattered(way)]
+    options = {}
+    if weights is not None:
+        dtype, options = FORMATS[weights]
+        ways = [way._replace(dtype=dtype) for way in ways]
+    pair = Pair(rule, codecs, ways, block_size=block_size, **options)
+    for step in range(STEPS):
+        pair.step(pair.gradients(seed=1000 * (step + 1)))
+    pair.compare()
 
 
 def _scales_change_in_place() -> None:
@@ -104,13 +99,10 @@ def test_scales_that_change_in_place(ranks: Pool) -> None:
     ranks.run(2, _scales_change_in_place)
 
 
-def _default_dtype() -> None:
+@pytest.mark.ranks(2)
+def test_the_default_dtype_is_not_that_of_scales() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         _scales_change_in_place()
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_the_default_dtype_is_not_that_of_scales(ranks: Pool) -> None:
-    ranks.run(2, _default_dtype)

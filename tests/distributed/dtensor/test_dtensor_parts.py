@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ranks.layouts import COLUMN, ROW, distribute, layouts, shard, values
-from ranks.pool import Pool
 from shardopt.layout import BlockGrid, shard_of
 from versions import gathers_any_strided_shards, needs_uneven_fsdp2_and_tensor_parallel
 
@@ -36,7 +35,9 @@ def _assert_parts(param: DTensor, whole: Tensor, name: str, *, is_gathered: bool
     assert not is_gathered or torch.equal(on_mesh.full_tensor(), scales), name
 
 
-def _all_layouts() -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_layouts(world_size: int) -> None:
     for layout in (*layouts(dist.get_world_size()), *deep_layouts(dist.get_world_size())):
         whole = values(layout.shape, 0, layout.dtype)
         is_strided = any(isinstance(placement, _StridedShard) for placement in layout.placements)
@@ -44,12 +45,11 @@ def _all_layouts() -> None:
         _assert_parts(shard(whole, layout), whole, str(layout), is_gathered=is_gathered)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_all_layouts(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _all_layouts)
-
-
-def _two_dims(rows: int, placement: Placement) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("rows", [97, 9, 3])
+@pytest.mark.parametrize("placement", [pytest.param(ROW, marks=needs_uneven_fsdp2_and_tensor_parallel), COLUMN])
+def test_fsdp2_and_tensor_parallel(rows: int, placement: Placement) -> None:
+    """Uneven parts of dim 0, which ``distribute_tensor`` cuts otherwise than ``fully_shard`` in PyTorch 2.8."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = values((rows, 130), 0)
     layer = nn.Linear(130, rows, bias=False)
@@ -57,10 +57,3 @@ def _two_dims(rows: int, placement: Placement) -> None:
     fully_shard(layer, mesh=mesh["dp"])
     assert isinstance(layer.weight, DTensor)
     _assert_parts(layer.weight, whole, str(placement))
-
-
-@pytest.mark.parametrize("rows", [97, 9, 3])
-@pytest.mark.parametrize("placement", [pytest.param(ROW, marks=needs_uneven_fsdp2_and_tensor_parallel), COLUMN])
-def test_fsdp2_and_tensor_parallel(ranks: Pool, rows: int, placement: Placement) -> None:
-    """Uneven parts of dim 0, which ``distribute_tensor`` cuts otherwise than ``fully_shard`` in PyTorch 2.8."""
-    ranks.run(4, _two_dims, rows, placement)

@@ -172,7 +172,9 @@ def test_nonfinite_gradient_on_one_rank_raises_on_all(ranks: Pool) -> None:
     ranks.run(4, _raises_on_all, [*ways, Layout((34, 130), (2, 2), (ROW, COLUMN), torch.float32)])
 
 
-def _raises_without_gradient_on_one_rank() -> None:
+@pytest.mark.ranks(2)
+def test_raise_where_one_rank_has_no_gradient() -> None:
+    """All ranks look at the same parameters."""
     ways = [Layout((33, 130), (2,), (ROW,), torch.float32), Layout((40, 66), (2,), (ROW,), torch.float32)]
     pair = Pair("adamw", ["log8"], ways, nonfinite="raise")
     pair.step(pair.gradients(seed=1))
@@ -186,12 +188,9 @@ def _raises_without_gradient_on_one_rank() -> None:
     assert all(torch.equal(a, b.to_local()) for a, b in zip(before, (first, second), strict=True))
 
 
-def test_raise_where_one_rank_has_no_gradient(ranks: Pool) -> None:
-    """All ranks look at the same parameters."""
-    ranks.run(2, _raises_without_gradient_on_one_rank)
-
-
-def _mesh_of_state() -> None:
+@pytest.mark.ranks(4)
+def test_state_lies_on_the_parameters_own_mesh() -> None:
+    """Not on an equal one that was seen before: its process groups may be gone."""
     for _ in range(2):
         mesh = init_device_mesh("cpu", (2, 2))
         param = distribute(values((33, 130), 0), mesh, (ROW, COLUMN))
@@ -202,12 +201,16 @@ def _mesh_of_state() -> None:
             assert not isinstance(value, DTensor) or value.device_mesh is mesh
 
 
-def test_state_lies_on_the_parameters_own_mesh(ranks: Pool) -> None:
-    """Not on an equal one that was seen before: its process groups may be gone."""
-    ranks.run(4, _mesh_of_state)
+def _placed(gradient: Tensor, way: Layout, placement: Placement) -> DTensor:
+    if not placement.is_partial():
+        return shard(gradient, way._replace(placements=(placement,)))
+    local = torch.zeros_like(gradient) if dist.get_rank() else gradient
+    return DTensor.from_local(local, mesh_of(way.mesh), (placement,), run_check=False)
 
 
-def _gradients_placed_otherwise(shape: tuple[int, ...]) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("shape", [(33, 130), (40, 66), (3, 257)])
+def test_gradients_placed_otherwise_are_redistributed(shape: tuple[int, ...]) -> None:
     ways = [Layout(shape, (3,), (placement,), torch.float32) for placement in (ROW, COLUMN, WHOLE)]
     pair = Pair("adamw", ["log8"], ways)
     for placement in (ROW, COLUMN, WHOLE, Partial()):
@@ -218,15 +221,3 @@ def _gradients_placed_otherwise(shape: tuple[int, ...]) -> None:
         pair.whole_optimizer.step()
         pair.sharded_optimizer.step()
         pair.compare()
-
-
-def _placed(gradient: Tensor, way: Layout, placement: Placement) -> DTensor:
-    if not placement.is_partial():
-        return shard(gradient, way._replace(placements=(placement,)))
-    local = torch.zeros_like(gradient) if dist.get_rank() else gradient
-    return DTensor.from_local(local, mesh_of(way.mesh), (placement,), run_check=False)
-
-
-@pytest.mark.parametrize("shape", [(33, 130), (40, 66), (3, 257)])
-def test_gradients_placed_otherwise_are_redistributed(ranks: Pool, shape: tuple[int, ...]) -> None:
-    ranks.run(3, _gradients_placed_otherwise, shape)

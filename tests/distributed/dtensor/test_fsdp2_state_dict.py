@@ -68,7 +68,9 @@ def test_round_trip_of_other_rules(ranks: Pool, rule: str, codec: str) -> None:
     ranks.run(3, _round_trip, "fsdp columns", rule, codec, {})
 
 
-def _plain_methods(way: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp", "hsdp columns"])
+def test_state_dict_and_load_state_dict(way: str) -> None:
     model, optimizer = trained(way, STEPS)
     state_dict = optimizer.state_dict()
     before = snapshot_of(model, optimizer)
@@ -80,12 +82,9 @@ def _plain_methods(way: str) -> None:
     assert_same(snapshot_of(loaded, loaded_optimizer), single(STEPS + 1))
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp", "hsdp columns"])
-def test_state_dict_and_load_state_dict(ranks: Pool, way: str) -> None:
-    ranks.run(4, _plain_methods, way)
-
-
-def _fresh_state(way: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp", "tp"])
+def test_state_of_a_fresh_optimizer(way: str) -> None:
     model, optimizer = trained(way, 0)
     with torch.no_grad():
         model.up.weight.mul_(0.0)  # some zeros are negative now
@@ -97,11 +96,6 @@ def _fresh_state(way: str) -> None:
     names = list(entries(named_parameters(stepped[0]), stepped[1]))
     assert list(entries(named_parameters(model), optimizer)) == names
     assert {f"{name}/{entry}" for name in state for entry in state[name]} == {name for name in names if "/" in name}
-
-
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp tp", "tp"])
-def test_state_of_a_fresh_optimizer(ranks: Pool, way: str) -> None:
-    ranks.run(4, _fresh_state, way)
 
 
 CODECS = (*EIGHT_BIT, "bf16")
@@ -157,17 +151,7 @@ def test_a_state_of_torch_adamw_through_torchs_functions(ranks: Pool, way: str) 
     ranks.run(3, _quantize_on_load, way, "log8", True)
 
 
-def _dequantized(way: str, codec: str) -> None:
-    model, optimizer = trained(way, STEPS, codec=codec)
-    _, whole_optimizer = trained("single", STEPS, codec=codec)
-    got, expected = (x.state_dict(dequantize=True)["state"] for x in (optimizer, whole_optimizer))
-    for index, state in got.items():
-        assert_same({key: in_full(value) for key, value in state.items()}, expected[index])
-    torch_optimizer = torch.optim.AdamW(model.parameters())
-    torch_optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
-    step_with(model, torch_optimizer, STEPS)
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("way", "codec"),
     [
@@ -176,5 +160,12 @@ def _dequantized(way: str, codec: str) -> None:
         *slow((way, codec) for way in ("fsdp", "fsdp tp") for codec in CODECS if codec != "log8"),
     ],
 )
-def test_dequantized_state_dict(ranks: Pool, way: str, codec: str) -> None:
-    ranks.run(4, _dequantized, way, codec)
+def test_dequantized_state_dict(way: str, codec: str) -> None:
+    model, optimizer = trained(way, STEPS, codec=codec)
+    _, whole_optimizer = trained("single", STEPS, codec=codec)
+    got, expected = (x.state_dict(dequantize=True)["state"] for x in (optimizer, whole_optimizer))
+    for index, state in got.items():
+        assert_same({key: in_full(value) for key, value in state.items()}, expected[index])
+    torch_optimizer = torch.optim.AdamW(model.parameters())
+    torch_optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
+    step_with(model, torch_optimizer, STEPS)

@@ -125,7 +125,9 @@ def test_embedding_sweep(ranks: Pool, world_size: int, codec: str) -> None:
     ranks.run(world_size, _embedding, codec)
 
 
-def _loss_scaling(overflow: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overflow", [False, True])
+def test_loss_scaling(overflow: bool) -> None:
     """Trains with a scaled loss, and without; with an overflow, the last gradient of one rank is infinite."""
     scaled, plain = (WAYS["fsdp columns"](make_net()) for _ in range(2))
     optimizers = [shardopt.AdamW8bit(model.parameters(), **SMALL) for model in (scaled, plain)]
@@ -149,8 +151,3 @@ def _loss_scaling(overflow: bool) -> None:
     assert_same(got, expected)
     assert scaler.get_scale() == (2.0**9 if overflow else 2.0**10)
     assert optimizers[0].nonfinite_count == 0
-
-
-@pytest.mark.parametrize("overflow", [False, True])
-def test_loss_scaling(ranks: Pool, overflow: bool) -> None:
-    ranks.run(2, _loss_scaling, overflow)

@@ -120,7 +120,9 @@ def check_contiguous(optimizer: ShardedOptimizer) -> None:
             assert (value.to_local() if isinstance(value, DTensor) else value).is_contiguous()
 
 
-def _torch_state(codec: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("codec", ["log8", "fp32"])
+def test_torch_state_of_strided_parts(codec: str) -> None:
     """torch keeps the moments of a strided part laid out as it is."""
     ways = [Layout(shape, (2,), (placement,), torch.float32) for shape, placement in LAYOUTS]
     parts = [Parameter(_strided(shard(values(way.shape, index), way))) for index, way in enumerate(ways)]
@@ -136,8 +138,3 @@ def _torch_state(codec: str) -> None:
         for param in parts:
             assert torch.equal(ours.state[param]["exp_avg"].to_local(), theirs.state[param]["exp_avg"].to_local())
     ours.step()
-
-
-@pytest.mark.parametrize("codec", ["log8", "fp32"])
-def test_torch_state_of_strided_parts(ranks: Pool, codec: str) -> None:
-    ranks.run(2, _torch_state, codec)

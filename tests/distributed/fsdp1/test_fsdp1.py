@@ -148,7 +148,9 @@ def test_sweep(ranks: Pool, world_size: int, orig: bool, codec: str, rule: str) 
     ranks.run(world_size, _odds, orig, rule, codec, [16, 128, 4096], torch.float32, {})
 
 
-def _touched() -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_odd_shapes_are_odd(world_size: int) -> None:
     """Assumptions of the tests about the model of odd shapes: cut blocks of many owners, and ranks with nothing."""
     world_size = dist.get_world_size()
     for orig in (True, False):
@@ -160,12 +162,8 @@ def _touched() -> None:
         assert any(count < world_size for count in owners.values())
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_odd_shapes_are_odd(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _touched)
-
-
-def _summoned() -> None:
+@pytest.mark.ranks(3)
+def test_the_tests_put_parameters_together() -> None:
     """The pieces of which the tests put a whole together are where FSDP itself says."""
     for orig in (True, False):
         whole, model = make_odds(use_orig_params=orig)
@@ -173,10 +171,6 @@ def _summoned() -> None:
         assert_same(found, {name: param.detach() for name, param in whole.named_parameters()})
         for piece in pieces(model):
             assert torch.equal(piece.of(piece.tensor), found[piece.name].reshape(-1)[piece.start :][: piece.numel])
-
-
-def test_the_tests_put_parameters_together(ranks: Pool) -> None:
-    ranks.run(3, _summoned)
 
 
 def _by_kind(model: nn.Module) -> ShardedOptimizer:
@@ -197,16 +191,16 @@ def _by_kind(model: nn.Module) -> ShardedOptimizer:
     return RULES["adamw"].make(groups, min_quantized_numel=32)
 
 
-def _param_groups() -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_param_groups(world_size: int) -> None:
     run_odds(_by_kind, dtype=BF16)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_param_groups(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _param_groups)
-
-
-def _in_turns(orig: bool) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_in_turns(world_size: int, orig: bool) -> None:
     """Parameters that have a gradient in some steps only: whole units of them."""
     whole, model = make_odds(use_orig_params=orig)
     options = {"min_quantized_numel": 32, "block_size": 16}
@@ -224,13 +218,9 @@ def _in_turns(orig: bool) -> None:
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot(dict(whole.named_parameters()), expected))
 
 
-@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_in_turns(ranks: Pool, world_size: int, orig: bool) -> None:
-    ranks.run(world_size, _in_turns, orig)
-
-
-def _frozen() -> None:
+def test_frozen_parameters(world_size: int) -> None:
     """One parameter in a unit and one whole unit do not require gradients."""
     models = [Odds() for _ in range(2)]
     for model in models:
@@ -249,12 +239,8 @@ def _frozen() -> None:
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot(dict(whole.named_parameters()), expected))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_frozen_parameters(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _frozen)
-
-
-def _beside_units() -> None:
+@pytest.mark.ranks(3)
+def test_parameters_beside_units() -> None:
     """Only some layers are FSDP1 units; the others are whole on every rank."""
     whole, model = Odds(), Odds()
     bare = bare_shapes(model)
@@ -266,7 +252,3 @@ def _beside_units() -> None:
         step_with(model, optimizer, step)
         step_with(whole, expected, step)
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(whole, expected))
-
-
-def test_parameters_beside_units(ranks: Pool) -> None:
-    ranks.run(3, _beside_units)

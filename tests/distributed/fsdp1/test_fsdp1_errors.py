@@ -29,7 +29,10 @@ def _tiny() -> nn.Module:
     return fsdp1(nn.Sequential(nn.Linear(1, 1)), [])
 
 
-def _unknown(tiny: bool, orig: bool) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("tiny", "orig"), [(False, True), (False, False), (True, True)])
+def test_wrapped_before_the_import(tiny: bool, orig: bool) -> None:
+    """Ranks without any gradient say so, too."""
     model = _tiny() if tiny else make_odds(use_orig_params=orig)[1]
     forget_shards(model)
     optimizer = shardopt.AdamW8bit(model.parameters())
@@ -47,13 +50,13 @@ def _unknown(tiny: bool, orig: bool) -> None:
     assert all(not param.numel() or any(optimizer.state[param]) for param in model.parameters())
 
 
-@pytest.mark.parametrize(("tiny", "orig"), [(False, True), (False, False), (True, True)])
-def test_wrapped_before_the_import(ranks: Pool, tiny: bool, orig: bool) -> None:
-    """Ranks without any gradient say so, too."""
-    ranks.run(4, _unknown, tiny, orig)
+def _gathered_parameter(model: nn.Module, name: str) -> torch.Tensor:
+    with FullyShardedDataParallel.summon_full_params(model):
+        return model.module.get_parameter(name).detach().clone()
 
 
-def _nothing_here() -> None:
+@pytest.mark.ranks(4)
+def test_ranks_with_nothing() -> None:
     """A rank that holds nothing takes part, has no state, and saves and loads that."""
     model, whole = _tiny(), nn.Sequential(nn.Linear(1, 1))
     for name, param in whole.named_parameters():
@@ -67,15 +70,6 @@ def _nothing_here() -> None:
     assert bool(optimizer.state_dict()["state"]) is bool(held)
     assert held or dist.get_rank() > 0
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(whole, expected))
-
-
-def _gathered_parameter(model: nn.Module, name: str) -> torch.Tensor:
-    with FullyShardedDataParallel.summon_full_params(model):
-        return model.module.get_parameter(name).detach().clone()
-
-
-def test_ranks_with_nothing(ranks: Pool) -> None:
-    ranks.run(4, _nothing_here)
 
 
 def _optimizers(
@@ -143,7 +137,8 @@ def test_raise(
     assert any(without) == (name != "units.0.weight0")
 
 
-def _raises_in_one_group() -> None:
+@pytest.mark.ranks(3)
+def test_raise_in_one_group() -> None:
     """Only parameters in groups that ask for it are looked at; the others skip."""
     _, model = make_odds()
     tensors = {piece.name: piece.tensor for piece in pieces(model)}
@@ -160,11 +155,17 @@ def _raises_in_one_group() -> None:
             optimizer.step()
 
 
-def test_raise_in_one_group(ranks: Pool) -> None:
-    ranks.run(3, _raises_in_one_group)
-
-
-def _skips(orig: bool, codec: str, block_size: int) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "orig"), FEW_WORLDS)
+@pytest.mark.parametrize(
+    ("codec", "block_size"),
+    [
+        ("log8", 128),
+        ("dynamic8", 16),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("log8", 16), ("companded8", 128)]),
+    ],
+)
+def test_skip(world_size: int, orig: bool, codec: str, block_size: int) -> None:
     """Skipped elements are those of one rank; whatever shares a block with them is not harmed."""
     model, optimizer, whole, expected = _optimizers(orig, "skip", codec=codec, block_size=block_size)
     spoilt = 0
@@ -190,19 +191,6 @@ def _skips(orig: bool, codec: str, block_size: int) -> None:
     assert count == expected.nonfinite_count == spoilt
 
 
-@pytest.mark.parametrize(("world_size", "orig"), FEW_WORLDS)
-@pytest.mark.parametrize(
-    ("codec", "block_size"),
-    [
-        ("log8", 128),
-        ("dynamic8", 16),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("log8", 16), ("companded8", 128)]),
-    ],
-)
-def test_skip(ranks: Pool, world_size: int, orig: bool, codec: str, block_size: int) -> None:
-    ranks.run(world_size, _skips, orig, codec, block_size)
-
-
 def _strided(orig: bool) -> str:
     """FSDP1 flattens such weights in the order of memory, which is not that of their elements."""
     model = nn.Sequential(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
@@ -223,7 +211,8 @@ def test_strided_weights(ranks: Pool, orig: bool) -> None:
         assert "contiguous" in message
 
 
-def _wrong_state() -> None:
+@pytest.mark.ranks(2)
+def test_wrong_state() -> None:
     """State that was put there by hand is looked at, before anything is changed."""
     model, optimizer, *_ = _optimizers(True, "skip")
     step_with(model, optimizer, 0)
@@ -234,7 +223,3 @@ def _wrong_state() -> None:
     set_gradients(model, 1)
     with pytest.raises(RuntimeError, match="got state exp_avg_scales as"):
         optimizer.step()
-
-
-def test_wrong_state(ranks: Pool) -> None:
-    ranks.run(2, _wrong_state)

@@ -112,7 +112,10 @@ def _after_one_step(orig: bool, codec: str, block_size: int) -> tuple[list[nn.Mo
     return models, optimizers
 
 
-def _inexact_step(orig: bool, codec: str, block_size: int) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "orig", "block_size"), [(3, True, 16), (4, False, 128)])
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+def test_without_exchange_each_fragment_is_a_block(world_size: int, orig: bool, block_size: int, codec: str) -> None:
     """The first step begins with no moments, so the parameters are exact, and each fragment is coded by itself."""
     (exact, inexact, whole), optimizers = _after_one_step(orig, codec, block_size)
     assert_same(gathered_parameters(inexact), gathered_parameters(exact))
@@ -142,32 +145,6 @@ def _inexact_step(orig: bool, codec: str, block_size: int) -> None:
     assert counts[1] > 10, "hardly anything differs: this test sees nothing"
 
 
-@pytest.mark.parametrize(("world_size", "orig", "block_size"), [(3, True, 16), (4, False, 128)])
-@pytest.mark.parametrize("codec", EIGHT_BIT)
-def test_without_exchange_each_fragment_is_a_block(
-    ranks: Pool, world_size: int, orig: bool, block_size: int, codec: str
-) -> None:
-    ranks.run(world_size, _inexact_step, orig, codec, block_size)
-
-
-def _near(codec: str, orig: bool) -> None:
-    """With or without the exchange an element's code is next to it, in units of a scale that is the block's at most."""
-    (exact, inexact, whole), optimizers = _after_one_step(orig, codec, 128)
-    exactly = {piece.name: _decoded(optimizers[0], piece) for piece in pieces(exact)}
-    for piece, cut in held_pieces(inexact, 128):
-        numbers = block_numbers(piece.shape, 128)
-        for key, value in _decoded(optimizers[1], piece).items():
-            signed = key == "exp_avg"
-            root = (lambda x: x) if signed else torch.sqrt
-            true = root(optimizers[2].state[whole.get_parameter(piece.name)][key]).reshape(-1)
-            largest = torch.zeros(int(numbers.max()) + 1).scatter_reduce(0, numbers, true.abs(), "amax")
-            step = piece.cut(largest[numbers]) * _largest_space(codec, signed=signed)
-            for found in (exactly[piece.name][key], value):
-                error = (root(found) - piece.cut(true)).abs()
-                assert (error <= step * (1 + 2**-20)).all(), (piece.name, key)
-            assert torch.equal(value[~cut], exactly[piece.name][key][~cut])
-
-
 def _decoded(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, Tensor]:
     """The float32 moments of a piece."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -185,10 +162,25 @@ def _largest_space(codec: str, *, signed: bool) -> float:
     return float(values.diff().max())
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize("codec", ["companded8", "dynamic8"])
-def test_without_exchange_moments_are_as_near(ranks: Pool, codec: str, orig: bool) -> None:
-    ranks.run(3, _near, codec, orig)
+def test_without_exchange_moments_are_as_near(codec: str, orig: bool) -> None:
+    """With or without the exchange an element's code is next to it, in units of a scale that is the block's at most."""
+    (exact, inexact, whole), optimizers = _after_one_step(orig, codec, 128)
+    exactly = {piece.name: _decoded(optimizers[0], piece) for piece in pieces(exact)}
+    for piece, cut in held_pieces(inexact, 128):
+        numbers = block_numbers(piece.shape, 128)
+        for key, value in _decoded(optimizers[1], piece).items():
+            signed = key == "exp_avg"
+            root = (lambda x: x) if signed else torch.sqrt
+            true = root(optimizers[2].state[whole.get_parameter(piece.name)][key]).reshape(-1)
+            largest = torch.zeros(int(numbers.max()) + 1).scatter_reduce(0, numbers, true.abs(), "amax")
+            step = piece.cut(largest[numbers]) * _largest_space(codec, signed=signed)
+            for found in (exactly[piece.name][key], value):
+                error = (root(found) - piece.cut(true)).abs()
+                assert (error <= step * (1 + 2**-20)).all(), (piece.name, key)
+            assert torch.equal(value[~cut], exactly[piece.name][key][~cut])
 
 
 def _train_inexactly(way: str) -> list[float]:
@@ -212,7 +204,8 @@ def test_trains_without_exchange(ranks: Pool, way: str) -> None:
         assert losses[-1] < losses[0]
 
 
-def _changed_in_between() -> None:
+@pytest.mark.ranks(3)
+def test_changed_between_steps() -> None:
     """The option may be set per group, and changed between steps: the ranks say so, and agree anew."""
     models = [fsdp1(make_net()) for _ in range(2)]
     optimizers = [make_optimizer("fsdp1", model, block_size=16) for model in models]
@@ -225,7 +218,3 @@ def _changed_in_between() -> None:
             assert len(collectives) == ((1 + 2, 2, 2) if optimizer is optimizers[0] else (1, 1 + 2, 1 + 1))[step]
         found.append(gathered_parameters(model))
     assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_changed_between_steps(ranks: Pool) -> None:
-    ranks.run(3, _changed_in_between)

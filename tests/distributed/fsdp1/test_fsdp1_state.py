@@ -48,7 +48,26 @@ def _odds_pair(orig: bool, dtype: torch.dtype, rule: str, options: Any) -> tuple
     return model, optimizer
 
 
-def _round_trip(orig: bool, dtype: torch.dtype, rule: str, options: dict[str, Any]) -> None:
+OPTIONS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    ("adamw", torch.float32, {}),
+    ("adamw", torch.float32, {"codec": "fp32"}),
+    ("adamw", BF16, {"codec": "bf16"}),
+    ("lion", BF16, {"codec": "dynamic8", "block_size": 16, **WEIGHTS["24"]}),
+    ("momentum", BF16, {"codec": "companded8", **WEIGHTS["32"]}),
+    ("sgd", torch.float32, {}),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("rule", "dtype", "options", "world_size", "orig"),
+    [
+        *((*OPTIONS[0], *on) for on in FEW_WORLDS),
+        *((*case, *FEW_WORLDS[place % 2]) for place, case in enumerate(OPTIONS) if place > 0),
+        *slow((*case, *FEW_WORLDS[1 - place % 2]) for place, case in enumerate(OPTIONS) if place > 0),
+    ],
+)
+def test_round_trip(world_size: int, orig: bool, rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     model, optimizer = _odds_pair(orig, dtype, rule, options)
     for step in range(2):
         step_with(model, optimizer, step)
@@ -62,41 +81,14 @@ def _round_trip(orig: bool, dtype: torch.dtype, rule: str, options: dict[str, An
     assert_same(gathered(loaded, loaded_optimizer), gathered(model, optimizer))
 
 
-OPTIONS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
-    ("adamw", torch.float32, {}),
-    ("adamw", torch.float32, {"codec": "fp32"}),
-    ("adamw", BF16, {"codec": "bf16"}),
-    ("lion", BF16, {"codec": "dynamic8", "block_size": 16, **WEIGHTS["24"]}),
-    ("momentum", BF16, {"codec": "companded8", **WEIGHTS["32"]}),
-    ("sgd", torch.float32, {}),
-]
-
-
-@pytest.mark.parametrize(
-    ("rule", "dtype", "options", "world_size", "orig"),
-    [
-        *((*OPTIONS[0], *on) for on in FEW_WORLDS),
-        *((*case, *FEW_WORLDS[place % 2]) for place, case in enumerate(OPTIONS) if place > 0),
-        *slow((*case, *FEW_WORLDS[1 - place % 2]) for place, case in enumerate(OPTIONS) if place > 0),
-    ],
-)
-def test_round_trip(
-    ranks: Pool, world_size: int, orig: bool, rule: str, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    ranks.run(world_size, _round_trip, orig, dtype, rule, options)
-
-
-def _before_the_first_step(way: str) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
+def test_empty_state(way: str) -> None:
     model, optimizer = trained(way, 0)
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     for step in range(2):
         step_with(model, optimizer, step)
     assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 2)))
-
-
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
-def test_empty_state(ranks: Pool, way: str) -> None:
-    ranks.run(3, _before_the_first_step, way)
 
 
 def _from_torch(orig: bool, rule: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -136,7 +128,9 @@ def test_state_of_torch_and_master_weights(ranks: Pool, world_size: int, orig: b
     ranks.run(world_size, _from_torch, orig, "adamw", WEIGHTS["32"], BF16)
 
 
-def _dequantized(way: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
+def test_dequantized(way: str) -> None:
     """Ours as float32 into torch's, which goes on; and into ours of another codec and block size."""
     model, optimizer = trained(way, 2)
     whole, whole_optimizer = trained("single", 2)
@@ -155,12 +149,9 @@ def _dequantized(way: str) -> None:
     step_with(model, theirs, 2)
 
 
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
-def test_dequantized(ranks: Pool, way: str) -> None:
-    ranks.run(4, _dequantized, way)
-
-
-def _only_some_have_state(orig: bool) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("orig", [True, False])
+def test_only_some_parameters_have_state(orig: bool) -> None:
     """State of one unit, on the ranks that hold a part of it; the exchange of cut blocks takes place on all."""
     whole, model = make_odds(use_orig_params=orig)
     states = []
@@ -179,11 +170,6 @@ def _only_some_have_state(orig: bool) -> None:
     for each, optimizer in ((model, ours), (whole, our_whole)):
         step_with(each, optimizer, 0)
     assert_same_on_rank_0(gathered(model, ours), lambda: snapshot_of(whole, our_whole))
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_only_some_parameters_have_state(ranks: Pool, orig: bool) -> None:
-    ranks.run(4, _only_some_have_state, orig)
 
 
 def _fresh(orig: bool = True, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
@@ -243,7 +229,8 @@ def test_state_of_another_rank_is_refused(ranks: Pool, orig: bool, dequantize: b
     assert "got the state of other elements than this rank's" in other
 
 
-def _attached_late() -> None:
+@pytest.mark.ranks(3)
+def test_attached_late() -> None:
     """Loading has to know the shards: it says so, changes nothing, and works once it does."""
     model, optimizer = _fresh()
     step_with(model, optimizer, 0)
@@ -262,11 +249,8 @@ def _attached_late() -> None:
     assert_same(gathered(loaded, late), gathered(model, optimizer))
 
 
-def test_attached_late(ranks: Pool) -> None:
-    ranks.run(3, _attached_late)
-
-
-def _empty_state_unattached() -> None:
+@pytest.mark.ranks(2)
+def test_empty_state_unattached() -> None:
     """Frameworks save and load the state of an optimizer that has none yet."""
     model = make_odds()[1]
     forget_shards(model)
@@ -274,7 +258,3 @@ def _empty_state_unattached() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     assert not optimizer.state
     assert dist.get_world_size() == 2
-
-
-def test_empty_state_unattached(ranks: Pool) -> None:
-    ranks.run(2, _empty_state_unattached)

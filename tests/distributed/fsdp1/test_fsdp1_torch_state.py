@@ -24,7 +24,6 @@ import shardopt
 from ranks.collectives import counted_collectives
 from ranks.flat import gathered
 from ranks.models import fsdp1, make_net
-from ranks.pool import Pool
 from ranks.runs import step_with
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
@@ -72,7 +71,10 @@ def _refused(optimizer: ShardedOptimizer, remedy: str, call: Callable[[], object
         assert_same(after["state"][index], entries)
 
 
-def _saving(orig: bool, steps: int, options: dict[str, Any]) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize(("steps", "options"), [(0, {}), (1, {}), (1, {"codec": "fp32"}), (1, {"codec": "bf16"})])
+def test_saving_is_refused(orig: bool, steps: int, options: dict[str, Any]) -> None:
     model, optimizer = _made(orig, steps, **options)
     save = FullyShardedDataParallel.optim_state_dict
     calls: list[Callable[[], object]] = [
@@ -95,14 +97,24 @@ def _saving(orig: bool, steps: int, options: dict[str, Any]) -> None:
     assert bool(optimizer.state) is bool(steps)
 
 
-@pytest.mark.parametrize("orig", [True, False])
-@pytest.mark.parametrize(("steps", "options"), [(0, {}), (1, {}), (1, {"codec": "fp32"}), (1, {"codec": "bf16"})])
-def test_saving_is_refused(ranks: Pool, orig: bool, steps: int, options: dict[str, Any]) -> None:
-    ranks.run(2, _saving, orig, steps, options)
+def _legacy(model: nn.Module, optimizer: ShardedOptimizer, saved: dict[str, Any], remedy: str) -> None:
+    fsdp = FullyShardedDataParallel
+    _refused(optimizer, remedy, lambda: fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer))
+    _refused(optimizer, remedy, lambda: fsdp.shard_full_optim_state_dict(saved, model))
+    _refused(optimizer, remedy, lambda: fsdp.flatten_sharded_optim_state_dict(saved, model, optimizer))
+    on_first = saved if dist.get_rank() == 0 else None
+    _refused(optimizer, remedy, lambda: fsdp.scatter_full_optim_state_dict(on_first, model, optim=optimizer))
+    _refused(optimizer, remedy, lambda: fsdp.scatter_full_optim_state_dict(on_first, model))
 
 
-def _loading(orig: bool, steps: int, flatten: bool) -> None:
-    """State that torch gathered of our optimizer elsewhere, where it can."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(("orig", "steps"), [(True, 0), (False, 0), (True, 1), (False, 1)])
+def test_loading_is_refused(orig: bool, steps: int, flatten: bool) -> None:
+    """On all ranks, even if only one has the state.
+
+    State that torch gathered of our optimizer elsewhere, where it can.
+    """
     whole = make_net()
     their_optimizer = shardopt.AdamW8bit(whole.parameters(), **SMALL)
     step_with(whole, their_optimizer, 0)
@@ -125,25 +137,11 @@ def _loading(orig: bool, steps: int, flatten: bool) -> None:
     assert bool(optimizer.state) is bool(steps)
 
 
-def _legacy(model: nn.Module, optimizer: ShardedOptimizer, saved: dict[str, Any], remedy: str) -> None:
-    fsdp = FullyShardedDataParallel
-    _refused(optimizer, remedy, lambda: fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer))
-    _refused(optimizer, remedy, lambda: fsdp.shard_full_optim_state_dict(saved, model))
-    _refused(optimizer, remedy, lambda: fsdp.flatten_sharded_optim_state_dict(saved, model, optimizer))
-    on_first = saved if dist.get_rank() == 0 else None
-    _refused(optimizer, remedy, lambda: fsdp.scatter_full_optim_state_dict(on_first, model, optim=optimizer))
-    _refused(optimizer, remedy, lambda: fsdp.scatter_full_optim_state_dict(on_first, model))
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize(("orig", "steps"), [(True, 0), (False, 0), (True, 1), (False, 1)])
-def test_loading_is_refused(ranks: Pool, orig: bool, steps: int, flatten: bool) -> None:
-    """On all ranks, even if only one has the state."""
-    ranks.run(2, _loading, orig, steps, flatten)
-
-
-def _on_some_ranks(first: int) -> None:
-    """The model is sharded over two of three ranks; the third takes no part."""
+@pytest.mark.ranks(3, timeout=40)
+@needs_fsdp1_on_some_ranks
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_on_some_ranks(first: int) -> None:
+    """They do not wait for the others. The model is sharded over two of three ranks; the third takes no part."""
     own = [first, first + 1]
     group = dist.new_group(own)
     if dist.get_rank() not in own:
@@ -161,14 +159,8 @@ def _on_some_ranks(first: int) -> None:
     _refused(optimizer, remedy, lambda: scatter(on_first or None, model, optim=optimizer, group=group))
 
 
-@needs_fsdp1_on_some_ranks
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_model_on_some_ranks(ranks: Pool, first: int) -> None:
-    """They do not wait for the others."""
-    ranks.run(3, _on_some_ranks, first, timeout=40)
-
-
-def _state_of_torch() -> None:
+@pytest.mark.ranks(2)
+def test_state_of_torch() -> None:
     """Moments of the parameters' shapes come in as ever; and go out, as float32."""
     model, ours = _made(False, 0)
     theirs = torch.optim.AdamW(model.parameters())
@@ -191,7 +183,3 @@ def _state_of_torch() -> None:
     for index, entries in ours.state_dict(dequantize=True)["state"].items():
         loaded = theirs.state_dict()["state"][index]
         assert_same({key: loaded[key] for key in entries}, entries)
-
-
-def test_state_of_torch(ranks: Pool) -> None:
-    ranks.run(2, _state_of_torch)

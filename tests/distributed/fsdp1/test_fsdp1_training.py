@@ -136,7 +136,9 @@ def _step_both(model: nn.Module, optimizer: Optimizer, whole: nn.Module, expecte
     optimizer.zero_grad()
 
 
-def _accumulated(orig: bool) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("orig", [True, False])
+def test_accumulation_and_clipping(orig: bool) -> None:
     """Gradients of two batches are added up before they are shared out; stepping too early is an error on all ranks."""
     model, whole = fsdp1(make_net(), use_orig_params=orig), make_net()
     optimizer, expected = (make_optimizer(way, m) for way, m in (("fsdp1", model), ("single", whole)))
@@ -151,12 +153,15 @@ def _accumulated(orig: bool) -> None:
     assert_same(gathered(model, optimizer), snapshot_of(whole, expected))
 
 
-@pytest.mark.parametrize("orig", [True, False])
-def test_accumulation_and_clipping(ranks: Pool, orig: bool) -> None:
-    ranks.run(3, _accumulated, orig)
+def _largest(model: nn.Module) -> torch.Tensor:
+    found = [piece.tensor for piece in pieces(model) if piece.tensor.grad is not None]
+    return max(found, key=torch.Tensor.numel)
 
 
-def _loss_scaling(way: str, overflow: bool, unscale: bool) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize(("way", "unscale"), [("fsdp1", False), ("fsdp1", True), ("fsdp1 flat", False)])
+def test_loss_scaling(way: str, unscale: bool, overflow: bool) -> None:
     """Trains with a scaled loss, and without; with an overflow, the last gradient of one rank alone is infinite."""
     models = [WAYS[way](make_net()) for _ in range(2)]
     optimizers = [make_optimizer(way, model) for model in models]
@@ -181,18 +186,9 @@ def _loss_scaling(way: str, overflow: bool, unscale: bool) -> None:
     assert optimizers[0].nonfinite_count == 0
 
 
-def _largest(model: nn.Module) -> torch.Tensor:
-    found = [piece.tensor for piece in pieces(model) if piece.tensor.grad is not None]
-    return max(found, key=torch.Tensor.numel)
-
-
-@pytest.mark.parametrize("overflow", [False, True])
-@pytest.mark.parametrize(("way", "unscale"), [("fsdp1", False), ("fsdp1", True), ("fsdp1 flat", False)])
-def test_loss_scaling(ranks: Pool, way: str, unscale: bool, overflow: bool) -> None:
-    ranks.run(2, _loss_scaling, way, overflow, unscale)
-
-
-def _found_inf(value: float) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_found_inf(value: float) -> None:
     """torch's protocol by hand: a step that found_inf calls off changes nothing, and the ranks go on together."""
     model, optimizer = trained("fsdp1", 2)
     before = gathered(model, optimizer)
@@ -210,12 +206,8 @@ def _found_inf(value: float) -> None:
         assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 4)))
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_found_inf(ranks: Pool, value: float) -> None:
-    ranks.run(3, _found_inf, value)
-
-
-def _made_before_wrapping() -> None:
+@pytest.mark.ranks(2)
+def test_made_before_wrapping() -> None:
     """``use_orig_params=True`` keeps the parameters."""
     model = make_net()
     optimizer = make_optimizer("single", model)
@@ -226,7 +218,9 @@ def _made_before_wrapping() -> None:
     assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
 
 
-def _attached_again(way: str) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
+def test_attached_again(way: str) -> None:
     """Between steps, by this optimizer and by another one."""
     model, optimizer = trained(way, 1)
     optimizer.attach(model)
@@ -237,7 +231,8 @@ def _attached_again(way: str) -> None:
     assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
 
 
-def _two_optimizers() -> None:
+@pytest.mark.ranks(3)
+def test_two_optimizers() -> None:
     """Each has some of the parameters; every rank steps them in the same order."""
     model, whole = fsdp1(make_net()), make_net()
     names = list(model.bare_shapes)
@@ -255,19 +250,6 @@ def _two_optimizers() -> None:
     assert_same(gathered_parameters(model), {n: p.detach() for n, p in whole.named_parameters()})
 
 
-def test_made_before_wrapping(ranks: Pool) -> None:
-    ranks.run(2, _made_before_wrapping)
-
-
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
-def test_attached_again(ranks: Pool, way: str) -> None:
-    ranks.run(3, _attached_again, way)
-
-
-def test_two_optimizers(ranks: Pool) -> None:
-    ranks.run(3, _two_optimizers)
-
-
 class Tied(nn.Module):
     """A layer that is used twice, and a weight that two layers share."""
 
@@ -282,7 +264,9 @@ class Tied(nn.Module):
         return self.head(self.mix(self.mix(self.embed(tokens))))
 
 
-def _tied(orig: bool) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("orig", [True, False])
+def test_tied_weights(orig: bool) -> None:
     torch.manual_seed(0)
     whole = Tied()
     torch.manual_seed(0)
@@ -293,11 +277,6 @@ def _tied(orig: bool) -> None:
         _backward(model, step)
         _step_both(model, optimizer, whole, expected)
     assert_same(gathered(model, optimizer), snapshot_of(whole, expected))
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_tied_weights(ranks: Pool, orig: bool) -> None:
-    ranks.run(3, _tied, orig)
 
 
 def _memory(way: str) -> tuple[int, int, int]:
@@ -315,14 +294,11 @@ def test_memory_report(ranks: Pool, way: str) -> None:
         assert moments < state < 1.1 * moments
 
 
-def _report_of_torch() -> None:
+@pytest.mark.ranks(2)
+def test_memory_report_of_another_optimizer() -> None:
+    """It has no attach(), and needs none."""
     model = fsdp1(make_net())
     assert isinstance(model, FullyShardedDataParallel)
     optimizer = torch.optim.AdamW(model.parameters())
     expected = sum(piece.numel for piece in pieces(model))
     assert shardopt.memory_report(optimizer).numel == expected
-
-
-def test_memory_report_of_another_optimizer(ranks: Pool) -> None:
-    """It has no attach(), and needs none."""
-    ranks.run(2, _report_of_torch)

@@ -87,7 +87,8 @@ def test_every_strategy(ranks: Pool, way: str) -> None:
     ranks.run(4, _as_attached, partial(_sharded, way))
 
 
-def _wrapped_further() -> None:
+@pytest.mark.ranks(2)
+def test_the_outermost_module_counts() -> None:
     """Whoever wraps last knows best, also after attach()."""
     model = Odds()
     unit = model.units[3] = _wrap(model.units[3])
@@ -99,10 +100,6 @@ def _wrapped_further() -> None:
     assert [segment.name for segment in segments] == [f"units.3.weight{index}" for index in range(3)]
     assert [segment.number for segment in segments] == [4, 5, 6]
     assert whole.module is model
-
-
-def test_the_outermost_module_counts(ranks: Pool) -> None:
-    ranks.run(2, _wrapped_further)
 
 
 def _scaling(way: str) -> bool:
@@ -124,7 +121,9 @@ def _in_pieces(orig: bool) -> tuple[nn.Module, nn.Module]:
     return whole, remember_bare(model, bare)
 
 
-def _pieces_as_whole(orig: bool, options: dict[str, Any]) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("orig", "options"), [(True, {}), (False, {}), (True, STOCHASTIC)])
+def test_a_model_in_pieces(orig: bool, options: dict[str, Any]) -> None:
     whole, model = _in_pieces(orig)
     optimizer, expected = (shardopt.AdamW8bit(m.parameters(), **SMALL, **options) for m in (model, whole))
     for step in range(3):
@@ -133,12 +132,8 @@ def _pieces_as_whole(orig: bool, options: dict[str, Any]) -> None:
     assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(whole, expected))
 
 
-@pytest.mark.parametrize(("orig", "options"), [(True, {}), (False, {}), (True, STOCHASTIC)])
-def test_a_model_in_pieces(ranks: Pool, orig: bool, options: dict[str, Any]) -> None:
-    ranks.run(3, _pieces_as_whole, orig, options)
-
-
-def _unknown_places() -> None:
+@pytest.mark.ranks(2)
+def test_a_model_in_pieces_and_noise() -> None:
     """Noise depends on which of all parameters each is; a unit does not know what stands beside it."""
     _, model = _in_pieces(False)
     optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL, **STOCHASTIC)
@@ -154,11 +149,8 @@ def _unknown_places() -> None:
     assert all(optimizer.state[param] for param in model.parameters())
 
 
-def test_a_model_in_pieces_and_noise(ranks: Pool) -> None:
-    ranks.run(2, _unknown_places)
-
-
-def _one_piece() -> None:
+@pytest.mark.ranks(2)
+def test_a_unit_of_its_own_and_noise() -> None:
     """An optimizer that has no other parameters than a unit's needs to know of none."""
     wholes, models = [make_net(BF16) for _ in range(2)], [_wrap(make_net(BF16)) for _ in range(2)]
     outer = nn.ModuleList([nn.Linear(2, 2), *models])
@@ -170,11 +162,9 @@ def _one_piece() -> None:
         assert_same_on_rank_0(gathered(model, optimizer), lambda w=whole, e=expected: snapshot_of(w, e))
 
 
-def test_a_unit_of_its_own_and_noise(ranks: Pool) -> None:
-    ranks.run(2, _one_piece)
-
-
-def _two_models(orig: bool) -> None:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("orig", [True, False])
+def test_two_models(orig: bool) -> None:
     """One optimizer has the parameters of both."""
     wholes, models = [make_net(seed=s) for s in (0, 1)], [fsdp1(make_net(seed=s), use_orig_params=orig) for s in (0, 1)]
     optimizer, expected = (
@@ -189,12 +179,9 @@ def _two_models(orig: bool) -> None:
         assert_same(gathered_parameters(model), {n: p.detach() for n, p in whole.named_parameters()})
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("orig", [True, False])
-def test_two_models(ranks: Pool, orig: bool) -> None:
-    ranks.run(3, _two_models, orig)
-
-
-def _let_go(orig: bool) -> None:
+def test_a_model_is_let_go(orig: bool) -> None:
     """Parameters that an optimizer still has keep no model alive, before and after they were asked for their shards."""
     for steps in (0, 1):
         model = make_odds(use_orig_params=orig)[1]
@@ -211,18 +198,10 @@ def _let_go(orig: bool) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("orig", [True, False])
-def test_a_model_is_let_go(ranks: Pool, orig: bool) -> None:
-    ranks.run(2, _let_go, orig)
-
-
-def _of_another_optimizer() -> None:
+@pytest.mark.ranks(2)
+def test_a_model_that_cannot_be_read() -> None:
     """FSDP1 over what cannot be stepped here is nobody's business until one of our optimizers has to."""
     model = nn.Sequential(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
     wrapped = _wrap(model, use_orig_params=True)
     theirs = torch.optim.AdamW(wrapped.parameters())
     assert shardopt.memory_report(theirs).numel == sum(param.numel() for param in wrapped.parameters())
-
-
-def test_a_model_that_cannot_be_read(ranks: Pool) -> None:
-    ranks.run(2, _of_another_optimizer)

@@ -134,19 +134,21 @@ def test_lr_scheduler(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
     deepspeed_ranks.run(2, _scheduled, config(stage, zero=zero, scheduler=schedule))
 
 
-def _zero_init(settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_zero_init(world_size: int) -> None:
+    settings = config(3, zero=SUB_GROUPS)
     with import_deepspeed().zero.Init(config_dict_or_path=settings):
         model = make_net()
     engine = stepped_engine(settings, STEPS, model, grouped=True)
     assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=True))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_zero_init(deepspeed_ranks: Pool, world_size: int) -> None:
-    deepspeed_ranks.run(world_size, _zero_init, config(3, zero=SUB_GROUPS))
-
-
-def _given_optimizer(settings: dict[str, Any], called: bool) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, OFFLOAD)])
+def test_optimizer_instead_of_type(stage: int, zero: Zero, called: bool) -> None:
+    settings = config(stage, None, zero=zero)
     model = make_net()
     if called:
         engine = stepped_engine(settings, STEPS, model, optimizer=lambda params: shardopt.AdamW8bit(params, **HYPER))
@@ -155,12 +157,6 @@ def _given_optimizer(settings: dict[str, Any], called: bool) -> None:
         engine = stepped_engine(settings, STEPS, model, optimizer=optimizer, model_parameters=None)
         assert engine.basic_optimizer is optimizer
     assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=not called))
-
-
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, OFFLOAD)])
-def test_optimizer_instead_of_type(deepspeed_ranks: Pool, stage: int, zero: Zero, called: bool) -> None:
-    deepspeed_ranks.run(2, _given_optimizer, config(stage, None, zero=zero), called)
 
 
 def _trains(settings: dict[str, Any]) -> list[float]:
@@ -230,17 +226,15 @@ def test_own_offload_of_a_given_optimizer(deepspeed_ranks: Pool) -> None:
     deepspeed_ranks.run(2, partial(_raises, offload="step"), config(2, None), ValueError, match, True)
 
 
-def _replaced(zero: Zero) -> None:
+@pytest.mark.deepspeed_ranks(2)
+def test_a_replaced_optimizer_is_refused() -> None:
+    """Frameworks put DeepSpeedCPUAdam in the place of a given optimizer under offload, with its param groups."""
+    zero = OFFLOAD
     import_deepspeed()
     model = make_net()
     theirs = torch.optim.AdamW(shardopt.AdamW8bit(model.parameters()).param_groups)
     with pytest.raises(ValueError, match=r'got AdamW with .* set "zero_force_ds_cpu_optimizer": false'):
         make_engine(model, config(2, None, zero=zero), optimizer=theirs, model_parameters=None)
-
-
-def test_a_replaced_optimizer_is_refused(deepspeed_ranks: Pool) -> None:
-    """Frameworks put DeepSpeedCPUAdam in the place of a given optimizer under offload, with its param groups."""
-    deepspeed_ranks.run(2, _replaced, OFFLOAD)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +279,8 @@ for given in ({"optimizer": shardopt.AdamW8bit([parameter])}, {"config_class": s
     assert done.stdout.count("got DeepSpeed 0.18.3, expected 0.19.8 to before 0.20") == 2, done.stdout
 
 
-def _strange() -> None:
+@pytest.mark.deepspeed_ranks(2)
+def test_unknown_wrappers_are_refused() -> None:
     import_deepspeed()
     from shardopt.sharding.deepspeed.partitions import assign_partitions
 
@@ -297,21 +292,15 @@ def _strange() -> None:
         assign_partitions(engine)
 
 
-def test_unknown_wrappers_are_refused(deepspeed_ranks: Pool) -> None:
-    deepspeed_ranks.run(2, _strange)
-
-
-def _others_stay(kind: str) -> None:
-    """DeepSpeed's own and torch's types mean what they meant."""
-    engine = make_engine(make_net(), config(1, kind, params={"min_quantized_numel": 64}) | _plain(kind))
-    assert isinstance(engine.basic_optimizer, getattr(torch.optim, kind))
-    assert dist.get_world_size() == 2
-
-
 def _plain(kind: str) -> dict[str, Any]:
     allowed = {"zero_allow_untested_optimizer": True}
     return {"optimizer": {"type": kind, "params": {"lr": 1e-3}}, **allowed}
 
 
-def test_other_types(deepspeed_ranks: Pool) -> None:
-    deepspeed_ranks.run(2, _others_stay, "NAdam")
+@pytest.mark.deepspeed_ranks(2)
+def test_other_types() -> None:
+    """DeepSpeed's own and torch's types mean what they meant."""
+    kind = "NAdam"
+    engine = make_engine(make_net(), config(1, kind, params={"min_quantized_numel": 64}) | _plain(kind))
+    assert isinstance(engine.basic_optimizer, getattr(torch.optim, kind))
+    assert dist.get_world_size() == 2

@@ -167,61 +167,55 @@ def test_to_and_from_torch(
     deepspeed_ranks.run(size, _load_from_torch, tmp_path / "torch", _config(stage))
 
 
-def _with_frozen(path: Path, settings: dict[str, Any]) -> None:
-    """From an engine to no engine, and back to another."""
-    engine, other = (make_engine(make_frozen(seed), settings, model_parameters=None) for seed in (0, 1))
-    engine.backward(loss_of(engine, make_batch(0)))
-    engine.step()
-    shardopt.checkpoint.save(path / "first", engine)
-    whole = make_frozen(2)
-    optimizer = shardopt.AdamW8bit([param for param in whole.parameters() if param.requires_grad], **HYPER)
-    shardopt.checkpoint.load(path / "first", whole, optimizer)
-    expected = {name: param.detach() for name, param in whole.named_parameters()}
-    assert torch.equal(expected["embed.weight"], make_net().embed.weight)
-    assert_same(model_parameters(engine), expected)
-    shardopt.checkpoint.save(path / "second", whole, optimizer)
-    shardopt.checkpoint.load(path / "second", other)
-    assert_same(model_parameters(other), expected)
-
-
+@pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(
     ("stage", "zero"), [(1, {}), (2, ROUND_ROBIN), (3, {}), (3, {"stage3_param_persistence_threshold": 0})]
 )
-def test_frozen_parameters(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: Zero) -> None:
-    deepspeed_ranks.run(2, _with_frozen, tmp_path, config(stage, zero=zero))
+def test_frozen_parameters(tmp_path: Path, stage: int, zero: Zero) -> None:
+    """From an engine to no engine, and back to another."""
+    settings = config(stage, zero=zero)
+    engine, other = (make_engine(make_frozen(seed), settings, model_parameters=None) for seed in (0, 1))
+    engine.backward(loss_of(engine, make_batch(0)))
+    engine.step()
+    shardopt.checkpoint.save(tmp_path / "first", engine)
+    whole = make_frozen(2)
+    optimizer = shardopt.AdamW8bit([param for param in whole.parameters() if param.requires_grad], **HYPER)
+    shardopt.checkpoint.load(tmp_path / "first", whole, optimizer)
+    expected = {name: param.detach() for name, param in whole.named_parameters()}
+    assert torch.equal(expected["embed.weight"], make_net().embed.weight)
+    assert_same(model_parameters(engine), expected)
+    shardopt.checkpoint.save(tmp_path / "second", whole, optimizer)
+    shardopt.checkpoint.load(tmp_path / "second", other)
+    assert_same(model_parameters(other), expected)
 
 
-def _refused(path: Path) -> None:
+@pytest.mark.deepspeed_ranks(2)
+def test_the_engines_own_optimizer_may_be_given(tmp_path: Path) -> None:
+    engine = stepped_engine(_config(2), STEPS)
+    shardopt.checkpoint.save(tmp_path, engine, engine.optimizer)
+    step_engine(engine, STEPS)
+    shardopt.checkpoint.load(tmp_path, engine, engine.basic_optimizer)
+    assert_as_whole(engine, *stepped_whole(_config(2), STEPS))
+
+
+@pytest.mark.deepspeed_ranks(2)
+def test_errors(tmp_path: Path) -> None:
     engine = stepped_engine(_config(2), STEPS)
     before = engine_snapshot(engine)
     other = shardopt.AdamW8bit(make_net().parameters())
     with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
-        shardopt.checkpoint.save(path, engine, other)
+        shardopt.checkpoint.save(tmp_path, engine, other)
     with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
-        shardopt.checkpoint.load(path, engine, other)
+        shardopt.checkpoint.load(tmp_path, engine, other)
     with pytest.raises(CheckpointError):
-        shardopt.checkpoint.load(path / "none", engine)
+        shardopt.checkpoint.load(tmp_path / "none", engine)
     assert_same(engine_snapshot(engine), before)
     goes_on_as_whole(engine, twins(_config(2)), 1)
 
 
-def _given_its_own_optimizer(path: Path) -> None:
-    engine = stepped_engine(_config(2), STEPS)
-    shardopt.checkpoint.save(path, engine, engine.optimizer)
-    step_engine(engine, STEPS)
-    shardopt.checkpoint.load(path, engine, engine.basic_optimizer)
-    assert_as_whole(engine, *stepped_whole(_config(2), STEPS))
-
-
-def test_the_engines_own_optimizer_may_be_given(deepspeed_ranks: Pool, tmp_path: Path) -> None:
-    deepspeed_ranks.run(2, _given_its_own_optimizer, tmp_path)
-
-
-def test_errors(deepspeed_ranks: Pool, tmp_path: Path) -> None:
-    deepspeed_ranks.run(2, _refused, tmp_path)
-
-
-def _after_evaluation(path: Path, zero: Zero) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("zero", [{}, OFFLOAD])
+def test_after_evaluation(tmp_path: Path, zero: Zero) -> None:
     """Weights that a forward pass without a step has gathered are not computed with again."""
     settings = config(3, zero={"stage3_param_persistence_threshold": 0, **zero})
     engines = [make_engine(make_net(seed=seed), settings) for seed in (0, 1)]
@@ -231,16 +225,11 @@ def _after_evaluation(path: Path, zero: Zero) -> None:
         engine.eval()
         with torch.no_grad():
             loss_of(engine, make_batch(1))
-    shardopt.checkpoint.save(path, engines[0])
-    shardopt.checkpoint.load(path, engines[1])
+    shardopt.checkpoint.save(tmp_path, engines[0])
+    shardopt.checkpoint.load(tmp_path, engines[1])
     with torch.no_grad():
         expected, got = (loss_of(engine, make_batch(2)) for engine in engines)
     assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("zero", [{}, OFFLOAD])
-def test_after_evaluation(deepspeed_ranks: Pool, tmp_path: Path, zero: Zero) -> None:
-    deepspeed_ranks.run(2, _after_evaluation, tmp_path, zero)
 
 
 @pytest.mark.parametrize(
@@ -256,19 +245,16 @@ def test_model_parallel_is_refused(parallel: dict[str, Any]) -> None:
         pass
 
 
-def _async_save(path: Path, stage: int) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_async_save(tmp_path: Path, stage: int) -> None:
     """The copy is what was saved, whatever the next steps do."""
     engine = stepped_engine(_config(stage), STEPS)
-    saving = shardopt.checkpoint.async_save(path, engine, epoch=7)
+    saving = shardopt.checkpoint.async_save(tmp_path, engine, epoch=7)
     step_engine(engine, STEPS)
     saving.result()
     dist.barrier()
-    load_portable(path, twins(_config(stage)))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_async_save(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    deepspeed_ranks.run(2, _async_save, tmp_path, stage)
+    load_portable(tmp_path, twins(_config(stage)))
 
 
 def _other_codec(path: Path, settings: dict[str, Any]) -> None:

@@ -62,25 +62,21 @@ def _decoded(model: torch.nn.Module, optimizer: ShardedOptimizer) -> Snapshot:
     return found
 
 
-def _are_told(path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(("stage", "zero", "other"), WAYS)
+def test_full_state(tmp_path: Path, stage: int, zero: dict[str, Any], other: dict[str, Any]) -> None:
+    settings = config(stage, zero=zero, **other)
     engine = stepped_engine(settings, STEPS, grouped=True)
     whole, optimizer = stepped_whole(settings, STEPS, grouped=True)
     assert_same(_told(engine), _decoded(whole, optimizer))
-    engine.save_checkpoint(str(path))
+    engine.save_checkpoint(str(tmp_path))
     step_engine(engine, STEPS)
     step_whole(whole, optimizer, STEPS)
     assert_same(_told(engine), _decoded(whole, optimizer))
     dist.barrier()
     engine = stepped_engine(settings, 1, seed=1, grouped=True)
-    engine.load_checkpoint(str(path))
+    engine.load_checkpoint(str(tmp_path))
     assert_same(_told(engine), _decoded(*stepped_whole(settings, STEPS, grouped=True)))
-
-
-@pytest.mark.parametrize(("stage", "zero", "other"), WAYS)
-def test_full_state(
-    deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: dict[str, Any], other: dict[str, Any]
-) -> None:
-    deepspeed_ranks.run(2, _are_told, tmp_path, config(stage, zero=zero, **other))
 
 
 def _refuses(settings: dict[str, Any]) -> None:
@@ -131,8 +127,10 @@ def test_setting_state(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], 
     deepspeed_ranks.run(3 if stage == 3 else 2, _sets, settings)
 
 
-def _local(settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(3)
+def test_local_state() -> None:
     """ZeRO 3's functions for what this rank holds."""
+    settings = config(3)
     from deepspeed.utils import safe_get_local_optimizer_state, safe_set_local_optimizer_state
 
     engine = stepped_engine(settings, STEPS)
@@ -149,7 +147,3 @@ def _local(settings: dict[str, Any]) -> None:
     large = dict(engine.module.named_parameters())["up.weight"]
     with pytest.raises(RuntimeError, match="whose state is quantized"):
         safe_set_local_optimizer_state(large, torch.zeros(large.partition_numel()), "exp_avg_sq")
-
-
-def test_local_state(deepspeed_ranks: Pool) -> None:
-    deepspeed_ranks.run(3, _local, config(3))

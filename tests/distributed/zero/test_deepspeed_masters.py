@@ -67,18 +67,16 @@ def test_bf16_without_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str,
     deepspeed_ranks.run(2, runs_as_whole, twins(_config(stage, zero, bits)))
 
 
-def _read_by_deepspeed(settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], ZERO[6]])
+def test_deepspeed_reads_masters(stage: int, zero: dict[str, Any]) -> None:
     """DeepSpeed's way from a parameter to the master leads to the memory that is stepped."""
+    settings = _config(stage, zero)
     from deepspeed.utils import safe_get_full_fp32_param
 
     engine = stepped_engine(settings, STEPS)
     read = {name: safe_get_full_fp32_param(param).float() for name, param in engine.module.named_parameters()}
     assert_same(read, {name: param.float() for name, param in model_parameters(engine).items()})
-
-
-@pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], ZERO[6]])
-def test_deepspeed_reads_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, _read_by_deepspeed, _config(stage, zero))
 
 
 def test_bf16_masters_without_the_flag_of_states(deepspeed_ranks: Pool) -> None:
@@ -148,12 +146,7 @@ def _sizes(engine: Any) -> dict[int, int]:
     return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
 
 
-def _saves(settings: dict[str, Any], saved: int) -> None:
-    one, other = _both(settings)
-    owned = sum(flat.numel() for flat, _ in masters(one))
-    assert sum(_sizes(other).values()) - sum(_sizes(one).values()) == saved * owned
-
-
+@pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(
     ("stage", "zero", "saved"),
     [
@@ -166,12 +159,18 @@ def _saves(settings: dict[str, Any], saved: int) -> None:
         (3, ALL_OFFLOAD, 4),  # both
     ],
 )
-def test_bytes_saved_per_owned_parameter(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], saved: int) -> None:
-    deepspeed_ranks.run(2, _saves, _config(stage, zero), saved)
+def test_bytes_saved_per_owned_parameter(stage: int, zero: dict[str, Any], saved: int) -> None:
+    settings = _config(stage, zero)
+    one, other = _both(settings)
+    owned = sum(flat.numel() for flat, _ in masters(one))
+    assert sum(_sizes(other).values()) - sum(_sizes(one).values()) == saved * owned
 
 
-def _locked_by_deepspeed(settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_native_pinning_shares_nothing_offloaded(stage: int) -> None:
     """DeepSpeed's own pinning would free shared memory twice, so the tensors stay apart."""
+    settings = _config(stage, OFFLOAD)
     with pytest.MonkeyPatch.context() as patch:
         one, other = _both(settings)
         assert len(_sizes(one)) < len(_sizes(other))
@@ -180,11 +179,6 @@ def _locked_by_deepspeed(settings: dict[str, Any]) -> None:
         before = _sizes(other)
         hooks.share_copies(wrapper)
         assert _sizes(other) == before
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_native_pinning_shares_nothing_offloaded(deepspeed_ranks: Pool, stage: int) -> None:
-    deepspeed_ranks.run(2, _locked_by_deepspeed, _config(stage, OFFLOAD))
 
 
 def _save_own(settings: dict[str, Any], path: Path) -> None:

@@ -133,7 +133,19 @@ def _large_whole(settings: dict[str, Any], steps: int) -> tuple[nn.Module, Any]:
     return stepped_whole(settings, steps, _large())
 
 
-def _swapped(settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(
+    ("what", "pipeline", "other"),
+    [
+        (("optimizer",), False, {}),
+        (("optimizer",), True, BF16),
+        (("optimizer", "param"), False, BF16),
+        pytest.param(("optimizer", "param"), True, {}, marks=pytest.mark.slow),
+        pytest.param(("param",), False, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_nvme(tmp_path: Path, what: tuple[str, ...], pipeline: bool, other: dict[str, Any]) -> None:
+    settings = config(3, zero=_nvme(tmp_path, *what, pipeline=pipeline), **other)
     with _plain_files(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = _large_engine(settings, STEPS)
@@ -148,22 +160,6 @@ def _swapped(settings: dict[str, Any]) -> None:
             held = [file for file in files if "gradient" not in file.name]
             swappable = [engine.optimizer._swappable_optimizer_subgroup(i) for i in range(len(masters(engine)))]
             assert 0 < len(held) == sum(swappable) < len(swappable)  # masters, and nothing else
-
-
-@pytest.mark.parametrize(
-    ("what", "pipeline", "other"),
-    [
-        (("optimizer",), False, {}),
-        (("optimizer",), True, BF16),
-        (("optimizer", "param"), False, BF16),
-        pytest.param(("optimizer", "param"), True, {}, marks=pytest.mark.slow),
-        pytest.param(("param",), False, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_nvme(
-    deepspeed_ranks: Pool, tmp_path: Path, what: tuple[str, ...], pipeline: bool, other: dict[str, Any]
-) -> None:
-    deepspeed_ranks.run(2, _swapped, config(3, zero=_nvme(tmp_path, *what, pipeline=pipeline), **other))
 
 
 def _nvme_settings(path: Path) -> dict[str, Any]:
@@ -233,19 +229,7 @@ def _trained(settings: dict[str, Any], checkpoint: Callable[..., Tensor] | None)
     return engine_snapshot(engine), len(calls)
 
 
-def _recomputes(settings: dict[str, Any], kind: str) -> None:
-    plain, once = _trained(settings, None)
-    if kind == "deepspeed":
-        checkpointing = import_deepspeed().checkpointing
-        checkpointing.configure(None, partition_activations=False)
-        checkpoint = checkpointing.checkpoint
-    else:
-        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=kind == "reentrant")
-    again, twice = _trained(settings, checkpoint)
-    assert (once, twice) == (2 * STEPS, 4 * STEPS)
-    assert_same(again, plain)
-
-
+@pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "stage", "zero"),
     [
@@ -259,5 +243,15 @@ def _recomputes(settings: dict[str, Any], kind: str) -> None:
         ),
     ],
 )
-def test_activation_checkpointing(deepspeed_ranks: Pool, kind: str, stage: int, zero: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, _recomputes, config(stage, zero=zero), kind)
+def test_activation_checkpointing(kind: str, stage: int, zero: dict[str, Any]) -> None:
+    settings = config(stage, zero=zero)
+    plain, once = _trained(settings, None)
+    if kind == "deepspeed":
+        checkpointing = import_deepspeed().checkpointing
+        checkpointing.configure(None, partition_activations=False)
+        checkpoint = checkpointing.checkpoint
+    else:
+        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=kind == "reentrant")
+    again, twice = _trained(settings, checkpoint)
+    assert (once, twice) == (2 * STEPS, 4 * STEPS)
+    assert_same(again, plain)

@@ -127,7 +127,9 @@ def test_muon(deepspeed_ranks: Pool, stage: int, zero: Zero, world_size: int, by
     deepspeed_ranks.run(world_size, runs_as_whole, Twins(engine, _muon_whole))
 
 
-def _marked(stage: int) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_muon_by_marks_of_deepspeed(stage: int) -> None:
     """DeepSpeed would orthogonalize the gradients of marked parameters for any optimizer with such a name."""
     snapshots = []
     for marks in (True, False):
@@ -141,11 +143,6 @@ def _marked(stage: int) -> None:
     assert_same(*snapshots)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_muon_by_marks_of_deepspeed(deepspeed_ranks: Pool, stage: int) -> None:
-    deepspeed_ranks.run(2, _marked, stage)
-
-
 #: With an L2 penalty, which all gradients have in common, so that the estimate grows.
 PRODIGY = {"lr": 1.0, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 2.0, "decouple": False}
 
@@ -155,7 +152,9 @@ def test_sums_over_all_parameters(deepspeed_ranks: Pool, stage: int, zero: Zero)
     deepspeed_ranks.run(3, runs_as_whole, twins(config(stage, "Prodigy8bit", zero=zero, params=PRODIGY)))
 
 
-def _estimate_of_groups(settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+def test_sums_over_all_param_groups() -> None:
+    settings = config(0, "Prodigy8bit", params=PRODIGY)
     model, whole = make_net(), make_net()
     groups, expected = ([{**group, "lr": 1.0} for group in groups_of(m)] for m in (model, whole))
     engine = stepped_engine(settings, STEPS, model, model_parameters=groups)
@@ -166,22 +165,13 @@ def _estimate_of_groups(settings: dict[str, Any]) -> None:
     assert optimizer.param_groups[0]["d"] > PRODIGY["d0"]
 
 
-def test_sums_over_all_param_groups(deepspeed_ranks: Pool) -> None:
-    deepspeed_ranks.run(2, _estimate_of_groups, config(0, "Prodigy8bit", params=PRODIGY))
-
-
-def _stepped_one_by_one(stage: int, zero: Zero, grouped: bool) -> None:
-    with pytest.raises(RuntimeError, match=r"got Prodigy8bit with .*, which ZeRO steps one after another, expected a"):
-        stepped_engine(config(stage, "Prodigy8bit", zero=zero), 0, grouped=grouped)
-
-
+@pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(
     ("stage", "zero", "grouped"), [(1, {}, True), (2, {}, True), (3, {}, True), (3, SUB_GROUPS, False)]
 )
-def test_sums_over_parts_of_the_parameters_are_refused(
-    deepspeed_ranks: Pool, stage: int, zero: Zero, grouped: bool
-) -> None:
-    deepspeed_ranks.run(2, _stepped_one_by_one, stage, zero, grouped)
+def test_sums_over_parts_of_the_parameters_are_refused(stage: int, zero: Zero, grouped: bool) -> None:
+    with pytest.raises(RuntimeError, match=r"got Prodigy8bit with .*, which ZeRO steps one after another, expected a"):
+        stepped_engine(config(stage, "Prodigy8bit", zero=zero), 0, grouped=grouped)
 
 
 @pytest.mark.parametrize("portable", [False, True])

@@ -216,14 +216,17 @@ def _is_not_decoded(self: SavedBuffer) -> dict[str, Tensor]:
     raise AssertionError("got a look into the moments, expected none")
 
 
-def _stays_coded(path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engines_own_checkpoint_stays_coded(tmp_path: Path, stage: int) -> None:
     """An engine's own checkpoint has no float32 moments, on disk or when it or its weights are loaded."""
+    settings = config(stage)
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     engine = stepped_engine(settings, STEPS)
-    engine.save_checkpoint(str(path))
+    engine.save_checkpoint(str(tmp_path))
     dist.barrier()
-    file = next(path.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"))
+    file = next(tmp_path.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"))
     with zipfile.ZipFile(file) as archive:
         stored = sum(info.file_size for info in archive.infolist() if re.search(r"/data/\d+$", info.filename))
     state = [entry for flat, _ in masters(engine) for entry in engine.basic_optimizer.state[flat].values()]
@@ -233,18 +236,13 @@ def _stays_coded(path: Path, settings: dict[str, Any]) -> None:
     decoded, SavedBuffer.decoded = SavedBuffer.decoded, property(_is_not_decoded)  # type: ignore[assignment, method-assign]
     try:
         other = stepped_engine(settings, 1, seed=1)
-        other.load_checkpoint(str(path))
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(path))
+        other.load_checkpoint(str(tmp_path))
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     finally:
         SavedBuffer.decoded = decoded  # type: ignore[method-assign]
     assert_same(engine_snapshot(other), before)
     assert_same(weights, {name: before[name] for name in weights})
     assert weights.keys() == engine.bare_shapes.keys()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engines_own_checkpoint_stays_coded(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    deepspeed_ranks.run(2, _stays_coded, tmp_path, config(stage))
 
 
 def _is_refused(path: Path, settings: dict[str, Any], match: str, grouped: bool = False) -> None:
@@ -288,7 +286,8 @@ def test_other_groups(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None
     deepspeed_ranks.run(3, _is_refused, tmp_path, config(stage), "got 1 param groups, expected 2; give the", True)
 
 
-def _nvme_is_refused() -> None:
+@pytest.mark.deepspeed_ranks(1)
+def test_nvme_is_refused() -> None:
     from shardopt.sharding.deepspeed.hooks import _check_config
 
     said = {"zero_optimization": True, "zero_elastic_checkpoint": False}
@@ -298,10 +297,6 @@ def _nvme_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"load_universal: got true with offload_optimizer\.device nvme"):
         _check_config(engine)
-
-
-def test_nvme_is_refused(deepspeed_ranks: Pool) -> None:
-    deepspeed_ranks.run(1, _nvme_is_refused)
 
 
 def _tool_refuses(path: Path, settings: dict[str, Any], error: type[Exception], match: str) -> None:

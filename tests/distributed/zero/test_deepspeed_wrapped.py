@@ -89,7 +89,8 @@ def test_checkpoint_of_deepspeed(deepspeed_ranks: Pool, tmp_path: Path, place: i
         deepspeed_ranks.run(2, work, tmp_path, _twins(*STAGES[place]))
 
 
-def _refusals() -> None:
+@pytest.mark.deepspeed_ranks(1)
+def test_refusals() -> None:
     for make, zero, error, message in (
         (torch.optim.Adafactor, {}, RuntimeError, "flattens parameters"),
         (torch.optim.Adagrad, {}, RuntimeError, "another optimizer instead of Adagrad"),
@@ -107,7 +108,3 @@ def _refusals() -> None:
     settings = config(2, None, checkpoint={"load_universal": True})
     with pytest.raises(ValueError, match="load_universal"):
         make_engine(model, settings, optimizer=_make(model.parameters()), model_parameters=None)
-
-
-def test_refusals(deepspeed_ranks: Pool) -> None:
-    deepspeed_ranks.run(1, _refusals)
