@@ -64,7 +64,7 @@ def test_muon_sends_from_the_parameters_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("local", "expected"), [(SECOND, 1), ("cpu", 0)])
 def test_dtensor(local: Any, expected: int) -> None:
-    """Of an offloaded one, the current GPU when the shard is made, as fully_shard has it."""
+    """An offloaded parameter's device is the current GPU when the shard is made, as fully_shard has it."""
     mesh = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0], ndim=1, size=lambda dim=0: 1, shape=(1,))
     with FakeTensorMode():
         tensor = torch.zeros(3, 4, device=local)

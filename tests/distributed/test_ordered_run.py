@@ -62,7 +62,7 @@ def _results(way: str, runs: Sequence[Run]) -> list[tuple[list[float], Snapshot]
 
 @pytest.fixture(scope="module")
 def wanted(ranks: Pool) -> list[tuple[list[float], Snapshot]]:
-    """Of one process."""
+    """Runs in one process."""
     return ranks.run(1, _results, "plain", RUNS)[0]
 
 

@@ -189,7 +189,7 @@ STOCHASTIC = {"stochastic_rounding": True, "stochastic_rounding_seed": 7}
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["fsdp", "fsdp1", "fsdp1 flat", "zero"])
 def test_noise_of_stochastic_rounding(way: str) -> None:
-    """Of the groups in the optimizer's order, not all have the parameters in the model's."""
+    """Groups whose parameters are in another order than the model's have the noise of the model's order."""
     run = _trained(way, OF_UNITS, dtype=torch.bfloat16, **STOCHASTIC)
     assert_same(snapshot_of(*run), snapshot_of(*_trained("single", OF_UNITS, dtype=torch.bfloat16, **STOCHASTIC)))
 

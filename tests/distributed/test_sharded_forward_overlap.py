@@ -81,7 +81,7 @@ def test_same_bits(ranks: Pool, way: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_steps_with_collectives() -> None:
-    """They are taken in the thread of the backward pass, whose collectives they must not meet."""
+    """Sharded steps are taken in the thread of the backward pass, since their collectives must not meet its own."""
     threads = []
 
     def recorded(self: RanksExchange, tensor: Tensor, op: Any) -> None:

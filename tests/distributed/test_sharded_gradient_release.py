@@ -160,7 +160,7 @@ def _nan_on_one_rank() -> int:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_nonfinite_gradients(ranks: Pool) -> None:
-    """They are everybody's after the reduction."""
+    """After the reduction NaN is in the gradients of all ranks."""
     assert min(ranks.run(2, _nan_on_one_rank)) > 20_000
 
 

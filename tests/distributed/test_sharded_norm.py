@@ -96,7 +96,7 @@ def test_mixed(world_size: int) -> None:
         totals = [torch.empty(()) for _ in range(size)]
         dist.all_gather(totals, found)
         assert len(set(map(float, totals))) == 1
-        # Those of all rows; of the inner rows, if there are several; of rows, then of columns.
+        # Sums of all rows; of the inner rows, if there are several; of rows, then of columns.
         assert sent == [("allreduce", 8 * words)] * (4 if size == 4 else 3)
 
 

@@ -86,7 +86,7 @@ def test_cut_columns_stay(offload: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_flat_shards_that_cannot_be_offloaded(late: bool) -> None:
-    """It is told when the optimizer is made; of a model wrapped before the import of shardopt, by attach()."""
+    """The error comes when the optimizer is made; for a model wrapped before the import of shardopt, from attach()."""
     model = WAYS["fsdp1"](make_net())
     if late:
         forget_shards(model)

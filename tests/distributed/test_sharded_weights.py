@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_dtensor_step import Pair
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,7 +25,7 @@ from pairs import slow
 from ranks.layouts import layouts
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
-from ranks.runs import make_optimizer, snapshot_of, step_with
+from ranks.runs import Pair, make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.optim import ShardedOptimizer
 from weight_formats import FORMATS

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp1 import assert_same_on_rank_0
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,7 @@ from ranks.flat import bare_shapes, gathered, gathered_parameters, remember_bare
 from ranks.models import loss_of, make_batch, make_net, set_gradients
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with, trained
-from ranks.snapshot import assert_same
+from ranks.snapshot import assert_same, assert_same_on_rank_0
 from shardopt.optim import ShardedOptimizer
 
 STEPS = 3

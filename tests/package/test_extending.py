@@ -293,7 +293,7 @@ def test_a_kind_of_shard(ranks: Pool, tmp_path: Path, case: tuple[str, str]) -> 
 
 
 def test_a_kind_of_shard_is_one_file() -> None:
-    """It needs nothing of the package but the layout and the ranks' exchange."""
+    """The file needs nothing of the package but the layout and the ranks' exchange."""
     source = Path(band_shard.__file__).read_text()
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     assert {name for name in imported if name.startswith("shardopt")} == {

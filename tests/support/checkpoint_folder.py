@@ -83,7 +83,7 @@ def assert_holds(path: Path, seed: int = 0) -> None:
 
 
 def assert_only(path: Path, seed: int = 0) -> None:
-    """It can, and nothing else is in the folder."""
+    """Demands that the checkpoint loads, and that nothing else is in the folder."""
     assert_holds(path, seed)
     assert sorted(os.listdir(path)) == sorted([*index_of(path).file_names, INDEX_NAME, LOCK_NAME])
 

@@ -23,7 +23,7 @@ MATRICES = ((16, 512), (33, 130), (1, 4099), (50, 96), (6, 5, 8, 32))
 #: Float32 here: a vector that bitsandbytes quantizes, and two that it does not.
 OTHERS = ((5000,), (7,), ())
 SHAPES = (*MATRICES, *OTHERS)
-#: What the import makes of them, per size of the source's blocks and for a source that quantizes from so many elements.
+#: State that the import makes, per size of the source's blocks and for a source that quantizes from so many elements.
 ALIGNED = {256: {(16, 512), (1, 4099), (6, 5, 8, 32)}, 32: {(16, 512), (1, 4099), (50, 96), (6, 5, 8, 32)}}
 
 STEP = 3

@@ -97,7 +97,7 @@ def tiny_lora(dropout: float = 0.5) -> nn.Module:
 
 
 def muon() -> Callable[..., Any]:
-    """What Trainer takes in place of an optimizer's class where groups need the whole model."""
+    """A function for Trainer in place of an optimizer's class, where param groups need the whole model."""
     return lambda model, **options: shardopt.Muon8bit(shardopt.muon_groups(model, **options), min_quantized_numel=64)
 
 

@@ -15,7 +15,7 @@ from shardopt.kernels import dispatch
 from shardopt.optim import ShardedOptimizer
 from weight_formats import BF16, FP16, FP32
 
-#: Of parameter and gradient.
+#: Dtypes of parameter and gradient.
 DTYPES = {
     "fp32": (FP32, FP32),
     "bf16": (BF16, BF16),

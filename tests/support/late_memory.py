@@ -100,7 +100,7 @@ class Block:
         self.memory.fill_(POISON)
 
     def tensor(self, nbytes: int, on_free: Callable[[Block], None]) -> Tensor:
-        """Its memory, uint8: of the device, or of the host where it has no stream.
+        """The array's memory, uint8: of the device, or of the host where it has no stream.
 
         Args:
             nbytes: how many bytes.

@@ -130,7 +130,7 @@ class _GivenAway(NamedTuple):
 
 
 class Device:
-    """Its streams, the scheduler, and its memory.
+    """Streams, scheduler and memory of a device.
 
     Args:
         kind: one of ``KINDS``.

@@ -90,7 +90,7 @@ class LateDevice(Device):
         return to
 
     def scalar(self, tensor: Tensor) -> Any:
-        """What Tensor.item gives."""
+        """The number that Tensor.item gives."""
         self.current_stream().synchronize()
         return self.alias(tensor).item()
 

@@ -55,7 +55,7 @@ def make_module(max_norm: float | None = None) -> Any:
 
 
 def one_batch() -> Any:
-    """The same on every rank: then a mean over 2 or 4 of them is exact. A resumed epoch would begin anew."""
+    """Batches that are equal on every rank: a mean over 2 or 4 of them is exact. A resumed epoch would begin anew."""
     generator = torch.Generator().manual_seed(0)
     return torch.utils.data.DataLoader(torch.randn(2, 48, generator=generator), batch_size=2)
 

@@ -311,5 +311,5 @@ ELEMENT_RULES: dict[str, Callable[..., Updated]] = {
     "centered_rmsprop_momentum": partial(rmsprop, centered=True, momentum=True),
 }
 
-#: Of rules whose parameters make up for what codes lose of the first moment.
+#: Updates of rules whose parameters make up for what codes lose of the first moment.
 REPAID: dict[str, Callable[..., Tensor]] = {"repaid_adam": repaid_adam}

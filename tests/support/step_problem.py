@@ -17,7 +17,7 @@ from shardopt.optim import ShardedOptimizer
 
 SHAPES = ((64, 130), (300,), (40, 256), (7,), (7,))
 
-#: What a change replaced stays allocated, so that stale addresses would do harm to it and not to the process.
+#: Tensors that a change replaced stay allocated, so that stale addresses would harm them and not the process.
 kept: list[Any] = []
 
 

@@ -54,7 +54,7 @@ def every_mantissa(exponent: int) -> Tensor:
 
 
 def special_values() -> Tensor:
-    """Of every exponent the ends, the middle and both sides of ties; NaN and infinity; all with both signs.
+    """Ends, middle and both sides of ties of every exponent; NaN and infinity; all with both signs.
 
     Ties of both 16-bit floats, and of their words of 24 bits.
     """

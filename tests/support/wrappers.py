@@ -41,7 +41,7 @@ class Wrapped(Tensor):
 
 
 class Scaled(Wrapped):
-    """Its elements are half the inner tensor's, which has its shape and dtype."""
+    """A tensor whose elements are half the inner tensor's, of one shape and dtype with it."""
 
     def elements(self) -> Tensor:
         return self._tensor / 2
@@ -59,7 +59,7 @@ class Twice(Wrapped):
 
 
 class Coded(Wrapped):
-    """Its inner tensor has int8 codes, as torchao's weights for quantized training; nothing can copy it."""
+    """A tensor with an inner one of int8 codes, as torchao's weights for quantized training; nothing can copy it."""
 
     @staticmethod
     def __new__(cls, inner: Tensor, *more: Tensor) -> Any:

@@ -44,7 +44,7 @@ GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor | None], Callable[[Tensor],
 }
 KINDS = ("plain", "plain", *GRADIENTS, "in place")
 
-#: Those of :data:`CHANGES` that an optimizer of any rule can have, again and again.
+#: Changes of :data:`CHANGES` that an optimizer of any rule can have, again and again.
 OF_ANY_RULE = ("parameters reversed", "parameters swapped", "state replaced", "state cleared")
 
 
@@ -69,7 +69,7 @@ def load(optimizer: ShardedOptimizer, index: int, key: str) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-#: Of one parameter, by its index, or one of its state entries, by its name.
+#: Changes of one parameter, by its index, or of one state entry, by its name.
 OWN_CHANGES: dict[str, Callable[[ShardedOptimizer, int, str], object]] = {
     "elements": replace_elements,
     "lr": lower_lr,

@@ -27,8 +27,7 @@ from attack import damage
 from attack.forked import Outcome, call, fault, ok, shown
 from attack.hostile import refused
 from attack.index_file import INDEX, Tensors, strict_tensors
-from attack.pickle_mutations import mutated_objects, mutated_pickle
-from attack.zip_mutations import Archive, mutated_archive
+from attack.torch_files import Archive, mutated_archive, mutated_objects, mutated_pickle
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.convert import FORMATS, convert
 

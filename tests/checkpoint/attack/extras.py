@@ -21,13 +21,13 @@ from attack.index_file import INDEX, strays
 
 _known: list[Known] = []
 
-#: What JSON has, or the format writes.
+#: Values that JSON has, or that the format writes.
 PLAIN: list[Any] = [
     *(None, True, False, 0, -1, 10**400, 2**63, 1.5, -0.0, 5e-324, 1.7976931348623157e308, np.float64(0.1)),
     *([math.inf, -math.inf, math.nan, np.float64("inf"), np.float64("nan")] * 3),
     *("", "a", "NaN", "Infinity", "\ud800", "\0", "\u2028", "$numberDouble", "a" * 1000, [], {}, ()),
 ]
-#: What it has not.
+#: Values that neither has.
 STRANGE: list[Callable[[], Any]] = [
     *(
         lambda: {1, 2},

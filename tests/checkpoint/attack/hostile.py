@@ -65,12 +65,12 @@ def prepare(base: Path) -> None:
     _targets[:] = [content(7), content(8)]
 
 
-#: Of an error, without the folder's name.
+#: Most characters of an error, without the folder's name.
 MOST_CHARACTERS = 600
 
-#: What is loaded into, and what tries options: made before the forks.
+#: Models to load into, and to try options with: made before the forks.
 _targets: list[Content] = []
-#: What is mutated.
+#: The checkpoints that are mutated.
 _saved: list[Saved] = []
 
 

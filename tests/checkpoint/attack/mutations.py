@@ -12,9 +12,8 @@ from collections.abc import Callable
 from random import Random
 
 from attack.forked import shown
-from attack.hostile_values import DEEP, DTYPES, NAMES, OPTIONS, VALUES, Raw
 from attack.index_file import Saved
-from attack.json_places import at, places, put, shown_place, some_place
+from attack.json_values import DEEP, DTYPES, NAMES, OPTIONS, VALUES, Raw, at, places, put, shown_place, some_place
 from attack.rule_mutations import OF_RULES
 from attack.rules import Json
 from attack.table_mutations import OF_TABLES, State

@@ -19,13 +19,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from attack.contents import Known
 from attack.forked import Child, Outcome, Tell, call, fault, ok, shown
 from attack.index_file import INDEX
-from attack.kills import die_at
+from attack.signals import die_at
 from shardopt.checkpoint.folder_lock import FolderLock
 
 _known: list[Known] = []
 
 LOCK = "checkpoint.lock"
-#: What a folder of an older number may hold: whether it counts as a checkpoint, and whether ``keep_last`` removes it.
+#: Contents of a folder of an older number: whether it counts as a checkpoint, and whether ``keep_last`` removes it.
 DEBRIS = {
     "whole": (True, True),
     "whole, notes": (True, True),

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from attack.forked import shown
-from attack.hostile_values import SIZES, TOKENS
+from attack.json_values import SIZES, TOKENS
 from attack.recut import rectangles
 from attack.rules import Json, files_of_elements
 

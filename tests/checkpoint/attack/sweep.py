@@ -19,22 +19,30 @@ from pathlib import Path
 from attack.contents import has_one_thread
 from attack.forked import Outcome, summary
 
-SWEEPS = (
-    *("hostile", "race", "pairs", "forks", "extras", "retention", "interrupts", "damage", "kills"),
-    *("convert", "releases", "cached_steps", "differing"),
-)
+#: The module of each sweep. Of several in one module, the names of the functions end in the sweep's.
+SWEEPS = {
+    **{name: name for name in ("hostile", "extras", "retention", "damage", "convert", "releases", "cached_steps")},
+    **dict.fromkeys(("race", "pairs", "forks"), "two_processes"),
+    **dict.fromkeys(("interrupts", "kills"), "signals"),
+    "differing": "differing",
+}
 
 
 def outcomes_of(name: str, seed: int, first: int, count: int, folder: Path) -> Iterator[Outcome]:
     """The outcomes of so many attacks, each in a child of this process."""
-    module = importlib.import_module(f"attack.{name}")
-    if hasattr(module, "attacks"):
-        yield from module.attacks(seed, first, count, folder)
+    module = importlib.import_module(f"attack.{SWEEPS[name]}")
+    functions = (
+        vars(module)
+        if SWEEPS[name] == name
+        else {key.removesuffix(f"_{name}"): value for key, value in vars(module).items() if key.endswith(f"_{name}")}
+    )
+    if "attacks" in functions:
+        yield from functions["attacks"](seed, first, count, folder)
         return
-    module.prepare(folder)
+    functions["prepare"](folder)
     assert has_one_thread(), "a process with other threads cannot be forked safely"
     for number in range(first, first + count):
-        outcome = module.attack(seed, number, folder)
+        outcome = functions["attack"](seed, number, folder)
         yield outcome._replace(attack=f"{name} --seed {seed} --first {number} --count 1: {outcome.attack}")
 
 

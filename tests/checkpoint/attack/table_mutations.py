@@ -8,8 +8,8 @@ from collections.abc import Callable
 from random import Random
 
 from attack.forked import shown
-from attack.hostile_values import COLUMNS
 from attack.index_file import Chunk, fit_tables, table_of
+from attack.json_values import COLUMNS
 from attack.rules import Json
 
 

@@ -132,7 +132,7 @@ def _save_and_load(path: Path, stepped: int) -> None:
 
 @pytest.mark.parametrize("stepped", [0, 2, 3])
 def test_ranks_without_elements(ranks: Pool, tmp_path: Path, stepped: int) -> None:
-    """They do not know of which parameters others have state."""
+    """Ranks do not know of which parameters other ranks have state."""
     ranks.run(4, _save_and_load, tmp_path, stepped)
     tensors = index_of(tmp_path).tensors
     for layer in range(3):
@@ -228,7 +228,7 @@ def _save_on_uneven_meshes(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tensor parallel", "fsdp1"])
 def test_copies_on_ranks_in_other_steps(ranks: Pool, tmp_path: Path, kind: str) -> None:
-    """They are listed part by part, and load."""
+    """Such tensors are listed part by part, and load."""
     ranks.run(4, _save_on_uneven_meshes, tmp_path, kind)
     tensors = index_of(tmp_path).tensors
     assert any(stored.partition is None for stored in tensors.values())
@@ -331,7 +331,7 @@ def _hsdp() -> nn.Module:
 
 
 def test_ranks_that_are_lost_while_the_first_commits(ranks: Pool, tmp_path: Path) -> None:
-    """They leave their data files, which may be part of the checkpoint."""
+    """Lost ranks leave their data files, which may be part of the checkpoint."""
     ranks.run(2, _save_first, tmp_path)
     assert sorted(ranks.run(2, _lose_a_rank_while_committing, tmp_path)) == ["committed", "lost"]
     assert shardopt.checkpoint.load(tmp_path, Layers(2)).extra == {"step": 2}
@@ -349,7 +349,7 @@ def _overlapping(path: Path) -> None:
 
 
 def test_asynchronous_saves_that_overlap(ranks: Pool, tmp_path: Path) -> None:
-    """They come one after another, on all ranks in the same order."""
+    """Collectives come one after another, on all ranks in one order."""
     ranks.run(2, _overlapping, tmp_path)
     for step in range(4):
         assert shardopt.checkpoint.load(tmp_path / f"step-{step}", Layers(2)).extra == {"step": step}

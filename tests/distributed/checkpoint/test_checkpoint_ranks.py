@@ -213,7 +213,7 @@ class Death(NamedTuple):
     calls: int
 
 
-#: What a save calls, in this order.
+#: The calls of a save, in this order.
 CALLED: dict[str, Any] = {"pwrite": os, "fsync": os, "replace": Path, "unlink": Path}
 
 
@@ -320,7 +320,7 @@ def test_written_is_less_than_held(ranks: Pool, tmp_path: Path) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("size", [0, 1, 1000])
 def test_messages(size: int) -> None:
-    """Also of no bytes."""
+    """Messages may be empty."""
     ranks = Ranks()
     own = bytes([ranks.rank + 1]) * (size * ranks.rank)
     expected = [bytes([rank + 1]) * (size * rank) for rank in range(ranks.size)]

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from test_dtensor_step import Pair
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from helpers import CODEC_NAMES, RULES
 from pairs import slow
-from ranks.layouts import COLUMN, ROW, WHOLE, Layout, Shape, allowed
+from ranks.layouts import DEEP, Layout, deep_layouts
 from ranks.pool import Pool
+from ranks.runs import Pair
 from ranks.snapshot import local
 from weight_formats import FORMATS
 
 STEPS = 3
-DEEP = Shard(2)
-
-#: Stacks of experts and convolutions. With blocks of 128, a dim 2 of 256 or 384 is whole blocks; of 40 or 130 it leaves
-#: a rank with several pieces of one block. A dim 2 of 5 or 3 leaves ranks with little or nothing.
-EXPERTS: tuple[Shape, ...] = ((4, 6, 256), (2, 3, 384), (5, 7, 40), (3, 4, 130), (1, 5, 66))
-SHAPES: tuple[Shape, ...] = (*EXPERTS, (6, 9, 5, 24), (7, 20, 3, 3))
-#: State in float32.
-SMALL: Shape = (5, 3, 4)
-
-
-def deep_layouts(world_size: int) -> list[Layout]:
-    """Every shape in every way that leaves some rank with several ranges of a row's columns, or of rows."""
-    mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
-    ways: list[tuple[Shape, Any]] = [((world_size,), (DEEP,)), ((world_size,), (_StridedShard(1, split_factor=2),))]
-    pairs = [(ROW, DEEP), (DEEP, ROW), (COLUMN, DEEP), (DEEP, DEEP), (_StridedShard(2, split_factor=mesh[1]), DEEP)]
-    pairs += [(_StridedShard(0, split_factor=2), DEEP), (_StridedShard(0, split_factor=3), WHOLE)]
-    ways += [(mesh, pair) for pair in pairs]
-    return allowed(
-        [
-            Layout(shape, mesh, placements, torch.float32 if (i + j) % 2 else torch.bfloat16)
-            for i, (mesh, placements) in enumerate(ways)
-            for j, shape in enumerate((*SHAPES, SMALL))
-        ]
-    )
 
 
 def _is_scattered(way: Layout) -> bool:
@@ -85,7 +58,7 @@ def test_sharded_as_whole(rule: str, codecs: list[str], weights: str | None, blo
 
 
 def _scales_change_in_place() -> None:
-    """Also those that further pieces of a block are decoded with."""
+    """Scales that further pieces of a block are decoded with change, too."""
     pair = Pair("lamb", ["log8"], [Layout((5, 7, 40), (2,), (DEEP,), torch.float32)])
     for step in range(STEPS):
         pair.step(pair.gradients(seed=step))

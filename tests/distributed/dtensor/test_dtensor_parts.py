@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from test_dtensor_dims import deep_layouts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ranks.layouts import COLUMN, ROW, distribute, layouts, shard, values
+from ranks.layouts import COLUMN, ROW, deep_layouts, distribute, layouts, shard, values
 from shardopt.layout import BlockGrid, shard_of
 from versions import gathers_any_strided_shards, needs_uneven_fsdp2_and_tensor_parallel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,55 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
-from helpers import CASES, CODEC_NAMES, RULES, Named
+from helpers import CODEC_NAMES, RULES
 from pairs import slow
-from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, layouts, mesh_of, shard, values
+from ranks.layouts import COLUMN, ROW, SCATTERED, WHOLE, Layout, distribute, layouts, mesh_of, shard, values
 from ranks.pool import Pool
-from ranks.snapshot import assert_shards_of, entries
+from ranks.runs import Pair
 
 STEPS = 3
-SCATTERED = (_StridedShard(0, split_factor=2), WHOLE)
-
-
-class Pair:
-    """Parameters, sharded and whole, each kind with an optimizer of its own: a param group per codec."""
-
-    def __init__(self, rule: str, codecs: Sequence[str], ways: Sequence[Layout], **options: Any) -> None:
-        self.layouts = {f"{codec} {layout}": layout for codec in codecs for layout in ways}
-        self.whole: Named = {}
-        self.sharded: Named = {}
-        for index, (name, layout) in enumerate(self.layouts.items()):
-            self.whole[name] = values(layout.shape, index, layout.dtype)
-            self.sharded[name] = shard(self.whole[name].clone(), layout)
-        options = {"min_quantized_numel": 256, **options}
-        self.whole_optimizer, self.sharded_optimizer = (
-            CASES[rule].make(_groups(params, codecs), **options) for params in (self.whole, self.sharded)
-        )
-
-    def gradients(self, seed: int) -> Named:
-        return {
-            name: values(layout.shape, seed + index, layout.dtype)
-            for index, (name, layout) in enumerate(self.layouts.items())
-        }
-
-    def step(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, layout in self.layouts.items():
-            self.whole[name].grad = gradients[name]
-            self.sharded[name].grad = shard(gradients[name], layout)
-        self.whole_optimizer.step()
-        self.sharded_optimizer.step()
-
-    def compare(self) -> None:
-        assert_shards_of(entries(self.sharded, self.sharded_optimizer), entries(self.whole, self.whole_optimizer))
-
-
-def _groups(params: Mapping[str, Tensor], codecs: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {"params": [param for name, param in params.items() if name.startswith(f"{codec} ")], "codec": codec}
-        for codec in codecs
-    ]
 
 
 def _sharded_as_whole(rule: str, codecs: Sequence[str], block_size: int, third: int | None = None) -> None:

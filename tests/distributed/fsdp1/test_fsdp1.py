@@ -13,33 +13,24 @@ from torch import nn
 from helpers import CASES, CODEC_NAMES, RULES
 from pairs import slow
 from ranks.flat import bare_shapes, gathered, gathered_parameters, pieces, remember_bare
-from ranks.models import FSDP1_WAYS, Odds, fsdp1, set_gradients
+from ranks.models import FEW_WORLDS, FSDP1_WAYS, Odds, fsdp1, make_odds, set_gradients
 from ranks.pickling import from_all_ranks
 from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
-from ranks.snapshot import Snapshot, assert_same, snapshot
+from ranks.snapshot import assert_same, assert_same_on_rank_0, snapshot
 from shardopt.optim import ShardedOptimizer
+from weight_formats import FORMATS
 
 STEPS = 3
 BF16 = torch.bfloat16
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "24": {"master_weight_bits": 24},
-    "32": {"master_weight_bits": 32},
-    "stochastic": {"stochastic_rounding": True, "stochastic_rounding_seed": 7},
-}
+#: Options of bfloat16 weights.
+WEIGHTS = {name: weights.options for name, weights in FORMATS.items() if weights.dtype is BF16}
 FEW_WAYS = {
     1: ("fsdp1", "fsdp1 flat"),
     2: ("fsdp1", "fsdp1 grad flat", "fsdp1 none", "fsdp1 nested"),
     3: ("fsdp1 flat", "fsdp1 grad", "fsdp1 none flat", "fsdp1 nested flat", "fsdp1 bf16"),
     4: ("fsdp1", "fsdp1 flat", "fsdp1 hybrid", "fsdp1 hybrid flat", "fsdp1 nested"),
 }
-FEW_WORLDS = ((3, True), (4, False))
-
-
-def assert_same_on_rank_0(got: Snapshot, expected: Callable[[], Snapshot]) -> None:
-    """Gathers on all ranks, and compares on one, as all gather the same."""
-    if dist.get_rank() == 0:
-        assert_same(got, expected())
 
 
 def _as_single(way: str, rule: str, options: dict[str, Any]) -> None:
@@ -59,12 +50,6 @@ def test_given_gradients(ranks: Pool, world_size: int, way: str) -> None:
 def test_given_gradients_sweep(ranks: Pool, world_size: int, way: str, rule: str, codec: str) -> None:
     if world_size == 4 or "hybrid" not in way:
         ranks.run(world_size, _as_single, way, rule, {"codec": codec})
-
-
-def make_odds(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The model of odd shapes, whole and under FSDP1."""
-    whole, model = Odds().to(dtype), Odds().to(dtype)
-    return whole, fsdp1(model, [f"units.{index}" for index in range(len(Odds.UNITS) - 1)], **options)
 
 
 def run_odds(

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp1 import FEW_WORLDS, assert_same_on_rank_0, make_odds
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import shardopt
 from helpers import RULES
 from ranks.flat import Piece, forget_shards, gathered, pieces
-from ranks.models import fsdp1, set_gradients
+from ranks.models import FEW_WORLDS, fsdp1, make_odds, set_gradients
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with
+from ranks.snapshot import assert_same_on_rank_0
 from shardopt.optim import ShardedOptimizer
 
 SMALL = {"min_quantized_numel": 32}

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp1 import make_odds
 from torch import Tensor, nn
 
 from helpers import EIGHT_BIT, RULES
 from ranks.collectives import counted_collectives
 from ranks.flat import Piece, block_numbers, blocks_of, gathered_parameters, piece_state, pieces, shared_blocks
 from ranks.layouts import Shape
-from ranks.models import WAYS, fsdp1, loss_of, make_batch, make_net
+from ranks.models import WAYS, fsdp1, loss_of, make_batch, make_net, make_odds
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, step_with, trained
 from ranks.snapshot import Snapshot, assert_same

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp1 import FEW_WORLDS, WEIGHTS, assert_same_on_rank_0, make_odds
 from torch import nn
 from torch.optim import Optimizer
 
 from helpers import RULES
 from pairs import slow
 from ranks.flat import forget_shards, gathered, pieces
-from ranks.models import WAYS, Odds, fsdp1, make_net
+from ranks.models import FEW_WORLDS, WAYS, Odds, copy_weights, fsdp1, make_net, make_odds
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
-from ranks.snapshot import assert_same
+from ranks.snapshot import assert_same, assert_same_on_rank_0
 from shardopt.optim import ShardedOptimizer
+from weight_formats import FORMATS
 
 BF16 = torch.bfloat16
 SMALL = {"min_quantized_numel": 32}
@@ -36,12 +36,6 @@ def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Both are sharded alike."""
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        mine.detach().copy_(theirs.detach())
-
-
 def _odds_pair(orig: bool, dtype: torch.dtype, rule: str, options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     _, model = make_odds(dtype, use_orig_params=orig)
     optimizer = RULES[rule].make(model.parameters(), **SMALL, **options)
@@ -52,8 +46,8 @@ OPTIONS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
     ("adamw", torch.float32, {}),
     ("adamw", torch.float32, {"codec": "fp32"}),
     ("adamw", BF16, {"codec": "bf16"}),
-    ("lion", BF16, {"codec": "dynamic8", "block_size": 16, **WEIGHTS["24"]}),
-    ("momentum", BF16, {"codec": "companded8", **WEIGHTS["32"]}),
+    ("lion", BF16, {"codec": "dynamic8", "block_size": 16, **FORMATS["bf16 24"].options}),
+    ("momentum", BF16, {"codec": "companded8", **FORMATS["bf16 32"].options}),
     ("sgd", torch.float32, {}),
 ]
 
@@ -125,13 +119,13 @@ def test_state_of_torch(ranks: Pool, world_size: int, orig: bool, rule: str, opt
 
 @pytest.mark.parametrize(("world_size", "orig"), FEW_WORLDS)
 def test_state_of_torch_and_master_weights(ranks: Pool, world_size: int, orig: bool) -> None:
-    ranks.run(world_size, _from_torch, orig, "adamw", WEIGHTS["32"], BF16)
+    ranks.run(world_size, _from_torch, orig, "adamw", FORMATS["bf16 32"].options, BF16)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
 def test_dequantized(way: str) -> None:
-    """Ours as float32 into torch's, which goes on; and into ours of another codec and block size."""
+    """Float32 state goes into torch's optimizer, which goes on, and into ours of other codecs and block sizes."""
     model, optimizer = trained(way, 2)
     whole, whole_optimizer = trained("single", 2)
     states = [each.state_dict(dequantize=True) for each in (optimizer, whole_optimizer)]

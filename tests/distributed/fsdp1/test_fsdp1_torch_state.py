@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp1_state import copy_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import StateDictType as Type
 import shardopt
 from ranks.collectives import counted_collectives
 from ranks.flat import gathered
-from ranks.models import fsdp1, make_net
+from ranks.models import copy_weights, fsdp1, make_net
 from ranks.runs import step_with
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
@@ -141,7 +140,7 @@ def test_loading_is_refused(orig: bool, steps: int, flatten: bool) -> None:
 @needs_fsdp1_on_some_ranks
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_model_on_some_ranks(first: int) -> None:
-    """They do not wait for the others. The model is sharded over two of three ranks; the third takes no part."""
+    """The model is sharded over two of three ranks, which do not wait for the third."""
     own = [first, first + 1]
     group = dist.new_group(own)
     if dist.get_rank() not in own:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import shardopt
 from ranks.flat import gathered, gathered_parameters, pieces
-from ranks.models import FSDP1_WAYS, WAYS, fsdp1, loss_of, make_batch, make_net
+from ranks.models import FSDP1_WAYS, WAYS, Tied, fsdp1, loss_of, make_batch, make_net
 from ranks.pickling import from_all_ranks
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
@@ -250,20 +250,6 @@ def test_two_optimizers() -> None:
     assert_same(gathered_parameters(model), {n: p.detach() for n, p in whole.named_parameters()})
 
 
-class Tied(nn.Module):
-    """A layer that is used twice, and a weight that two layers share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(97, 40)
-        self.mix = nn.Linear(40, 40)
-        self.head = nn.Linear(40, 97, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mix(self.mix(self.embed(tokens))))
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("orig", [True, False])
 def test_tied_weights(orig: bool) -> None:
@@ -296,7 +282,7 @@ def test_memory_report(ranks: Pool, way: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_memory_report_of_another_optimizer() -> None:
-    """It has no attach(), and needs none."""
+    """torch's optimizer has no attach(), and needs none."""
     model = fsdp1(make_net())
     assert isinstance(model, FullyShardedDataParallel)
     optimizer = torch.optim.AdamW(model.parameters())

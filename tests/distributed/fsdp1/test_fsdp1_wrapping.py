@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_fsdp1 import assert_same_on_rank_0, make_odds
-from test_fsdp1_training import Tied
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardopt
 from ranks.flat import bare_shapes, gathered, gathered_parameters, remember_bare
-from ranks.models import FSDP1_WAYS, Odds, fsdp1, make_net, set_gradients
+from ranks.models import FSDP1_WAYS, Odds, Tied, fsdp1, make_net, make_odds, set_gradients
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with
-from ranks.snapshot import assert_same
+from ranks.snapshot import assert_same, assert_same_on_rank_0
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError, shard_of
 
 SMALL = {"min_quantized_numel": 32}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_dtensor_step import SCATTERED
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
@@ -18,7 +17,7 @@ import shardopt
 from helpers import Shape
 from ranks.collectives import counted_collectives
 from ranks.flat import gathered
-from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, layouts, shard, values
+from ranks.layouts import COLUMN, ROW, SCATTERED, WHOLE, Layout, distribute, layouts, shard, values
 from ranks.models import fsdp1, make_net
 from ranks.pool import Pool
 from ranks.runs import SMALL, snapshot_of, step_with

@@ -26,13 +26,19 @@ CONVOLUTIONS: tuple[Shape, ...] = ((20, 7, 3, 3), (12, 9, 15), (6, 5, 8, 32), (8
 #: State in float32: a bias, a norm's weight, one element, rows too short for a scale.
 SMALL: tuple[Shape, ...] = ((97,), (3,), (1,), (33, 31))
 
+#: Stacks of experts and convolutions. With blocks of 128, a dim 2 of 256 or 384 is whole blocks; of 40 or 130 it leaves
+#: a rank with several pieces of one block. A dim 2 of 5 or 3 leaves ranks with little or nothing.
+EXPERTS: tuple[Shape, ...] = ((4, 6, 256), (2, 3, 384), (5, 7, 40), (3, 4, 130), (1, 5, 66))
+DEEP_SHAPES: tuple[Shape, ...] = (*EXPERTS, (6, 9, 5, 24), (7, 20, 3, 3))
 
 #: Options of `distribute_tensor`; PyTorch 2.6 has none for this.
 _WITHOUT_COMMUNICATION = (
     {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
 )
 
-COLUMN, ROW, WHOLE = Shard(1), Shard(0), Replicate()
+COLUMN, ROW, DEEP, WHOLE = Shard(1), Shard(0), Shard(2), Replicate()
+#: Leaves some ranks with several ranges of rows.
+SCATTERED = (_StridedShard(0, split_factor=2), WHOLE)
 
 
 class Layout(NamedTuple):
@@ -54,7 +60,7 @@ def layouts(world_size: int) -> list[Layout]:
     mesh = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
     pairs = [(WHOLE, ROW), (ROW, WHOLE), (WHOLE, COLUMN), (ROW, COLUMN), (COLUMN, ROW), (ROW, ROW)]
     pairs += [(COLUMN, COLUMN), (_StridedShard(0, split_factor=mesh[1]), ROW)]
-    pairs += [(_StridedShard(0, split_factor=2), WHOLE)]
+    pairs += [SCATTERED]
     ways += [(mesh, pair) for pair in pairs]
     found = []
     for mesh, placements in ways:
@@ -63,6 +69,25 @@ def layouts(world_size: int) -> list[Layout]:
                 dtype = torch.bfloat16 if len(found) % 2 else torch.float32
                 found.append(Layout(shape, mesh, placements, dtype))
     return allowed(found)
+
+
+def deep_layouts(world_size: int) -> list[Layout]:
+    """Every shape in every way that leaves some rank with several ranges of a row's columns, or of rows."""
+    mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
+    ways: list[tuple[Shape, Placements]] = [
+        ((world_size,), (DEEP,)),
+        ((world_size,), (_StridedShard(1, split_factor=2),)),
+    ]
+    pairs = [(ROW, DEEP), (DEEP, ROW), (COLUMN, DEEP), (DEEP, DEEP), (_StridedShard(2, split_factor=mesh[1]), DEEP)]
+    pairs += [(_StridedShard(0, split_factor=2), DEEP), (_StridedShard(0, split_factor=3), WHOLE)]
+    ways += [(mesh, pair) for pair in pairs]
+    return allowed(
+        [
+            Layout(shape, mesh, placements, torch.float32 if (i + j) % 2 else torch.bfloat16)
+            for i, (mesh, placements) in enumerate(ways)
+            for j, shape in enumerate((*DEEP_SHAPES, (5, 3, 4)))
+        ]
+    )
 
 
 def allowed(found: Sequence[Layout]) -> list[Layout]:

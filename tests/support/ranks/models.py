@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,20 @@ class Odds(nn.Module):
         for unit in (*self.units, self.own):
             x = x + unit(x)
         return x
+
+
+class Tied(nn.Module):
+    """A layer that is used twice, and a weight that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, 40)
+        self.mix = nn.Linear(40, 40)
+        self.head = nn.Linear(40, 97, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(self.mix(self.embed(tokens))))
 
 
 class _Holder(nn.Module):
@@ -179,6 +194,18 @@ def fsdp1(model: nn.Module, layers: Iterable[str] | None = None, **options: obje
     return remember_bare(wrap(model), bare)
 
 
+def make_odds(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """The model of odd shapes, whole and under FSDP1."""
+    whole, model = Odds().to(dtype), Odds().to(dtype)
+    return whole, fsdp1(model, [f"units.{index}" for index in range(len(Odds.UNITS) - 1)], **options)
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copies weights into a model that is sharded alike."""
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        mine.detach().copy_(theirs.detach())
+
+
 def _fsdp1_nested(model: nn.Module, **options: object) -> nn.Module:
     """A unit per layer, one of them twice, so that some units have no parameters of their own."""
     layers = [name for name, _ in model.named_children()]
@@ -215,6 +242,9 @@ FSDP1_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1 nested": _fsdp1_nested,
     "fsdp1 nested flat": partial(_fsdp1_nested, **_FLAT),
 }
+
+#: Few worlds for FSDP1: the number of ranks, and ``use_orig_params``.
+FEW_WORLDS = ((3, True), (4, False))
 
 #: Ways to shard a model, in place.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -1,18 +1,20 @@
-"""Short runs of the model that come out the same in whatever way it is sharded."""
+"""Short runs that come out the same in whatever way parameters are sharded: of the model, and of any layouts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from helpers import CASES
+from helpers import CASES, Named
 from ranks.flat import gathered, is_flat
+from ranks.layouts import Layout, shard, values
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
-from ranks.snapshot import Snapshot, snapshot
+from ranks.snapshot import Snapshot, assert_shards_of, entries, snapshot
 from shardopt.optim import ShardedOptimizer
 
 SMALL = {"min_quantized_numel": 64}
@@ -60,3 +62,42 @@ def snapshot_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     if is_flat(model):
         return gathered(model, optimizer)
     return snapshot(named_parameters(model), optimizer)
+
+
+class Pair:
+    """Parameters, sharded and whole, each kind with an optimizer of its own: a param group per codec."""
+
+    def __init__(self, rule: str, codecs: Sequence[str], ways: Sequence[Layout], **options: Any) -> None:
+        self.layouts = {f"{codec} {layout}": layout for codec in codecs for layout in ways}
+        self.whole: Named = {}
+        self.sharded: Named = {}
+        for index, (name, layout) in enumerate(self.layouts.items()):
+            self.whole[name] = values(layout.shape, index, layout.dtype)
+            self.sharded[name] = shard(self.whole[name].clone(), layout)
+        options = {"min_quantized_numel": 256, **options}
+        self.whole_optimizer, self.sharded_optimizer = (
+            CASES[rule].make(_groups(params, codecs), **options) for params in (self.whole, self.sharded)
+        )
+
+    def gradients(self, seed: int) -> Named:
+        return {
+            name: values(layout.shape, seed + index, layout.dtype)
+            for index, (name, layout) in enumerate(self.layouts.items())
+        }
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, layout in self.layouts.items():
+            self.whole[name].grad = gradients[name]
+            self.sharded[name].grad = shard(gradients[name], layout)
+        self.whole_optimizer.step()
+        self.sharded_optimizer.step()
+
+    def compare(self) -> None:
+        assert_shards_of(entries(self.sharded, self.sharded_optimizer), entries(self.whole, self.whole_optimizer))
+
+
+def _groups(params: Mapping[str, Tensor], codecs: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {"params": [param for name, param in params.items() if name.startswith(f"{codec} ")], "codec": codec}
+        for codec in codecs
+    ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -106,6 +107,12 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
     assert list(got) == list(expected), f"got {list(got)}, expected {list(expected)}"
     wrong = [f"{name}: {_difference(got[name], x)}" for name, x in expected.items() if not _same(got[name], x)]
     assert not wrong, f"{len(wrong)} of {len(expected)} differ:\n" + "\n".join(wrong[:20])
+
+
+def assert_same_on_rank_0(got: Snapshot, expected: Callable[[], Snapshot]) -> None:
+    """Gathers on all ranks, and compares on one, as all gather the same."""
+    if dist.get_rank() == 0:
+        assert_same(got, expected())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
