@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,3 +59,18 @@ def test_a_hanging_rank_is_given_up(ranks: Pool) -> None:
     with pytest.raises(RankFailure, match=r"rank 0 of 2 gave no answer in 0\.5 s"):
         ranks.run(2, _hang, timeout=0.5)
     assert len(ranks.run(2, _sum_of_ranks, 0)) == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_marked_test_runs_on_ranks(tmp_path: Path) -> None:
+    assert dist.get_world_size() == 2
+    (tmp_path / str(dist.get_rank())).touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.xfail(raises=RankFailure, strict=True)
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [3])
+def test_a_marked_test_fails_if_one_rank_fails(world_size: int) -> None:
+    assert dist.get_rank() != world_size - 1
