@@ -30,11 +30,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import shardopt
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.data_file import DataFiles, placed
 from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, dump_index, load_index
-from shardopt.checkpoint.pieces import parameter_chunks, state_chunks
+from shardopt.checkpoint.items import Chunks, parameter_chunks, state_chunks
 from shardopt.checkpoint.plan import _DIGEST_BYTES, Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import find_reads

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from lm.learner import Learner
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import held_tensors
+from shardopt.checkpoint.items import Chunks
 
 
 def of_run(learner: Learner) -> dict[str, str]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
 from shardopt.checkpoint.owner import Owner
-from shardopt.checkpoint.pieces import Piece, buffers_of, parameter_chunks, pieces_of, state_chunks
 from shardopt.checkpoint.quantized.owner import QuantizedOwner
 from shardopt.checkpoint.ranks import on_every_rank
-from shardopt.layout import FlatBuffer, FlatShard, assigned, read_model
+from shardopt.kernels.memory import check_storage
+from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, read_model, shard_of
+from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.report.memory import owner_of
 from shardopt.state.flat_encoding import encode_flat, shared_blocks
@@ -44,35 +44,30 @@ def owner_for(optimizer: Optimizer) -> Owner:
     )
 
 
-class Content(NamedTuple):
-    """One parameter of the bare model and its state: this rank's part.
-
-    Attributes:
-        piece: the parameter.
-        group: the index of the parameter's param group; None if no optimizer has the parameter.
-        spec: the form of the state; None if no optimizer has the parameter.
-        state: the state's entries as plain tensors; empty if this rank has no state of the parameter.
-    """
-
-    piece: Piece
-    group: int | None
-    spec: SliceSpec | None
-    state: Mapping[str, Tensor]
+def model_key(name: str) -> str:
+    """A parameter's or buffer's name in a checkpoint."""
+    return f"model.{name}"
 
 
-def contents_of(model: Module, owner: Owner | None) -> list[Content]:
+def state_key(name: str, entry: str) -> str:
+    """A state entry's name in a checkpoint; ``name`` is empty for state that belongs to no parameter."""
+    return f"optimizer.{name}.{entry}"
+
+
+def items_of(model: Module, owner: Owner | None) -> list[Item]:
     """All parameters of a model, in the same order on all ranks.
 
     Raises:
-        CheckpointError: the optimizer has parameters that the model does not have.
+        CheckpointError: the optimizer has parameters that the model does not have; or a parameter is gathered in full
+            at the moment, for a forward or backward pass, or has no memory.
     """
     read_model(model)
     if owner is not None:
         owner.synchronize()
     group_of = {} if owner is None else owner.group_of
     own = {id(param) for param in model.parameters()}
-    pieces = list(pieces_of(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))
-    strangers = set(group_of) - {piece.param for piece in pieces}
+    items = list(_parameters(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))
+    strangers = set(group_of) - {item.param for item in items}
     if strangers:
         shapes = sorted(tuple(param.shape) for param in strangers)
         raise CheckpointError(
@@ -81,46 +76,104 @@ def contents_of(model: Module, owner: Owner | None) -> list[Content]:
             "replace parameters"
         )
     slices = {} if owner is None else {param: owner.slices(param, group) for param, group in group_of.items()}
-    contents = []
-    for piece in pieces:
-        spec, state = slices[piece.param][piece.segment or 0] if piece.param in slices else (None, {})
-        contents.append(Content(piece, group_of.get(piece.param), spec, state))
-    return contents
+    for item in items:
+        if item.param in slices:
+            item.group = group_of[item.param]
+            item.spec, item.state = slices[item.param][item.segment or 0]
+    return items
 
 
-def names_by_group(contents: Sequence[Content], count: int) -> list[list[str]]:
+def _parameters(model: Module, masters: Sequence[Tensor]) -> Iterator[Item]:
+    """The parameters of a model. Flat buffers of masters take the place of the model's own parameters (DeepSpeed's)."""
+    named = parameter_names(model)
+    for param in masters:
+        buffer = shard_of(param)
+        assert isinstance(buffer, FlatBuffer)
+        for segment in buffer.segments:
+            named.pop(segment.name, None)
+    named.update((f"master {index}", param) for index, param in enumerate(masters))
+    for name, param in named.items():
+        shard = shard_of(param)
+        local = _local(name, "parameter", shard, param)
+        if local.shape != shard.local_shape:
+            raise CheckpointError(
+                f"got {name} as a tensor of shape {tuple(local.shape)}, expected this rank's part, "
+                f"{shard.local_shape}; save and load between steps, not between forward and backward"
+            )
+        if isinstance(shard, FlatBuffer):
+            for index, segment in enumerate(shard.segments):
+                yield Item(segment.name, param, index, segment.shard, segment.of(local))
+        else:
+            yield Item(name, param, None, shard, local)
+
+
+def buffers_of(model: Module) -> list[Item]:
+    """The buffers that belong to a model's state dict.
+
+    Raises:
+        CheckpointError: a buffer has no memory.
+    """
+    items = []
+    for name, buffer in buffer_names(model).items():
+        shard = shard_of(buffer)
+        items.append(Item(name, buffer, None, shard, _local(name, "buffer", shard, buffer)))
+    return items
+
+
+def _local(name: str, what: str, shard: Shard, tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, to be read or written."""
+    try:
+        local = shard.local(tensor).detach()
+    except RuntimeError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    check_storage(name, what, local, CheckpointError)
+    return local
+
+
+def aliases_in(model: Module, items: Iterable[Item]) -> dict[str, str]:
+    """The names of shared parameters under which they are not saved, each with the name under which they are."""
+    names = all_parameter_names(model)
+    aliases: dict[str, str] = {}
+    for item in items:
+        shard = assigned(item.param)
+        others = shard.aliases.get(item.name, ()) if isinstance(shard, FlatBuffer) else names.get(item.param, ())
+        aliases.update((name, item.name) for name in others if name != item.name)
+    return aliases
+
+
+def names_by_group(items: Sequence[Item], count: int) -> list[list[str]]:
     """The names of the parameters in each of `count` param groups."""
     names: list[list[str]] = [[] for _ in range(count)]
-    for content in contents:
-        if content.group is not None:
-            names[content.group].append(content.piece.name)
+    for item in items:
+        if item.group is not None:
+            names[item.group].append(item.name)
     return names
 
 
-def model_chunks(model: Module, contents: Sequence[Content]) -> dict[str, Chunks]:
-    """The tensors of the model, by their names in a checkpoint."""
-    pieces = [*(content.piece for content in contents), *buffers_of(model)]
-    here = [piece for piece in pieces if piece.shard.is_here]
-    return {model_key(piece.name): parameter_chunks(piece.shard, piece.local) for piece in here}
-
-
-def optimizer_chunks(owner: Owner, contents: Sequence[Content]) -> dict[str, Chunks]:
-    """The state of the optimizer, by its names in a checkpoint.
+def chunks_to_save(model: Module, owner: Owner | None, items: Sequence[Item]) -> dict[str, Chunks]:
+    """The tensors of a model and its optimizer, by their names in a checkpoint.
 
     A rank that holds no element of a flat shard does not know whether the parameter has state: it assumes so.
     """
-    tensors = {state_key("", entry): chunks for entry, chunks in owner.common_chunks().items()}
-    for content in contents:
-        if content.spec is None or not content.spec.shard.is_here:
+    of_model = [item for item in (*items, *buffers_of(model)) if item.shard.is_here]
+    tensors = {model_key(item.name): parameter_chunks(item.shard, item.local) for item in of_model}
+    if owner is None:
+        return tensors
+    tensors.update((state_key("", entry), chunks) for entry, chunks in owner.common_chunks().items())
+    for item in items:
+        if item.spec is None or not item.spec.shard.is_here:
             continue
-        state, is_assumed = content.state, False
-        if not state and owner.has_fixed_entries and isinstance(content.spec.shard, FlatShard):
-            has_rule = content.spec.shard.partition is not None
-            is_assumed = has_rule and content.spec.shard.numel == 0
-            state = content.spec.new(_CPU) if is_assumed else state
-        for entry, chunks in state_chunks(content.spec, state).items():
+        shard, state = item.spec.shard, item.state
+        is_assumed = (
+            not state
+            and owner.has_fixed_entries
+            and isinstance(shard, FlatShard)
+            and shard.partition is not None
+            and shard.numel == 0
+        )
+        for entry, chunks in state_chunks(item.spec, item.spec.new(_CPU) if is_assumed else state).items():
             chunks.is_assumed = is_assumed
-            tensors[state_key(content.piece.name, entry)] = chunks
+            tensors[state_key(item.name, entry)] = chunks
     return tensors
 
 
@@ -139,43 +192,31 @@ def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
         CheckpointError: the optimizer has parameters that the model does not have.
     """
     owner = owner_for(optimizer)
-    contents = contents_of(model, owner)
-    return {**model_chunks(model, contents), **optimizer_chunks(owner, contents)}
+    return chunks_to_save(model, owner, items_of(model, owner))
 
 
-def model_key(name: str) -> str:
-    """A parameter's or buffer's name in a checkpoint."""
-    return f"model.{name}"
-
-
-def state_key(name: str, entry: str) -> str:
-    """A state entry's name in a checkpoint; ``name`` is empty for state that belongs to no parameter."""
-    return f"optimizer.{name}.{entry}"
-
-
-def with_common_scales(contents: Sequence[Content]) -> list[Content]:
-    """Encodes anew the cut blocks whose fragments have scales of their own, and returns other contents unchanged.
+def with_common_scales(items: Sequence[Item]) -> list[Item]:
+    """Encodes anew the cut blocks whose fragments have scales of their own, and returns other items unchanged.
 
     All ranks must call this, and none of them within :func:`on_every_rank`: this function has a collective of its own,
     before which the ranks agree on whether all of them reach the collective.
     """
-    cut = on_every_rank(lambda: _with_fragments(contents))
+
+    def with_fragments() -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
+        cut: dict[int, tuple[SliceSpec, list[Tensor] | None]] = {}
+        for index, item in enumerate(items):
+            if item.spec is None or item.spec.exact_cut_blocks:
+                continue
+            exact = replace(item.spec, exact_cut_blocks=True)
+            if shared_blocks(exact):
+                cut[index] = exact, item.spec.decode(item.state) if item.state else None
+        return cut
+
+    cut = on_every_rank(with_fragments)
     specs, values = [spec for spec, _ in cut.values()], [moments for _, moments in cut.values()]
     encoded = on_every_rank(lambda: encode_flat(specs, values))
-    common = list(contents)
+    common = list(items)
     for index, spec, state in zip(cut, specs, encoded, strict=True):
         if state is not None:
-            common[index] = common[index]._replace(spec=spec, state={**common[index].state, **state})
+            common[index] = replace(common[index], spec=spec, state={**common[index].state, **state})
     return common
-
-
-def _with_fragments(contents: Sequence[Content]) -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
-    """The spec with common scales, and the moments, of parameters with a scale per fragment, by their indices."""
-    cut: dict[int, tuple[SliceSpec, list[Tensor] | None]] = {}
-    for index, content in enumerate(contents):
-        if content.spec is None or content.spec.exact_cut_blocks:
-            continue
-        exact = replace(content.spec, exact_cut_blocks=True)
-        if shared_blocks(exact):
-            cut[index] = exact, content.spec.decode(content.state) if content.state else None
-    return cut

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.wording import few
 from shardopt.kernels.memory import as_bytes

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import SavedGroup, describe, merged_from
 from shardopt.checkpoint.index import StoredTensor
-from shardopt.checkpoint.pieces import Piece
+from shardopt.checkpoint.items import Chunks, Item
 from shardopt.checkpoint.wording import few, named
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
@@ -110,7 +109,7 @@ class Owner:
     def forms(
         self,
         path: str | os.PathLike[str],
-        piece: Piece,
+        item: Item,
         options: Mapping[str, Any],
         saved_options: Mapping[str, Any],
         stored: Mapping[str, StoredTensor],
@@ -120,7 +119,7 @@ class Owner:
 
         Args:
             path: the checkpoint, for errors.
-            piece: the parameter.
+            item: the parameter.
             options: those of its param group after the load.
             saved_options: those in the checkpoint.
             stored: its state entries in the checkpoint.
@@ -130,23 +129,23 @@ class Owner:
             CheckpointError: the checkpoint has entries of another optimizer.
         """
         moments = self.optimizer.rule(options).moments
-        own = SliceSpec.of(piece.shard, piece.local.dtype, options, moments)
+        own = SliceSpec.of(item.shard, item.local.dtype, options, moments)
         if not stored:
             return None, own
         as_saved = {key: saved_options.get(key, options[key]) for key in STATE_FORMAT}
         # State has the same entries with repay and without. With it, some dtypes of saved weights would be refused.
-        saved = SliceSpec.of(piece.shard, dtype, {**options, **as_saved, "repay": False}, moments)
+        saved = SliceSpec.of(item.shard, dtype, {**options, **as_saved, "repay": False}, moments)
         if stored.keys() != saved.entries.keys():
             raise CheckpointError(
-                f"{path}: got {few(stored)} of {named(piece.name)}, saved by {named(self._saved_by)}, expected "
+                f"{path}: got {few(stored)} of {named(item.name)}, saved by {named(self._saved_by)}, expected "
                 f"{', '.join(sorted(saved.entries))} of {self.name}; load it into {named(self._saved_by)}, "
                 "or the model alone: load(path, model)"
             )
         return saved, own
 
-    def has_state_here(self, piece: Piece) -> bool:
+    def has_state_here(self, item: Item) -> bool:
         """Whether this rank has state of a parameter, if other ranks have."""
-        return piece.local.numel() > 0 or piece.segment is not None or not isinstance(piece.shard, FlatShard)
+        return item.local.numel() > 0 or item.segment is not None or not isinstance(item.shard, FlatShard)
 
     def placed(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]

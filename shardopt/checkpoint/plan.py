@@ -24,11 +24,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.copies import Copies, digest, refuse
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import union
 from shardopt.checkpoint.index import StoredTensor, dtype_named, partition_from_json, partition_to_json
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import InvalidError

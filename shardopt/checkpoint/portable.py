@@ -25,14 +25,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import (
-    Content,
-    contents_of,
-    model_chunks,
+    aliases_in,
+    buffers_of,
+    chunks_to_save,
+    items_of,
     model_key,
     names_by_group,
-    optimizer_chunks,
     owner_for,
     with_common_scales,
 )
@@ -40,9 +39,9 @@ from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.interrupts import deferred_interrupts
+from shardopt.checkpoint.items import Chunks, Item
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import Owner
-from shardopt.checkpoint.pieces import aliases_in, buffers_of
 from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
@@ -348,41 +347,40 @@ def _to_save(
 ) -> tuple[Saving, dict[str, Chunks]]:
     """The save, and this rank's tensors. All ranks must call this."""
     with _opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
-        owner, contents = ranks.agree(lambda: _read(bare, own))
-        common = with_common_scales(contents)
+        owner, items = ranks.agree(lambda: _read(bare, own))
+        common = with_common_scales(items)
         return ranks.agree(lambda: _described(folder, bare, owner, common, extra, keep_last))
 
 
-def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Content]]:
+def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Item]]:
     owner = None if optimizer is None else owner_for(optimizer)
-    contents = contents_of(model, owner)
-    for content in contents:
-        for key, value in content.state.items():
-            check_storage(content.piece.name, f"state {key}", value, CheckpointError)
-    return owner, contents
+    items = items_of(model, owner)
+    for item in items:
+        for key, value in item.state.items():
+            check_storage(item.name, f"state {key}", value, CheckpointError)
+    return owner, items
 
 
 def _described(
     folder: Folder,
     model: Module,
     owner: Owner | None,
-    contents: Sequence[Content],
+    items: Sequence[Item],
     extra: dict[str, Any],
     keep_last: int | None,
 ) -> tuple[Saving, dict[str, Chunks]]:
-    tensors = model_chunks(model, contents)
+    tensors = chunks_to_save(model, owner, items)
     header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
-    aliases = aliases_in(model, (content.piece for content in contents))
+    aliases = aliases_in(model, items)
     if aliases:
         header["aliases"] = aliases
     if owner is not None:
-        tensors.update(optimizer_chunks(owner, contents))
         header["optimizer"] = owner.name
-        names = names_by_group(contents, len(owner.groups))
+        names = names_by_group(items, len(owner.groups))
         header["param_groups"] = [owner.describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
     for key, value in extra.items():
         if isinstance(value, Tensor):
             check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
             tensors[f"extra.{key}"] = Chunks.whole(value)
-    buffers = {model_key(piece.name) for piece in buffers_of(model)}
+    buffers = {model_key(item.name) for item in buffers_of(model)}
     return Saving(folder, header, buffers, keep_last), tensors

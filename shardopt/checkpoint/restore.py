@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,22 +11,21 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.contents import (
-    Content,
-    contents_of,
+    aliases_in,
+    buffers_of,
+    items_of,
     model_key,
     names_by_group,
     owner_for,
     state_key,
 )
-from shardopt.checkpoint.conversion import Target
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import apply, checked_groups, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
-from shardopt.checkpoint.pieces import Piece, aliases_in, buffers_of, parameter_chunks, state_chunks
+from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
@@ -68,31 +67,25 @@ class Restoration:
                 f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
             )
         self._owner = None if optimizer is None else owner_for(optimizer)
-        contents = contents_of(model, self._owner)
+        self._items = items_of(model, self._owner)
+        self._buffers = buffers_of(model)
         #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
         self._equal = {
-            alias: (name, torch.empty(0, device="cpu"))
-            for alias, name in aliases_in(model, (content.piece for content in contents)).items()
+            alias: name
+            for alias, name in aliases_in(model, self._items).items()
             if {model_key(alias), model_key(name)} <= index.tensors.keys()
         }
-        self._contents = [self._as_saved(content, {each.piece.name for each in contents}) for content in contents]
-        self._buffers = [
-            (piece, torch.empty(piece.local.shape, dtype=piece.local.dtype, device="cpu"))
-            for piece in buffers_of(model)
-        ]
-
-    def _as_saved(self, content: Content, names: Container[str]) -> Content:
-        """The content by the name under which the checkpoint has it: by another one if the saved model shared it."""
-        name = content.piece.name
-        saved_as = self._index.header.get("aliases", {}).get(name)
-        if model_key(name) in self._index.tensors or saved_as is None or saved_as in names:
-            return content
-        return content._replace(piece=content.piece._replace(name=saved_as))
+        aliases, names = index.header.get("aliases", {}), {item.name for item in self._items}
+        for item in self._items:
+            # The checkpoint has a parameter by another name if the saved model shared it.
+            saved_as = aliases.get(item.name)
+            if model_key(item.name) not in index.tensors and saved_as is not None and saved_as not in names:
+                item.name = saved_as
 
     @property
     def claimed(self) -> bytes:
         """A bit for each model tensor in the checkpoint: whether the model has that tensor on this rank."""
-        own = {model_key(name) for name in (*(piece.name for piece in self._pieces), *self._equal)}
+        own = {model_key(name) for name in (*(item.name for item in self._all), *self._equal)}
         return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
@@ -107,27 +100,32 @@ class Restoration:
                 options that are not allowed, or lacks bytes of tensors in ``extra``.
         """
         self._check_model(claimed)
-        contents = self._contents
         self._entries: dict[str, dict[str, StoredTensor]] = {}
         for key, stored in self._index.tensors.items():
             name, dot, entry = key.removeprefix("optimizer.").rpartition(".")
             if key.startswith("optimizer.") and dot:
                 self._entries.setdefault(name, {})[entry] = stored
-        self._options, saved_groups = self._merged_options(contents)
+        self._options, saved_groups = self._merged_options()
         self._owned = [p for g in self._owner.optimizer.param_groups for p in g["params"]] if self._owner else []
         self._owned_ids = {id(param) for param in self._owned}
         extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
         self._check_lengths([*extra.values(), *self._free_entries()])
-        self._targets = [self._target(content, saved_groups) for content in contents]
-        self.converted = {t.content.piece.name: what for t in self._targets if (what := t.conversion)}
+        for item in self._items:
+            self._plan_item(item, saved_groups)
+        for item in self._buffers:
+            item.values = torch.empty(item.local.shape, dtype=item.local.dtype, device="cpu")
+        self.converted = {item.name: conversion for item in self._items if (conversion := item.conversion)}
         if self.converted and not convert:
-            name, what = next(iter(self.converted.items()))
+            name, conversion = next(iter(self.converted.items()))
             raise CheckpointError(
-                f"{self._path}: got {what} for {named(name)} and {len(self.converted) - 1} other parameters, expected "
-                "the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
+                f"{self._path}: got {conversion} for {named(name)} and {len(self.converted) - 1} other parameters, "
+                "expected the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
-        values_of = {target.content.piece.name: target.values for target in self._targets}
-        self._equal = {alias: (name, torch.empty_like(values_of[name])) for alias, (name, _) in self._equal.items()}
+        by_name = {item.name: item for item in self._items}
+        #: The item and the values read of each alias.
+        self._aliases = {
+            alias: (by_name[name], torch.empty_like(by_name[name].read)) for alias, name in self._equal.items()
+        }
         self._extra_tensors = {name.removeprefix("extra."): _empty(stored) for name, stored in extra.items()}
         has_common = self._owner is not None and not self._owner.has_fixed_entries
         common = self._entries.get("", {}) if has_common else {}
@@ -143,17 +141,13 @@ class Restoration:
     def tensors(self) -> dict[str, Chunks]:
         """The tensors to read into, by the names in the checkpoint."""
         tensors: dict[str, Chunks] = {}
-        for target in self._targets:
-            piece = target.content.piece
-            tensors[model_key(piece.name)] = parameter_chunks(piece.shard, target.values)
-            if target.saved is not None:
-                for entry, chunks in state_chunks(target.saved, target.state).items():
-                    tensors[state_key(piece.name, entry)] = chunks
-        for piece, values in self._buffers:
-            tensors[model_key(piece.name)] = parameter_chunks(piece.shard, values)
-        targets = {target.content.piece.name: target for target in self._targets}
-        for alias, (name, values) in self._equal.items():
-            tensors[model_key(alias)] = parameter_chunks(targets[name].content.piece.shard, values)
+        for item in self._all:
+            tensors[model_key(item.name)] = parameter_chunks(item.shard, item.read)
+            if item.saved is not None:
+                for entry, chunks in state_chunks(item.saved, item.state).items():
+                    tensors[state_key(item.name, entry)] = chunks
+        for alias, (item, values) in self._aliases.items():
+            tensors[model_key(alias)] = parameter_chunks(item.shard, values)
         for name, values in self._extra_tensors.items():
             tensors[f"extra.{name}"] = Chunks.whole(values)
         for entry, values in self._common.items():
@@ -175,10 +169,8 @@ class Restoration:
     def commit(self) -> None:
         """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
         with torch.no_grad():
-            for target in self._targets:
-                target.content.piece.local.copy_(target.values)
-            for piece, values in self._buffers:
-                piece.local.copy_(values)
+            for item in self._all:
+                item.local.copy_(item.read)
         if self._owner is None:
             return
         groups = self._owner.optimizer.param_groups
@@ -196,8 +188,9 @@ class Restoration:
         self._owner.finish(self._common)
 
     @property
-    def _pieces(self) -> list[Piece]:
-        return [*(content.piece for content in self._contents), *(piece for piece, _ in self._buffers)]
+    def _all(self) -> list[Item]:
+        """Parameters and buffers."""
+        return [*self._items, *self._buffers]
 
     @property
     def _saved_names(self) -> list[str]:
@@ -205,7 +198,7 @@ class Restoration:
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
         """Checks that the checkpoint has all tensors of the model, and only tensors that the model has on some rank."""
-        own = {model_key(piece.name): piece.shard.global_shape for piece in self._pieces}
+        own = {model_key(item.name): item.shard.global_shape for item in self._all}
         saved = {name: self._index.tensors[name].shape for name in self._saved_names}
         bits = np.bitwise_or.reduce([np.frombuffer(of_rank, dtype=np.uint8) for of_rank in claimed])
         wanted = np.unpackbits(bits, count=len(saved))
@@ -228,7 +221,7 @@ class Restoration:
         """The state entries whose shapes are not those of a parameter's codes, scales or elements."""
         if self._owner is None or self._owner.has_fixed_entries:
             return []
-        shape_of = {piece.name: piece.shard.global_shape for piece in self._pieces}
+        shape_of = {item.name: item.shard.global_shape for item in self._all}
         found = []
         for name, entries in self._entries.items():
             coded = {each + end for each in coded_names(entries) for end in ("_codes", "_scales")} if name else ()
@@ -258,7 +251,7 @@ class Restoration:
                     f"{target.dtype} and {target.shape}; load another checkpoint"
                 )
 
-    def _merged_options(self, contents: Sequence[Content]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _merged_options(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The options of each param group after the load, and the options that it was saved with."""
         if self._owner is None:
             return [], []
@@ -268,7 +261,7 @@ class Restoration:
             )
         self._owner.check_saved(self._path, self._index.header, self._entries)
         options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
-        names = names_by_group(contents, len(self._owner.groups))
+        names = names_by_group(self._items, len(self._owner.groups))
         new, saved = [], []
         for index, group in enumerate(self._owner.groups):
             try:
@@ -278,83 +271,83 @@ class Restoration:
             new.append(self._owner.merged(self._path, group, saved[-1], index) if names[index] else dict(group))
         return new, saved
 
-    def _target(self, content: Content, saved_groups: Sequence[Mapping[str, Any]]) -> Target:
-        piece = content.piece
-        dtype = self._index.tensors[model_key(piece.name)].dtype
-        if dtype != piece.local.dtype and not {dtype, piece.local.dtype} <= DTYPES.keys():
+    def _plan_item(self, item: Item, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Gives a parameter memory for what is to be read, and the forms of its state."""
+        dtype = self._index.tensors[model_key(item.name)].dtype
+        if dtype != item.local.dtype and not {dtype, item.local.dtype} <= DTYPES.keys():
             raise CheckpointError(
-                f"{self._path}: got {named(piece.name)} of {dtype}, expected {piece.local.dtype}; only "
+                f"{self._path}: got {named(item.name)} of {dtype}, expected {item.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
-        values = torch.empty(piece.local.shape, dtype=dtype, device="cpu")
-        if self._owner is None or content.group is None:
-            return Target(content, values, None, None, {})
-        options = self._options[content.group]
-        entries = self._entries.get(piece.name, {})
-        saved, spec = self._owner.forms(self._path, piece, options, saved_groups[content.group], entries, dtype)
-        if saved is None:
-            return Target(content, values, None, spec, {})
-        target = Target(content, values, saved, spec, {})
-        is_here = self._owner.has_state_here(piece)
-        if (is_here and id(piece.param) in self._owned_ids) or target.converts_weights:
-            target = target._replace(state=saved.new(_CPU))
-        return target
+        item.values = torch.empty(item.local.shape, dtype=dtype, device="cpu")
+        item.state = {}
+        if self._owner is None or item.group is None:
+            return
+        options, saved_options = self._options[item.group], saved_groups[item.group]
+        entries = self._entries.get(item.name, {})
+        item.saved, item.spec = self._owner.forms(self._path, item, options, saved_options, entries, dtype)
+        if item.saved is None:
+            return
+        is_here = self._owner.has_state_here(item) and id(item.param) in self._owned_ids
+        if is_here or item.converts_weights:
+            item.state = item.saved.new(_CPU)
 
     def _flat_moments(self) -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
-        """Converts weights; decodes the moments of flat shards that are encoded anew, by their indices in the targets.
+        """Converts weights; decodes the moments of flat shards that are encoded anew, by the indices of their items.
 
         All ranks encode the moments of flat shards together.
         """
-        self._targets = [target.with_converted_weights() for target in self._targets]
+        for item in self._items:
+            item.convert_weights()
         return {
-            index: (target.spec, target.moments)
-            for index, target in enumerate(self._targets)
-            if target.converts_state and target.spec is not None and isinstance(target.spec.shard, FlatShard)
+            index: (item.spec, item.moments())
+            for index, item in enumerate(self._items)
+            if item.converts_state and item.spec is not None and isinstance(item.spec.shard, FlatShard)
         }
 
     def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
         """Encodes the other moments anew, and makes the optimizer's state on its devices.
 
         Args:
-            encoded: the encoded moments of flat shards, by the indices of their parameters in the targets.
+            encoded: the encoded moments of flat shards, by the indices of their items.
         """
-        for index, target in enumerate(self._targets):
-            if target.converts_state:
-                assert target.spec is not None
-                assert target.saved is not None
-                state = {key: x for key, x in target.state.items() if key not in target.saved.moment_entries}
+        for index, item in enumerate(self._items):
+            if item.converts_state:
+                assert item.spec is not None
+                assert item.saved is not None
+                state = {key: x for key, x in item.state.items() if key not in item.saved.moment_entries}
                 if index in encoded:
                     state |= encoded[index] or {}
-                elif (moments := target.moments) is not None:
-                    state |= target.spec.encode(moments)
-                self._targets[index] = target._replace(saved=target.spec, state=state)
-                self._check_values(self._targets[index])
+                elif (moments := item.moments()) is not None:
+                    state |= item.spec.encode(moments)
+                item.saved, item.state = item.spec, state
+                self._check_values(item)
         self._states: dict[Tensor, Any] = {}
-        of: dict[Tensor, list[Target]] = {}
-        for target in self._targets:
-            of.setdefault(target.content.piece.param, []).append(target)
+        of: dict[Tensor, list[Item]] = {}
+        for item in self._items:
+            of.setdefault(item.param, []).append(item)
         for param in self._owned:
-            if any(target.state for target in of[param]):
+            if any(item.state for item in of[param]):
                 self._states[param] = self._placed(param, of[param])
 
-    def _placed(self, param: Tensor, targets: Sequence[Target]) -> Any:
+    def _placed(self, param: Tensor, items: Sequence[Item]) -> Any:
         """The new state of one of the optimizer's tensors, as its owner keeps it."""
-        group = targets[0].content.group
+        group = items[0].group
         assert self._owner is not None
         assert group is not None
-        return self._owner.placed(param, self._options[group], [target.state for target in targets])
+        return self._owner.placed(param, self._options[group], [item.state for item in items])
 
     def _check_states(self) -> None:
         """Checks the states that were read, as far as one rank can."""
-        values_of = {target.content.piece.name: target.values for target in self._targets}
-        for alias, (name, values) in self._equal.items():
-            if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, values_of[name]))):
+        for alias, (item, values) in self._aliases.items():
+            if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, item.read))):
                 raise CheckpointError(
-                    f"{self._path}: got {named(name)} and {named(alias)} with different values, expected equal ones "
-                    "for a parameter that the model has under both names; load into a model that does not share them"
+                    f"{self._path}: got {named(item.name)} and {named(alias)} with different values, expected equal "
+                    "ones for a parameter that the model has under both names; load into a model that does not share "
+                    "them"
                 )
-        for target in self._targets:
-            self._check_values(target)
+        for item in self._items:
+            self._check_values(item)
         if self._owner is None:
             return
         if self._owner.one_step_count:
@@ -364,20 +357,20 @@ class Restoration:
         except ValueError as error:
             raise CheckpointError(f"{self._path}: {line(error)}") from error
 
-    def _check_values(self, target: Target) -> None:
-        if target.saved is None or not target.state:
+    def _check_values(self, item: Item) -> None:
+        if item.saved is None or not item.state:
             return
         try:
-            target.saved.check_local(target.state, target.content.piece.name)
+            item.saved.check_local(item.state, item.name)
         except ValueError as error:
             raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_steps(self) -> None:
         """Checks that parameters in one flat buffer, which has a single step count, were stepped equally often."""
         steps: dict[Tensor, set[float]] = {}
-        for target in self._targets:
-            if target.content.piece.segment is not None and target.state:
-                steps.setdefault(target.content.piece.param, set()).add(float(target.state["step"]))
+        for item in self._items:
+            if item.segment is not None and item.state:
+                steps.setdefault(item.param, set()).add(float(item.state["step"]))
         for counts in steps.values():
             if len(counts) > 1:
                 raise CheckpointError(

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.copies import check_digests, digests
 from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
@@ -30,6 +29,7 @@ from shardopt.checkpoint.index import (
     dump_index,
     load_index,
 )
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.plan import Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.retention import check_keep_last, remove_older, remove_strays

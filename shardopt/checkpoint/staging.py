@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.items import Chunks
 from shardopt.kernels.copies import copy_tensors
 
 _ALIGNMENT = 64  # bytes

@@ -27,9 +27,9 @@ from checkpoint_folder import (
     the_data_file,
 )
 from shardopt.checkpoint import CheckpointError, data_file, folder_lock, retries
-from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_tensors
@@ -210,7 +210,7 @@ def test_strays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = (tmp_path / INDEX_NAME).read_bytes()
     flip(tmp_path / INDEX_NAME, 100)  # what it had is not known now, but may be again
     with pytest.raises(CheckpointError):
-        save(tmp_path, {"half": Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(2, 2))])})
+        save(tmp_path, {"half": Chunks((4, 2), torch.float32, [((0, 0), torch.zeros(2, 2))])})
     with monkeypatch.context() as context:
         _no_room(context)
         with pytest.raises(CheckpointError):
@@ -321,17 +321,17 @@ def test_data_of_another_save_that_vanish(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_saving_what_cannot_be(tmp_path: Path) -> None:
-    half = Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(2, 2))])
+    half = Chunks((4, 2), torch.float32, [((0, 0), torch.zeros(2, 2))])
     with pytest.raises(CheckpointError, match=r"got chunks of half to save that do not fill its shape \(4, 2\)"):
         save(tmp_path, {"half": half})
-    twice = [Chunk((0, 0), torch.zeros(3, 2)), Chunk((2, 0), torch.zeros(2, 2))]
+    twice = [((0, 0), torch.zeros(3, 2)), ((2, 0), torch.zeros(2, 2))]
     with pytest.raises(CheckpointError, match=r"got chunks of twice to save that do not fill .* or overlap"):
         save(tmp_path, {"twice": Chunks((4, 2), torch.float32, twice)})
     other = Placed(GridPartition((Cut(0, 2, 1),)), 0)
     with pytest.raises(CheckpointError, match=r"got whole in parts .* describes its partition wrongly"):
-        save(tmp_path, {"whole": Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(4, 2))], placed=other)})
+        save(tmp_path, {"whole": Chunks((4, 2), torch.float32, [((0, 0), torch.zeros(4, 2))], placed=other)})
     with pytest.raises(CheckpointError, match="got chunks of upper to save that do not fill"):
-        save(tmp_path, {"upper": Chunks((4, 2), torch.float32, [Chunk((0, 0), torch.zeros(2, 2))], placed=other)})
+        save(tmp_path, {"upper": Chunks((4, 2), torch.float32, [((0, 0), torch.zeros(2, 2))], placed=other)})
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot make this folder"):
         save(tmp_path / "file" / "folder", {"tensor": torch.zeros(2)})

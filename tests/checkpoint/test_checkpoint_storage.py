@@ -18,8 +18,8 @@ import torch
 
 from checkpoint_folder import Cuts, assert_only, bits, cut, flip, index_of, load, save, saved, the_data_file, values_of
 from shardopt.checkpoint import data_file, read_header
-from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.items import Chunk, Chunks
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.pipeline import computed_ahead
 from shardopt.checkpoint.ranks import Ranks
@@ -107,11 +107,9 @@ def test_header(tmp_path: Path) -> None:
 def test_written_is_less_than_held(tmp_path: Path) -> None:
     """The written part may begin where the held one does."""
     values = values_of((6, 4), torch.float32)
-    upper = Chunks((6, 4), torch.float32, [Chunk((0, 0), values[:5])], [Chunk((0, 0), values[:2])])
+    upper = Chunks((6, 4), torch.float32, [((0, 0), values[:5])], [((0, 0), values[:2])])
     assert [tuple(x.shape) for x in (upper.written[0, 0], upper.held[0, 0])] == [(2, 4), (5, 4)]
-    whole = Chunks(
-        (6, 4), torch.float32, [Chunk((0, 0), values)], [Chunk((0, 0), values[:2]), Chunk((2, 0), values[2:])]
-    )
+    whole = Chunks((6, 4), torch.float32, [((0, 0), values)], [((0, 0), values[:2]), ((2, 0), values[2:])])
     save(tmp_path, {"name": whole})
     before = values.clone()
     values.zero_()
@@ -122,12 +120,12 @@ def test_written_is_less_than_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "chunks",
     [
-        [Chunk((0,), torch.zeros(2, 2))],
-        [Chunk((0, 0), torch.zeros(2))],
-        [Chunk((0, 3), torch.zeros(2, 2))],
-        [Chunk((-1, 0), torch.zeros(2, 2))],
-        [Chunk((0, 0), torch.zeros(2, 2, dtype=torch.int8))],
-        [Chunk((0, 0), torch.zeros(2, 2)), Chunk((0, 0), torch.zeros(1, 1))],
+        [((0,), torch.zeros(2, 2))],
+        [((0, 0), torch.zeros(2))],
+        [((0, 3), torch.zeros(2, 2))],
+        [((-1, 0), torch.zeros(2, 2))],
+        [((0, 0), torch.zeros(2, 2, dtype=torch.int8))],
+        [((0, 0), torch.zeros(2, 2)), ((0, 0), torch.zeros(1, 1))],
     ],
 )
 def test_chunks_refuse(chunks: list[Chunk]) -> None:
@@ -160,7 +158,7 @@ def test_only_what_is_needed_is_read_and_only_once(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "preadv", counting)
     target = torch.zeros(8, 16)
-    parts = [Chunk((0, 0), target[:2]), Chunk((2, 3), target[2:3, 3:]), Chunk((3, 0), target[3:4])]
+    parts = [((0, 0), target[:2]), ((2, 3), target[2:3, 3:]), ((3, 0), target[3:4])]
     load(tmp_path, {"first": Chunks((8, 16), torch.float32, parts)})
     assert read == [table, needed.position]
     expected = tensors["first"].clone()
@@ -191,7 +189,7 @@ def test_reads_and_writes_that_do_a_part(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_staged_chunks_are_those_written() -> None:
     values = torch.arange(24.0).view(6, 4)
-    chunks = Chunks((6, 4), torch.float32, [Chunk((0, 0), values)], [Chunk((0, 2), values[:, 2:])])
+    chunks = Chunks((6, 4), torch.float32, [((0, 0), values)], [((0, 2), values[:, 2:])])
     staged = Stager().stage({"name": chunks})["name"]
     values.zero_()
     ((offsets, copy),) = staged.written.items()

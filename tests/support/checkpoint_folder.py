@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, read_header
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_tensors
@@ -36,11 +36,11 @@ def bits(tensor: Tensor) -> bytes:
 
 def cut(tensor: Tensor, cuts: Cuts) -> Chunks:
     """Chunks that are views of a tensor's parts, cut at these places of each dimension."""
-    chunks = [Chunk((), tensor)]
+    chunks = [((), tensor)]
     for dim, places in enumerate(cuts):
         edges = [0, *places, tensor.shape[dim]]
         chunks = [
-            Chunk((*offsets, start), part.narrow(dim, start, end - start))
+            ((*offsets, start), part.narrow(dim, start, end - start))
             for offsets, part in chunks
             for start, end in itertools.pairwise(edges)
         ]

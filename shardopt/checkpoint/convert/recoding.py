@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardopt import optim
-from shardopt.checkpoint.conversion import described
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, State, part_of_form, state_of_tensors
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import OF_THE_RUN, SavedGroup
+from shardopt.checkpoint.items import described
 from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.wording import few, line, named, shown
 from shardopt.layout import Shard

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.chunks import Chunks
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import OF_THE_RUN, SavedGroup
 from shardopt.checkpoint.index import StoredTensor
+from shardopt.checkpoint.items import Chunks, Item
 from shardopt.checkpoint.owner import OF_QUANTIZE_STATE, Owner
-from shardopt.checkpoint.pieces import Piece
 from shardopt.checkpoint.quantized.group_options import from_json, to_json
 from shardopt.checkpoint.quantized.packing import is_text, packed, unpacked
 from shardopt.checkpoint.wording import line, named, shown
@@ -166,13 +165,13 @@ class QuantizedOwner(Owner):
     def forms(
         self,
         path: str | os.PathLike[str],
-        piece: Piece,
+        item: Item,
         options: Mapping[str, Any],
         saved_options: Mapping[str, Any],
         stored: Mapping[str, StoredTensor],
         dtype: torch.dtype,
     ) -> tuple[SliceSpec | None, SliceSpec]:
-        what, shard, entries = f"{path}: {named(piece.name)}", piece.shard, self._entries
+        what, shard, entries = f"{path}: {named(item.name)}", item.shard, self._entries
         quantized = _coded(stored)
         kept: dict[str, Kept] = {}
         for key, (entry_dtype, shape, *_) in stored.items():
@@ -191,7 +190,7 @@ class QuantizedOwner(Owner):
                     f"{what}: got {named(name)} saved as {signs[0]}, expected {signs[1]}; pass quantize_state the "
                     "unsigned= of the run that saved it"
                 )
-        form = EntriesState.with_entries(entries, entries.options, shard, piece.local.dtype, quantized, kept)
+        form = EntriesState.with_entries(entries, entries.options, shard, item.local.dtype, quantized, kept)
         if not stored:
             return None, form
         can_be = entries.is_quantized(shard)
@@ -203,16 +202,16 @@ class QuantizedOwner(Owner):
                 f"{what}: got {named(min(quantized or floats))} in {got}, expected {expected}, as for the other "
                 "parameters; is it the weight of a StableEmbedding in one of the models only?"
             )
-        if dtype != piece.local.dtype:
-            self._converted[piece.param, piece.segment] = dtype
+        if dtype != item.local.dtype:
+            self._converted[item.param, item.segment] = dtype
         self._found_kept |= floats  # as the run that saved them found them to be copies of weights
         saved_form = EntriesState.with_entries(
             entries, self._saved_options(saved_options), shard, dtype, quantized, kept
         )
         return saved_form, form
 
-    def has_state_here(self, piece: Piece) -> bool:
-        return _has_elements(piece.shard)
+    def has_state_here(self, item: Item) -> bool:
+        return _has_elements(item.shard)
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> Any:
         new: dict[Any, State] = {}

@@ -21,8 +21,8 @@ import shardopt
 from checkpoint_folder import index_of
 from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError, copies
-from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import LostRanksError
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.saving import Saving
 from shardopt.layout.partition import Cut, GridPartition, Placed
@@ -152,7 +152,7 @@ def _error(path: Path, tensors: dict[str, Chunks]) -> str:
 def _save_without_one_rank(path: Path) -> str:
     """Rank 1 of 3 lacks a tensor that is cut into rows."""
     placed = Placed(GridPartition((Cut(0, 3, 1),)), dist.get_rank())
-    rows = Chunks((6, 4), torch.float32, [Chunk((2 * dist.get_rank(), 0), torch.ones(2, 4))], placed=placed)
+    rows = Chunks((6, 4), torch.float32, [((2 * dist.get_rank(), 0), torch.ones(2, 4))], placed=placed)
     whole = Chunks.whole(torch.ones(3))
     return _error(path, {"whole": whole} if dist.get_rank() == 1 else {"rows": rows, "whole": whole})
 
@@ -162,7 +162,7 @@ def _save_other_cuts(path: Path) -> str:
     rank, dim = dist.get_rank(), int(dist.get_rank() == 2)
     offsets, shape = ((2 * rank, 0), (2, 6)) if dim == 0 else ((0, 2 * rank), (6, 2))
     placed = Placed(GridPartition((Cut(dim, 3, 1),)), rank)
-    return _error(path, {"cut": Chunks((6, 6), torch.float32, [Chunk(offsets, torch.ones(shape))], placed=placed)})
+    return _error(path, {"cut": Chunks((6, 6), torch.float32, [(offsets, torch.ones(shape))], placed=placed)})
 
 
 def test_tensors_that_ranks_describe_otherwise(ranks: Pool, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def _save_stages(path: Path) -> None:
     placed = Placed(GridPartition((Cut(0, 2, 1),)), rank % 2)
     rows = torch.full((2, 4), float(rank))
     tensors = {
-        f"stage{stage}.rows": Chunks((4, 4), torch.float32, [Chunk((2 * (rank % 2), 0), rows)], placed=placed),
+        f"stage{stage}.rows": Chunks((4, 4), torch.float32, [((2 * (rank % 2), 0), rows)], placed=placed),
         "shared": Chunks.whole(torch.arange(5)),
     }
     if rank == 3:

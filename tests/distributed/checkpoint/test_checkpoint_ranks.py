@@ -21,10 +21,10 @@ import checkpoint_folder
 from checkpoint_folder import index_of
 from ranks.pool import Pool, RankFailure
 from shardopt.checkpoint import CheckpointError, read_header
-from shardopt.checkpoint.chunks import Chunk, Chunks
 from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME
+from shardopt.checkpoint.items import Chunk, Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_index
 
@@ -56,13 +56,13 @@ def _columns(tensor: Tensor) -> list[Chunk]:
 
 def _part_of_dim(tensor: Tensor, dim: int) -> list[Chunk]:
     if tensor.dim() == 0:
-        return [Chunk((), tensor)]
+        return [((), tensor)]
     extent = tensor.shape[dim]
     length = -(-extent // dist.get_world_size())
     start = min(dist.get_rank() * length, extent)
     offsets = [0] * tensor.dim()
     offsets[dim] = start
-    return [Chunk(tuple(offsets), tensor.narrow(dim, start, min(length, extent - start)))]
+    return [(tuple(offsets), tensor.narrow(dim, start, min(length, extent - start)))]
 
 
 def _flat(tensor: Tensor) -> list[Chunk]:
@@ -76,13 +76,13 @@ def _flat(tensor: Tensor) -> list[Chunk]:
     while at < end:
         row, col = divmod(at, width)
         rows, cols = ((end - at) // width, width) if not col and end - at >= width else (1, min(width - col, end - at))
-        chunks.append(Chunk((row, col), tensor[row : row + rows, col : col + cols]))
+        chunks.append(((row, col), tensor[row : row + rows, col : col + cols]))
         at += rows * cols
     return chunks
 
 
 def _replicas(tensor: Tensor) -> list[Chunk]:
-    return [Chunk((0,) * tensor.dim(), tensor)]
+    return [((0,) * tensor.dim(), tensor)]
 
 
 def _on_last(tensor: Tensor) -> list[Chunk]:
@@ -182,7 +182,7 @@ def _save_two_dtypes(path: Path) -> str:
 def _save_twice_in_one_place(path: Path) -> str:
     """Both ranks write row 1, of different rectangles."""
     rank, tensor = dist.get_rank(), torch.zeros(4, 2)
-    chunk = Chunk((rank, 0), tensor[rank : rank + 2])
+    chunk = ((rank, 0), tensor[rank : rank + 2])
     return error_of(save, path, {"twice": Chunks((4, 2), torch.float32, [chunk])}, {})
 
 
@@ -304,7 +304,7 @@ def test_what_one_rank_finds_all_say(ranks: Pool, tmp_path: Path) -> None:
 def _save_own_part(path: Path) -> None:
     """Both ranks hold all but write a half; rank 0's begins where what it holds begins."""
     tensor, rank = torch.arange(24.0).view(6, 4), dist.get_rank()
-    held, written = [Chunk((0, 0), tensor)], [Chunk((3 * rank, 0), tensor[3 * rank : 3 * rank + 3])]
+    held, written = [((0, 0), tensor)], [((3 * rank, 0), tensor[3 * rank : 3 * rank + 3])]
     chunks = Chunks((6, 4), torch.float32, held, written)
     save(path, {"name": chunks}, {})
     tensor.zero_()

@@ -17,7 +17,7 @@ from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
-from shardopt.checkpoint.contents import contents_of, owner_for
+from shardopt.checkpoint.contents import items_of, owner_for
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Stager
 from shardopt.state.slice_spec import SliceSpec
@@ -140,12 +140,13 @@ def test_momentum_comes_with_the_checkpoint(ranks: Pool, tmp_path: Path, way: st
 def _fragments(model: nn.Module, optimizer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """This rank's parts of the momentum, decoded; which elements are in cut blocks; and their blocks' scales."""
     found = {}
-    for piece, _, spec, state in contents_of(model, owner_for(optimizer)):
-        if spec is not None and state and spec.codec.blockwise:
-            numbers = torch.tensor([spec.grid.block_of(e) for e in range(piece.shard.start, piece.shard.end)])
-            cut = torch.isin(numbers, torch.tensor(piece.shard.cut_blocks(spec.grid)))
-            scales = state["exp_avg_scales"][(numbers - piece.shard.blocks(spec.grid)[0]).long()]
-            found[piece.name] = (spec.decode(state)[0], cut, scales)
+    for item in items_of(model, owner_for(optimizer)):
+        spec, shard = item.spec, item.shard
+        if spec is not None and item.state and spec.codec.blockwise:
+            numbers = torch.tensor([spec.grid.block_of(e) for e in range(shard.start, shard.end)])
+            cut = torch.isin(numbers, torch.tensor(shard.cut_blocks(spec.grid)))
+            scales = item.state["exp_avg_scales"][(numbers - shard.blocks(spec.grid)[0]).long()]
+            found[item.name] = (spec.decode(item.state)[0], cut, scales)
     return found
 
 

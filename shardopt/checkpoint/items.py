@@ -1,0 +1,285 @@
+"""A tensor's part on its way into a checkpoint or out of one.
+
+An :class:`Item` is a parameter or buffer of the bare model with the optimizer's state, under the name that it has
+without sharding. It becomes several :class:`Chunks`, one for each tensor of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.kernels.weights import StoredWeights, WeightFormat
+from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Ranges, Shard, boxes
+from shardopt.layout.partition import rectangles_of_range
+from shardopt.state.slice_spec import LOW_BITS, SliceSpec
+
+#: A rectangle of a global tensor: the offsets of its first element, and a plain tensor (or a view) on any device.
+Chunk = tuple[tuple[int, ...], Tensor]
+
+
+class Chunks:
+    """One global tensor of which this rank holds some rectangles, or none.
+
+    One rank writes a rectangle that several ranks have in ``written``. All written rectangles together must fill the
+    tensor, and they must not overlap.
+
+    Args:
+        shape: the shape of the global tensor.
+        dtype: the dtype of the global tensor and of each chunk.
+        held: the chunks that this rank holds, each at other offsets; loading writes into them.
+        written: the chunks that this rank can save; by default all that the rank holds.
+        placed: the rule by which ranks hold the written rectangles, the same on all ranks that have the tensor; None
+            if there is no rule: the ranks then tell each other their rectangles.
+        is_assumed: whether this rank, which holds no part, only assumes that other ranks have the tensor.
+
+    Raises:
+        ValueError: a chunk does not lie within the tensor, has another dtype, or begins where another one does.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        held: Sequence[Chunk],
+        written: Sequence[Chunk] | None = None,
+        placed: Placed | None = None,
+        *,
+        is_assumed: bool = False,
+    ) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        #: The rectangles to load into, by the offsets of their first elements in the global tensor.
+        self.held: Mapping[tuple[int, ...], Tensor] = self._by_offsets(held)
+        #: The rectangles that this rank can save, likewise.
+        self.written = self.held if written is None else self._by_offsets(written)
+        self.placed = placed
+        self.is_assumed = is_assumed
+
+    @classmethod
+    def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
+        """A tensor that this rank holds in full.
+
+        Args:
+            tensor: the tensor.
+            placed: which rank writes it; by default one of those that have it.
+        """
+        chunk = (0,) * tensor.dim(), tensor
+        is_own = bool(placed.partition.parts(tensor.shape, placed.offset))
+        return cls(tensor.shape, tensor.dtype, [chunk], [chunk] if is_own else [], placed)
+
+    def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
+        """Chunks that hold copies of the rectangles this rank can save, and nothing else.
+
+        Args:
+            rectangles: the copies, in the order of ``written``; takes as many as there are.
+        """
+        copies = Chunks(self.shape, self.dtype, [], placed=self.placed, is_assumed=self.is_assumed)
+        copies.held = copies.written = {offsets: next(rectangles) for offsets in self.written}
+        return copies
+
+    def __repr__(self) -> str:
+        return f"Chunks(shape={self.shape}, dtype={self.dtype}, {len(self.held)} held)"
+
+    def _by_offsets(self, chunks: Sequence[Chunk]) -> dict[tuple[int, ...], Tensor]:
+        """The chunks that have elements, as plain tensors by their offsets."""
+        by_offsets: dict[tuple[int, ...], Tensor] = {}
+        for offsets, tensor in chunks:
+            extents = tuple(tensor.shape)
+            within = len(offsets) == len(extents) == len(self.shape) and all(
+                0 <= offset <= offset + extent <= whole
+                for offset, extent, whole in zip(offsets, extents, self.shape, strict=True)
+            )
+            if not within or tensor.dtype != self.dtype:
+                raise ValueError(
+                    f"got a chunk of {tensor.dtype} and shape {extents} at {offsets}, expected one of {self.dtype} "
+                    f"within shape {self.shape}"
+                )
+            if 0 in extents:
+                continue
+            if offsets in by_offsets:
+                raise ValueError(f"got two chunks at {offsets}, expected each at other offsets; make them one")
+            by_offsets[offsets] = tensor.detach()
+        return by_offsets
+
+
+@dataclass
+class Item:
+    """This rank's part of a parameter or buffer of the bare model, and of the optimizer's state for it.
+
+    A save fills ``spec`` and ``state`` with the present state. A load fills them, ``values`` and ``saved`` with the
+    checkpoint's content, which it then converts.
+
+    Attributes:
+        name: the fully qualified name in the bare model.
+        param: the wrapped model's tensor, which may be a flat buffer of several parameters of the bare model.
+        segment: the index in that flat buffer; None for other tensors.
+        shard: the position of this rank's part in the parameter.
+        local: the elements of this rank's part, a view.
+        group: the index of the parameter's param group; None if no optimizer has the parameter.
+        spec: the form of the state in the optimizer; None if no optimizer has the parameter.
+        state: the state's entries as plain tensors; empty if this rank has or needs none.
+        values: on a load, the elements as read, in the checkpoint's dtype.
+        saved: on a load, the form of the state in the checkpoint; None if no state is to be loaded.
+    """
+
+    name: str
+    param: Tensor
+    segment: int | None
+    shard: Shard
+    local: Tensor
+    group: int | None = None
+    spec: SliceSpec | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+    values: Tensor | None = None
+    saved: SliceSpec | None = None
+
+    @property
+    def read(self) -> Tensor:
+        """The elements as read. For loads only."""
+        assert self.values is not None
+        return self.values
+
+    @property
+    def converts_state(self) -> bool:
+        """Whether a load has to encode moments anew."""
+        if self.saved is None or self.spec is None or not self.spec.moments:
+            return False
+        return described(self.saved) != described(self.spec)
+
+    @property
+    def weight_formats(self) -> tuple[WeightFormat, WeightFormat]:
+        """The weights' format in the checkpoint and in the model. Without state, there are no low bits."""
+        bits = [0 if spec is None or self.saved is None else spec.weights.low_bits for spec in (self.saved, self.spec)]
+        return WeightFormat(self.read.dtype, bits[0]), WeightFormat(self.local.dtype, bits[1])
+
+    @property
+    def converts_weights(self) -> bool:
+        """Whether a load has to store the weights in another format."""
+        old, new = self.weight_formats
+        return old != new
+
+    @property
+    def conversion(self) -> str:
+        """The conversions of state and weights, in words; empty if there are none."""
+        texts = []
+        if self.converts_state:
+            assert self.saved is not None
+            assert self.spec is not None
+            texts.append(f"{described(self.saved)} state for {described(self.spec)}")
+        if self.converts_weights:
+            old, new = self.weight_formats
+            texts.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
+        return " and ".join(texts)
+
+    def convert_weights(self) -> None:
+        """Converts the checkpoint's weights to the format of the parameter and the optimizer."""
+        if not self.converts_weights:
+            return
+        old, new = self.weight_formats
+        stored = new.store(old.load(StoredWeights(self.read, self.state.pop(LOW_BITS, None))))
+        if stored.low_bits is not None and self.state:
+            self.state[LOW_BITS] = stored.low_bits
+        self.values = stored.param
+
+    def moments(self) -> list[Tensor] | None:
+        """The saved moments, decoded: this rank's part, float32; None if none are read."""
+        return self.saved.decode(self.state) if self.saved is not None and self.state else None
+
+
+def described(spec: SliceSpec) -> str:
+    """The codec and block size of a state, in words."""
+    return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
+
+
+def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
+    """A tensor of the parameter's shape, perhaps with trailing dimensions, of which this rank holds ``local``."""
+    shape = (*shard.global_shape, *local.shape[len(shard.local_shape) :])
+    if isinstance(shard, FlatShard):
+        held = _rectangles(shard.global_shape, shard.start, shard.end, local)
+    else:
+        held = _boxes(shard.indices, local)
+    return Chunks(shape, local.dtype, held, placed=shard.partition)
+
+
+def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
+    """The scales of a parameter's blocks, of which this rank holds ``local``.
+
+    The rank that holds a cut block's first element saves the block's scales.
+    """
+    shape = (grid.rows, grid.blocks_per_row, *local.shape[len(shard.scales_shape(grid)) :])
+    if isinstance(shard, FlatShard):
+        first, end = shard.blocks(grid)
+        written = max(min(shard.first_written_block(grid), end), first)
+        own = _rectangles(shape[:2], written, end, local[written - first :])
+        return Chunks(shape, local.dtype, _rectangles(shape[:2], first, end, local), own, shard.scales_partition(grid))
+    covered = shard.local_blocks(grid)
+    blocks = ((covered.first, covered.first + covered.per_row),)
+    held = _boxes((shard.indices[0], blocks), local)
+    return Chunks(shape, local.dtype, held, placed=shard.scales_partition(grid))
+
+
+def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]:
+    """The state of a parameter, by the names of its entries.
+
+    Args:
+        spec: the form of the state.
+        state: this rank's part, plain tensors by entry.
+    """
+    entries: dict[str, Chunks] = {}
+    for key, value in state.items():
+        if spec.is_whole(key):
+            entries[key] = Chunks.whole(value, _of_first_element(spec.shard))
+        elif spec.is_scales(key):
+            entries[key] = scales_chunks(spec.shard, spec.grid, value)
+        else:
+            entries[key] = parameter_chunks(spec.shard, value)
+    return entries
+
+
+def _of_first_element(shard: Shard) -> Placed:
+    """Where state that belongs to a parameter as a whole is: among flat shards, with the parameter's first element.
+
+    A rank without any element of the parameter has no state of it.
+    """
+    placed = shard.partition
+    if placed is None or not isinstance(placed.partition, RangePartition):
+        return WHOLE
+    return placed._replace(partition=placed.partition._replace(dims=0, block=None))
+
+
+def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
+    """The rectangles of a tensor of which this rank holds some indices of each dimension.
+
+    Args:
+        indices: of the leading dimensions.
+        local: the elements at these indices, with any trailing dimensions behind.
+    """
+    zeros = (0,) * (local.dim() - len(indices))
+    if all(len(ranges) == 1 for ranges in indices):  # by far the most: all of the elements
+        return [((*(start for ((start, _),) in indices), *zeros), local)]
+    return [((*offsets, *zeros), local[elements]) for offsets, elements in boxes(indices)]
+
+
+def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:
+    """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape.
+
+    Args:
+        shape: the shape of the global tensor, without the trailing dimensions of ``local``.
+        start: the index of the first element.
+        end: the index after the last element.
+        local: the elements along dimension 0, with any trailing dimensions behind.
+    """
+    behind = tuple(local.shape[1:])
+    chunks = []
+    at = 0
+    for offsets, extents in rectangles_of_range(tuple(shape), start, end):
+        numel = math.prod(extents)
+        chunks.append(((*offsets, *(0,) * len(behind)), local[at : at + numel].view(*extents, *behind)))
+        at += numel
+    return chunks
