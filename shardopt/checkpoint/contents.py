@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
 from shardopt.checkpoint.owner import Owner
-from shardopt.checkpoint.quantized.owner import QuantizedOwner
+from shardopt.checkpoint.quantized_owner import QuantizedOwner
 from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.kernels.memory import check_storage
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, read_model, shard_of

@@ -9,9 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +26,17 @@ from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import Folder, SourceFile
 from shardopt.checkpoint.index import Index, StoredFile, unknown_content
 from shardopt.checkpoint.interrupts import interruption_point
-from shardopt.checkpoint.pipeline import AHEAD, computed_ahead
 from shardopt.checkpoint.table import StoredChunk, Table
 from shardopt.kernels.memory import memoryview_of
+
+T = TypeVar("T")
 
 _MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
 _MOST_OPEN = 256  # files
+_THREADS = 2
+#: Most jobs under way, from a job's start until the caller has used the result.
+_AHEAD = _THREADS + 1
 
 #: A rectangle of a tensor on its way into a file: the tensor's number in the order of names, offsets, and data.
 Part = tuple[int, Sequence[int], Tensor]
@@ -136,7 +145,7 @@ class DataFiles:
             if len(self._kept) < _MOST_OPEN:
                 self._kept[number] = found
             else:
-                if len(self._passing) > AHEAD:
+                if len(self._passing) > _AHEAD:
                     self._passing.pop(next(iter(self._passing))).close()
                 self._passing[number] = found
         return found
@@ -285,3 +294,55 @@ def _read_chunk(file: SourceFile, path: str, chunk: StoredChunk, buffer: Tensor)
     _read(file, path, data, chunk.position)
     _check(path, data, chunk.position, chunk.crc32)
     return buffer
+
+
+@contextmanager
+def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
+    """The jobs' results in order, computed by threads a few jobs ahead of the caller.
+
+    Iterates over ``jobs`` in the caller's thread, which computes all of them if the system refuses threads. The threads
+    end with the context, also after an error.
+    """
+    # Not a ThreadPoolExecutor, which an asynchronous save could not use while the interpreter exits and waits for it.
+    todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
+    threads: list[Thread] = []
+    pending: deque[Future[T]] = deque()
+
+    def results() -> Iterator[T]:
+        for job in jobs:
+            if not threads:
+                yield job()
+                continue
+            future: Future[T] = Future()
+            pending.append(future)
+            todo.put((future, job))
+            if len(pending) == _AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    try:
+        with suppress(RuntimeError):  # what there are will do
+            for _ in range(_THREADS):
+                thread = Thread(target=_work, args=(todo,), daemon=True)
+                thread.start()
+                threads.append(thread)
+        yield results()
+    finally:
+        for future in pending:
+            future.cancel()
+        for _ in threads:
+            todo.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _work(todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
+    while (task := todo.get()) is not None:
+        future, job = task
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)

@@ -1,9 +1,29 @@
-"""The interface of the folder of a checkpoint, on a file system or in an object store."""
+"""The interface of the folder of a checkpoint, on a file system or in an object store; and how files are opened.
+
+Functions for the local file system never read, write or wait for a file outside the folder.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
-from typing import Protocol
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+_PAUSES = (0.1, 0.3, 1.0)  # seconds before each further attempt
+_TRANSIENT = frozenset(
+    [
+        *(errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY),
+        *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET),
+        *(errno.ENETRESET, errno.ENETUNREACH, errno.EHOSTDOWN),
+    ]
+)
 
 PathLike = str | os.PathLike[str]
 
@@ -97,3 +117,84 @@ class Folder(Protocol):
 
     def lock(self) -> Lock:
         """A lock for saves into this folder."""
+
+
+def retried(work: Callable[[], T]) -> T:
+    """Calls a function, and again up to three times if it fails with an error that may pass.
+
+    Raises:
+        OSError: the last error; at once if it is one that does not pass, such as a full disk.
+    """
+    for pause in _PAUSES:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in _TRANSIENT and not isinstance(error, TimeoutError | ConnectionError):
+                raise
+        time.sleep(pause)
+    return work()
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a regular file that lies in the folder itself, and returns its descriptor.
+
+    Args:
+        path: the file. The folder may be a symbolic link or lie behind one; the file may not be one.
+        flags: the flags for ``os.open``.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file but, for example, a symbolic link or a pipe.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if os.path.islink(path):
+            raise OSError(errno.ELOOP, "got a symbolic link, expected a file in the folder itself") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "got something else, expected a regular file")
+    return descriptor
+
+
+def own_size(path: Path) -> int:
+    """The size in bytes of a file that :func:`open_own` would open.
+
+    Raises:
+        OSError: the file does not exist, or is no regular file but, for example, a symbolic link or a pipe.
+    """
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "got a symbolic link, expected a file in the folder itself")
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "got something else, expected a regular file")
+    return found.st_size
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and its missing parents, durably.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    while True:
+        missing = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
+        try:
+            retried(lambda: path.mkdir(parents=True, exist_ok=True))
+            break
+        except FileExistsError:
+            if os.path.lexists(path):
+                raise
+            # Another run removed the folder between two system calls of mkdir.
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, on file systems that support that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.own_files import make_folder, open_own
+from shardopt.checkpoint.folder import make_folder, open_own
 
 LOCK_NAME = "checkpoint.lock"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,8 +30,38 @@ def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
         group: the param group.
         names: the names of the group's parameters.
     """
-    options = {key: _plain(value) for key, value in group.items() if key not in _NOT_SAVED}
-    return {"parameters": list(names), "options": {k: v for k, v in options.items() if v is not _UNKNOWN}}
+    options = {key: value for key, value in group.items() if key not in _NOT_SAVED}
+    return {"parameters": list(names), "options": options_as_json(options, _number_in)}
+
+
+#: Stands for a value that JSON cannot hold.
+NOT_JSON = object()
+
+
+def options_as_json(options: Mapping[str, Any], of_tensor: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """The options that JSON can hold.
+
+    Args:
+        options: options by name.
+        of_tensor: the JSON of a tensor in the option of a name, or NOT_JSON.
+    """
+
+    def plain(key: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return of_tensor(key, value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            items = [plain(key, item) for item in value]
+            return NOT_JSON if any(item is NOT_JSON for item in items) else items
+        return NOT_JSON
+
+    values = {key: plain(key, value) for key, value in options.items()}
+    return {key: value for key, value in values.items() if value is not NOT_JSON}
+
+
+def _number_in(key: str, value: Tensor) -> Any:
+    return value.item() if value.numel() == 1 else NOT_JSON
 
 
 def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
@@ -186,17 +216,3 @@ def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str
             own.copy_(value)
         elif key != "params":
             group[key] = value
-
-
-_UNKNOWN = object()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else _UNKNOWN
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
-        return _UNKNOWN if _UNKNOWN in items else items
-    return _UNKNOWN

@@ -7,11 +7,18 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from shardopt.checkpoint.folder import Folder, Lock, SourceFile, TargetFile
+from shardopt.checkpoint.folder import (
+    Folder,
+    Lock,
+    SourceFile,
+    TargetFile,
+    make_folder,
+    open_own,
+    own_size,
+    retried,
+    sync_folder,
+)
 from shardopt.checkpoint.folder_lock import FolderLock
-from shardopt.checkpoint.own_files import make_folder, open_own, own_size
-from shardopt.checkpoint.own_files import sync_folder as sync_folder
-from shardopt.checkpoint.retries import retried
 
 
 class LocalFolder:

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder, Lock, SourceFile, TargetFile
-from shardopt.checkpoint.retries import retried
+from shardopt.checkpoint.folder import Folder, Lock, SourceFile, TargetFile, retried
 
 T = TypeVar("T")
 

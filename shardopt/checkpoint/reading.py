@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -21,18 +20,8 @@ from shardopt.checkpoint.table import StoredChunk
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part
 
-
-class Target(NamedTuple):
-    """A rectangle of a tensor that is to be read."""
-
-    name: str
-    offsets: tuple[int, ...]
-    tensor: Tensor
-
-    @property
-    def part(self) -> Part:
-        """Offsets and shape."""
-        return self.offsets, tuple(self.tensor.shape)
+#: A rectangle of a tensor to read into: the tensor's name, offsets, and the memory.
+_Target = tuple[str, tuple[int, ...], Tensor]
 
 
 def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) -> None:
@@ -54,15 +43,15 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
         reads = find_reads(files, index, tensors)
         with files.chunks(reads) as chunks_read:
             for number, chunk, data in chunks_read:
-                for target, part in reads[number, chunk]:
-                    values = data.view(target.tensor.dtype).view(chunk.shape)
-                    to = target.tensor[rectangle(inside(part, target.offsets), part[1])]
+                for (_, offsets, tensor), part in reads[number, chunk]:
+                    values = data.view(tensor.dtype).view(chunk.shape)
+                    to = tensor[rectangle(inside(part, offsets), part[1])]
                     to.copy_(values[rectangle(inside(part, chunk.offsets), part[1])])
 
 
 def find_reads(
     files: DataFiles, index: Index, tensors: Mapping[str, Chunks]
-) -> dict[tuple[int, StoredChunk], list[tuple[Target, Part]]]:
+) -> dict[tuple[int, StoredChunk], list[tuple[_Target, Part]]]:
     """The chunks to read, with the numbers of their files, and the part of each chunk for each rectangle to read.
 
     Opens the files that have any of them, and reads their tables.
@@ -75,27 +64,25 @@ def find_reads(
     Raises:
         CheckpointError: a file or its table cannot be read or is damaged, or chunks do not fill what is to be read.
     """
-    targets = [Target(name, offsets, tensor) for name, of in tensors.items() for offsets, tensor in of.held.items()]
-    of_file: dict[int, list[Target]] = defaultdict(list)
+    targets = [(name, offsets, tensor) for name, of in tensors.items() for offsets, tensor in of.held.items()]
+    of_file: dict[int, list[_Target]] = defaultdict(list)
     for target in targets:
-        for number in index.tensors[target.name].files_of(target.part):
+        name, offsets, tensor = target
+        for number in index.tensors[name].files_of((offsets, tuple(tensor.shape))):
             of_file[number].append(target)
-    reads: dict[tuple[int, StoredChunk], list[tuple[Target, Part]]] = defaultdict(list)
-    found: dict[tuple[str, tuple[int, ...]], list[Part]] = defaultdict(list)
+    reads: dict[tuple[int, StoredChunk], list[tuple[_Target, Part]]] = defaultdict(list)
+    filled: dict[tuple[str, tuple[int, ...]], list[Part]] = defaultdict(list)
     for number, its_targets in sorted(of_file.items()):
-        chunks_of = _chunks_in(files, index, number, {target.name for target in its_targets})
+        chunks_of = _chunks_in(files, index, number, {name for name, _, _ in its_targets})
         for target in its_targets:
-            for chunk in chunks_of[target.name]:
-                part = common_part(target.part, (chunk.offsets, chunk.shape))
+            name, offsets, tensor = target
+            for chunk in chunks_of[name]:
+                part = common_part((offsets, tuple(tensor.shape)), (chunk.offsets, chunk.shape))
                 if part is not None:
                     reads[number, chunk].append((target, part))
-                    found[target.name, target.offsets].append((inside(part, target.offsets), part[1]))
-    for target in targets:
-        if not fill(target.tensor.shape, found[target.name, target.offsets]):
-            raise unknown_content(
-                files.folder.shown(INDEX_NAME),
-                f"chunks that do not fill {named(target.name)} {tuple(target.tensor.shape)} from {target.offsets}",
-            )
+                    filled[name, offsets].append((inside(part, offsets), part[1]))
+    for name, offsets, tensor in targets:
+        _demand_filled(files.folder, name, tuple(tensor.shape), filled[name, offsets], f" from {offsets}")
     return reads
 
 
@@ -103,14 +90,21 @@ def stored_chunks(folder: Folder, index: Index) -> dict[str, list[tuple[int, Sto
     """All chunks of a checkpoint with the numbers of their files, by tensor: from the tables of all files.
 
     Raises:
-        CheckpointError: a table cannot be read, or is damaged.
+        CheckpointError: a table cannot be read or is damaged, or the chunks of a tensor do not fill it.
     """
     found: dict[str, list[tuple[int, StoredChunk]]] = {name: [] for name in index.tensors}
     with DataFiles(folder, index) as files:
         for number in [number for number, stored in enumerate(index.files) if stored is not None]:
             for name, chunks in _chunks_in(files, index, number, found).items():
                 found[name] += [(number, chunk) for chunk in chunks]
+    for name, numbered in found.items():
+        _demand_filled(folder, name, index.tensors[name].shape, [(chunk.offsets, chunk.shape) for _, chunk in numbered])
     return found
+
+
+def _demand_filled(folder: Folder, name: str, shape: tuple[int, ...], parts: Sequence[Part], where: str = "") -> None:
+    if not fill(shape, parts):
+        raise unknown_content(folder.shown(INDEX_NAME), f"chunks that do not fill {named(name)} {shape}{where}")
 
 
 def read_index(path: PathLike) -> dict[str, list[StoredChunk]]:

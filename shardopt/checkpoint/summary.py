@@ -18,19 +18,10 @@ from torch import Tensor
 from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import checked_groups
-from shardopt.checkpoint.index import (
-    INDEX_NAME,
-    Index,
-    StoredTensor,
-    load_index,
-    noticing_replacement,
-    unknown_content,
-)
+from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
-from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.table import StoredChunk
-from shardopt.checkpoint.wording import named
 from shardopt.state.slice_spec import LOW_BITS, SHARED_CODES
 
 _OWN_NAMES = ("step", LOW_BITS, SHARED_CODES)
@@ -213,8 +204,6 @@ def _read(
     of_chunk: dict[StoredChunk, str] = {}
     wanted: list[tuple[int, StoredChunk]] = []
     for key, chunks in stored_chunks(folder, index).items():
-        if not fill(index.tensors[key].shape, [(chunk.offsets, chunk.shape) for _, chunk in chunks]):
-            raise unknown_content(folder.shown(INDEX_NAME), f"chunks that do not fill {named(key)}")
         of_chunk.update((chunk, key) for _, chunk in chunks)
         wanted += chunks
     with DataFiles(folder, index) as files, files.chunks(wanted) as chunks_read:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardopt
-from shardopt.checkpoint import CheckpointError, data_file, object_store, retries
+from shardopt.checkpoint import CheckpointError, data_file, object_store
 from shardopt.checkpoint.index import INDEX_NAME
 from test_portable_checkpoint_single import everything, same, step_with, trained
 
@@ -134,7 +134,7 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch, self.left = monkeypatch, 0
-        monkeypatch.setattr(retries, "_PAUSES", (0.0, 0.0, 0.0))
+        monkeypatch.setattr("shardopt.checkpoint.folder._PAUSES", (0.0, 0.0, 0.0))
 
     def __call__(self, name: str, times: int, error: Exception) -> None:
         original, self.left = getattr(MemoryFileSystem, name), times

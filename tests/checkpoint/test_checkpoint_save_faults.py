@@ -26,7 +26,7 @@ from checkpoint_folder import (
     saved,
     the_data_file,
 )
-from shardopt.checkpoint import CheckpointError, data_file, folder_lock, retries
+from shardopt.checkpoint import CheckpointError, data_file, folder_lock
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.items import Chunks
@@ -99,7 +99,7 @@ def test_any_other_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
 def test_errors_that_pass_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """As of a network file system, in reading: so often, and not more often."""
     saved(tmp_path)
-    monkeypatch.setattr(retries, "_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("shardopt.checkpoint.folder._PAUSES", (0.0, 0.0, 0.0))
     for name in ("preadv", "open"):
         original, failures = getattr(os, name), [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * calls
 
@@ -272,7 +272,7 @@ def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkey
     def stale(*args: Any, **kwargs: Any) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(retries, "_PAUSES", (0.0,))
+    monkeypatch.setattr("shardopt.checkpoint.folder._PAUSES", (0.0,))
     monkeypatch.setattr(Saving, "_commit", commit)
     with pytest.raises(CheckpointError, match="the first error") as caught:
         saved(tmp_path, seed=1)

@@ -18,10 +18,10 @@ import torch
 
 from checkpoint_folder import Cuts, assert_only, bits, cut, flip, index_of, load, save, saved, the_data_file, values_of
 from shardopt.checkpoint import data_file, read_header
+from shardopt.checkpoint.data_file import computed_ahead
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.items import Chunk, Chunks
 from shardopt.checkpoint.location import folder_at
-from shardopt.checkpoint.pipeline import computed_ahead
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_index
 from shardopt.checkpoint.saving import Saving

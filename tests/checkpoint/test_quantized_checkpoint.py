@@ -14,7 +14,7 @@ import shardopt
 from attack.index_file import read_index, write_fitting, write_index
 from shardopt import quantize_state
 from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.quantized.packing import packed, unpacked
+from shardopt.checkpoint.quantized_values import packed, unpacked
 from wrapped import BY_PARAMETER, Counting, Custom, bits, of, parameters, quietly, same, trained
 
 

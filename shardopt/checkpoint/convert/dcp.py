@@ -30,9 +30,7 @@ from shardopt.checkpoint.convert.stream import (
 )
 from shardopt.checkpoint.convert.torch_zip import torch_objects
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike
-from shardopt.checkpoint.local_folder import sync_folder
-from shardopt.checkpoint.own_files import open_own
+from shardopt.checkpoint.folder import PathLike, open_own, sync_folder
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.wording import kind_of, named, shown
 from shardopt.layout.partition import rectangles_of_range

@@ -24,13 +24,10 @@ from shardopt.checkpoint.index import (
     dump_index,
     load_index,
     noticing_replacement,
-    unknown_content,
 )
 from shardopt.checkpoint.reading import stored_chunks
-from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.saving import require_little_endian
 from shardopt.checkpoint.table import StoredChunk
-from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import GridPartition, rectangles_of_range
 
 _RECENT = 4  # chunks in memory: a parameter's state has as many entries
@@ -131,10 +128,6 @@ def _lazy(
     chunks: list[tuple[int, StoredChunk]],
 ) -> LazyTensor:
     stored = index.tensors[key]
-    if not fill(stored.shape, [(chunk.offsets, chunk.shape) for _, chunk in chunks]):
-        raise unknown_content(
-            files.folder.shown(INDEX_NAME), f"chunks that do not fill {named(key)} {tuple(stored.shape)}"
-        )
 
     def reader(number: int, chunk: StoredChunk) -> Callable[[int, int], Tensor]:
         def read(first: int, end: int) -> Tensor:

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.folder import sync_folder
 from shardopt.checkpoint.folder_lock import LOCK_NAME, FolderLock
-from shardopt.checkpoint.local_folder import sync_folder
 
 _CONTENT = "content"
 

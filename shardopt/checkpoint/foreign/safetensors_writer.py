@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.local_folder import sync_folder
+from shardopt.checkpoint.folder import sync_folder
 from shardopt.kernels.memory import memoryview_of
 
 #: The format's names of the dtypes.

@@ -118,7 +118,7 @@ def _load(path: Path, layout: str, seed: int) -> None:
     checkpoint_folder.load(path, state_of(layout, found))
     for name, tensor in expected.items():
         for here, there in zip(LAYOUTS[layout](tensor), LAYOUTS[layout](value_of(name, seed)), strict=True):
-            here.tensor.copy_(there.tensor)
+            here[1].copy_(there[1])
         assert torch.equal(found[name], tensor), name
 
 

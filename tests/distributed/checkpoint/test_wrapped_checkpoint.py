@@ -196,7 +196,7 @@ def test_conversion(ranks: Pool, saved: dict[str, Path], way: str) -> None:
 
 def _without_memory(path: Path) -> None:
     """One rank fails while state is made: nothing is changed on any."""
-    from shardopt.checkpoint.quantized.owner import QuantizedOwner
+    from shardopt.checkpoint.quantized_owner import QuantizedOwner
 
     model, optimizer = _trained("fsdp1", "torch NAdam", seed=1)
     before = snapshot_of(model, optimizer)

@@ -1,6 +1,7 @@
-"""Encodes numbers, texts, dtypes, None, lists and tuples in state entries as tensors.
+"""Values of quantize_state in checkpoints: state entries that are no tensors, and options that are.
 
-A tensor keeps its name. Other values have their kind behind it, as ``step:int``; the items of a list ``q`` are ``q:0``,
+:func:`packed` encodes numbers, texts, dtypes, None, lists and tuples in state entries as tensors. A tensor keeps its
+name. Other values have their kind behind it, as ``step:int``; the items of a list ``q`` are ``q:0``,
 ``q:1`` and so on, beside ``q:list``, which is their number.
 """
 
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardopt.checkpoint.index import dtype_named
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
@@ -97,3 +100,58 @@ def _demand(holds: bool, keys: Collection[str]) -> None:
             f"got state entries {', '.join(sorted(keys))[:160]}, expected those of a checkpoint of quantize_state; "
             "load another checkpoint"
         )
+
+
+def tensor_as_json(key: str, value: Tensor) -> dict[str, Any]:
+    """A tensor in an option of a param group as JSON, with its dtype.
+
+    Raises:
+        ValueError: the tensor has several elements, or is complex.
+    """
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(
+            f"got {key} of a param group as a tensor of shape {tuple(value.shape)} and {value.dtype}, expected one "
+            "real element; save optimizer.state_dict() instead"
+        )
+    return {"tensor": value.item(), "dtype": str(value.dtype), "shape": list(value.shape)}
+
+
+def option_from_json(saved: Any, own: Any, key: str) -> Any:
+    """The value of an option in a checkpoint.
+
+    Args:
+        saved: the JSON, with tensors as :func:`tensor_as_json` gives them.
+        own: the present value; None if there is none.
+        key: the option's name.
+
+    Raises:
+        ValueError: no save wrote this.
+    """
+    if isinstance(saved, list):
+        owns = own if isinstance(own, list | tuple) and len(own) == len(saved) else [None] * len(saved)
+        values = [option_from_json(item, present, key) for item, present in zip(saved, owns, strict=True)]
+        return tuple(values) if isinstance(own, tuple | None) else values
+    try:
+        if isinstance(saved, dict):
+            dtype = dtype_named(saved["dtype"].removeprefix("torch."))
+            if dtype is None:
+                raise ValueError("no dtype")
+            value = torch.tensor(saved["tensor"], dtype=dtype, device="cpu").reshape(saved["shape"])
+            if value.numel() != 1 or (isinstance(own, Tensor) and own.numel() != 1):
+                raise ValueError("several elements")
+            if isinstance(own, Tensor):  # of the shape that it has: the value will be copied into it
+                return _like(own, value)
+            return value.item() if key == "lr" else value  # a matter of the run, as torch takes tensors in few loops
+        if isinstance(own, Tensor) and own.numel() == 1 and isinstance(saved, int | float):
+            return _like(own, torch.tensor(saved, device="cpu"))
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"got {key} as {saved!r:.80}, expected a number; load another checkpoint") from error
+    return saved
+
+
+def _like(own: Tensor, value: Tensor) -> Tensor:
+    """A value of one element as a tensor like the present one; ValueError if that can hold whole numbers only."""
+    new = value.to(own).reshape(own.shape)
+    if not own.is_floating_point() and new.item() != value.item():
+        raise ValueError("a fraction")
+    return new

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import OF_THE_RUN, SavedGroup
+from shardopt.checkpoint.groups import OF_THE_RUN, SavedGroup, options_as_json
 from shardopt.checkpoint.index import StoredTensor
 from shardopt.checkpoint.items import Chunks, Item
 from shardopt.checkpoint.owner import OF_QUANTIZE_STATE, Owner
-from shardopt.checkpoint.quantized.group_options import from_json, to_json
-from shardopt.checkpoint.quantized.packing import is_text, packed, unpacked
+from shardopt.checkpoint.quantized_values import is_text, option_from_json, packed, tensor_as_json, unpacked
 from shardopt.checkpoint.wording import line, named, shown
 from shardopt.layout import FlatShard, Shard
 from shardopt.state.slice_spec import EntryFormat, SliceSpec
@@ -119,7 +118,7 @@ class QuantizedOwner(Owner):
     def describe(self, group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         try:
-            saved = to_json(options)
+            saved = options_as_json(options, tensor_as_json)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         return {"parameters": list(names), "options": {**saved, **format_of(self._entries)}}
@@ -155,7 +154,7 @@ class QuantizedOwner(Owner):
         left = {key: value for key, value in saved.items() if key not in (*OF_THE_RUN, *format_keys, "params")}
         try:
             self._saved_options(saved)
-            new = {key: from_json(value, group.get(key), key) for key, value in left.items()}
+            new = {key: option_from_json(value, group.get(key), key) for key, value in left.items()}
             kept = {key: value for key, value in group.items() if key not in new and not self._is_counter(key, value)}
             self.optimizer._checked_kind([{**kept, **new}])
         except (ValueError, RuntimeError) as error:

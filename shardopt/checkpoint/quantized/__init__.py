@@ -1,1 +1,0 @@
-"""State of quantize_state in portable checkpoints."""
