@@ -70,9 +70,8 @@ def check_digests(
                 _of_chunks(tensors[name]) if is_copy else 0 for name in names
             ]
         )
-        of_names = [np.frombuffer(x, "<u8") for x in ranks.gathered(np.array(own, "<u8").tobytes())]
-        pairs = enumerate(names)
-        refuse({name for i, name in pairs if not _are_alike([int(x[i]) for x in of_names], starts)}, "values")
+        by_name = zip(names, zip(*ranks.gathered_numbers(own), strict=True), strict=True)
+        refuse({name for name, of_name in by_name if not _are_alike(of_name, starts)}, "values")
 
 
 def _are_alike(of_ranks: Sequence[int], starts: npt.NDArray[np.int64]) -> bool:

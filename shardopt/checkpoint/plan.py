@@ -210,15 +210,13 @@ class _Planning:
             for name, chunks in self._tensors.items()
             if chunks.placed is not None and name not in other
         )
-        messages = self._ranks.gathered(own.to_bytes(8, "little"))
-        self._held = sum(int.from_bytes(message, "little") for message in messages)
+        self._held = sum(held for (held,) in self._ranks.gathered_numbers([own]))
 
     def _refuse_holes(self) -> None:
         """Raises the error of tensors whose parts not all ranks hold."""
         names = sorted(self._all)
-        own = [_numel_written(self._tensors.get(name)) for name in names]
-        of_ranks = [np.frombuffer(x, dtype="<i8") for x in self._ranks.gathered(np.array(own, "<i8").tobytes())]
-        held = dict(zip(names, np.sum(of_ranks, axis=0).tolist(), strict=True))
+        of_ranks = self._ranks.gathered_numbers([_numel_written(self._tensors.get(name)) for name in names])
+        held = dict(zip(names, map(sum, zip(*of_ranks, strict=True)), strict=True))
         for name, (_, shape, partition) in sorted(self._all.items()):
             if partition is not None:
                 copies = len(self._copies(name, partition)[0])
@@ -288,12 +286,9 @@ class _Planning:
                 for name, part in shared
             ]
         )
-        of_ranks = [np.frombuffer(x, dtype="<u8") for x in self._ranks.gathered(np.array(own, "<u8").tobytes())]
-        other = set()
-        for number, (name, part) in enumerate(shared):
-            if len({int(of_ranks[rank][number]) for rank in holders[name][part]}) > 1:
-                other.add(name)
-        refuse(other, "values")
+        by_part = zip(shared, zip(*self._ranks.gathered_numbers(own), strict=True), strict=True)
+        alike = ((name, {of_ranks[rank] for rank in holders[name][part]}) for (name, part), of_ranks in by_part)
+        refuse({name for name, values in alike if len(values) > 1}, "values")
 
 
 def _described(

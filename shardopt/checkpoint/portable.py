@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ from shardopt.checkpoint.staging import Stager
 from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import engines_of
 
-_TRIES = 10  # attempts of a load while other saves replace the checkpoint
+_ATTEMPTS = 10  # of a load, while other saves replace the checkpoint
 
 
 class Loaded(NamedTuple):
@@ -145,27 +145,14 @@ def async_save(
     global _last_saving
     ranks, folder = Ranks(), folder_at(path)
     with deferred_interrupts(), on_device_of(model):
-        saving, staged, stager = _stage(folder, model, optimizer, extra, keep_last, staging_dir, ranks)
+        saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
+        stager = _free_stager(None if staging_dir is None else Path(staging_dir))
+        staged = ranks.agree(lambda: stager.stage(tensors))
         done = _Saving(stager)
         others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
         _begin(done, lambda: saving.run(staged, others))
     return done
-
-
-def _stage(
-    folder: Folder,
-    model: Module,
-    optimizer: Optimizer | None,
-    extra: dict[str, Any],
-    keep_last: int | None,
-    staging_dir: str | os.PathLike[str] | None,
-    ranks: Ranks,
-) -> tuple[Saving, dict[str, Chunks], Stager]:
-    """The save, copies of this rank's tensors, and where these are. All ranks must call this."""
-    saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
-    stager = _free_stager(None if staging_dir is None else Path(staging_dir))
-    return saving, ranks.agree(lambda: stager.stage(tensors)), stager
 
 
 _thread: threading.Thread | None = None  # of the last asynchronous save
@@ -245,20 +232,18 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
     """
     folder = folder_at(path)
     with deferred_interrupts(), on_device_of(model):
-        loaded = _load_unreplaced(folder, model, optimizer, convert)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with _opened(model, optimizer) as (bare, own):
+                    loaded = _load(folder, bare, own, convert)
+                break
+            except ReplacedError:
+                if attempt == _ATTEMPTS:
+                    raise
         engines = engines_of(model)
         if engines is not None:
             engines.refresh(model)
     return loaded
-
-
-def _load_unreplaced(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
-    """Loads, and starts over if another process replaces the checkpoint meanwhile."""
-    for _ in range(_TRIES - 1):
-        with suppress(ReplacedError), _opened(model, optimizer) as (bare, own):
-            return _load(folder, bare, own, convert)
-    with _opened(model, optimizer) as (bare, own):
-        return _load(folder, bare, own, convert)
 
 
 def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:

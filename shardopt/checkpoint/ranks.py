@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,6 +45,11 @@ class Ranks:
             return [b""] * self.size
         found = self._all_gathered(sent).numpy()
         return [row[:size].tobytes() for row, size in zip(found, lengths, strict=True)]
+
+    def gathered_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, from 0 to 2**64 - 1. All ranks must call this."""
+        messages = self.gathered(np.array(numbers, dtype="<u8").tobytes())
+        return [np.frombuffer(message, dtype="<u8").tolist() for message in messages]
 
     def from_rank(self, source: int, message: bytes) -> bytes:
         """The message of one rank, to which other ranks pass anything. All ranks must call this."""

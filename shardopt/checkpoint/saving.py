@@ -14,21 +14,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
-
 from shardopt.checkpoint.copies import check_digests, digests
 from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
 from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.header import dumped, loaded
-from shardopt.checkpoint.index import (
-    INDEX_NAME,
-    Index,
-    StoredFile,
-    data_file_name,
-    dump_index,
-    load_index,
-)
+from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, data_file_name, dump_index, load_index
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.plan import Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
@@ -84,11 +75,7 @@ class Saving:
             ranks.agree(lambda: self._prepare(ranks.rank))
             self._token = ranks.from_rank(0, self._token.encode()).decode()
             stored, own = ranks.agree(lambda: self._write(plan, tensors, ranks.rank))
-            of_file = [0, 0, 0] if stored is None else list(stored)
-            of_ranks = [
-                np.frombuffer(message, dtype="<u8").tolist()
-                for message in ranks.gathered(np.array([*of_file, *own], dtype="<u8").tobytes())
-            ]
+            of_ranks = ranks.gathered_numbers([*(stored or (0, 0, 0)), *own])
             check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
             files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
             ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
