@@ -53,11 +53,7 @@ def check_digests(
 ) -> None:
     """Checks that all ranks that hold the same parts have the same bits. All ranks must call this.
 
-    Args:
-        copies: the tensors.
-        of_ranks: the result of :func:`digests` on each rank.
-        tensors: what this rank holds, by name.
-        ranks: the ranks.
+    ``of_ranks`` has the result of :func:`digests` on each rank.
 
     Raises:
         CheckpointError: on all ranks: bits differ. The message has the tensors' names.

@@ -43,12 +43,9 @@ Part = tuple[int, Sequence[int], Tensor]
 
 
 def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredFile:
-    """Writes a new data file with its table. Removes the file if that fails.
+    """Writes a new data file with its table, and removes the file if that fails.
 
-    Args:
-        folder: its folder.
-        name: its name.
-        parts: the rectangles to write, on any device; iterated in the caller's thread, a few pieces ahead.
+    Iterates over the rectangles, which may be on any device, in the caller's thread, a few pieces ahead.
 
     Raises:
         OSError: the file exists already, or the system cannot write it.
@@ -82,12 +79,7 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredF
 def placed(name: str, parts: Iterable[Part]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
     """The chunks of a data file with the numbers of their tensors and their data: pieces of at most 8 MiB.
 
-    Args:
-        name: the file's name.
-        parts: the rectangles to write.
-
-    Yields:
-        Chunks in the order of their positions, without checksums yet.
+    The chunks are in the order of their positions, and have no checksums yet.
     """
     end = 0
     for number, offsets, data in parts:
@@ -103,10 +95,6 @@ class DataFiles:
 
     Keeps the first 256 files open, so that their bytes stay readable if another save removes the files, and opens the
     others for a while.
-
-    Args:
-        folder: the folder.
-        index: the checkpoint's index.
     """
 
     def __init__(self, folder: Folder, index: Index) -> None:
@@ -179,9 +167,6 @@ class DataFiles:
 
         The bytes of a chunk are valid until the next chunk is requested.
 
-        Args:
-            wanted: the chunks with the numbers of their files.
-
         Raises:
             CheckpointError: a file cannot be read, or the checksum of a chunk is not that of the saved bytes.
         """
@@ -206,11 +191,6 @@ class DataFiles:
 
 def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
     """Checks that data files exist and have their full lengths.
-
-    Args:
-        folder: the folder of the files.
-        index: the checkpoint's index.
-        numbers: the numbers of the files.
 
     Raises:
         CheckpointError: a file does not exist or has another length.

@@ -94,13 +94,7 @@ class Folder(Protocol):
         """Begins a file, which must not exist."""
 
     def put(self, name: str, unfinished: str, data: bytes) -> None:
-        """Puts a file with this content in place of one of this name, at once and durably.
-
-        Args:
-            name: the file's name.
-            unfinished: a name that the file may have before.
-            data: its content.
-        """
+        """Puts a file in place of one of this name, at once and durably; it may be named ``unfinished`` before."""
 
     def remove(self, name: str) -> None:
         """Removes a file."""
@@ -138,9 +132,7 @@ def retried(work: Callable[[], T]) -> T:
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     """Opens a regular file that lies in the folder itself, and returns its descriptor.
 
-    Args:
-        path: the file. The folder may be a symbolic link or lie behind one; the file may not be one.
-        flags: the flags for ``os.open``.
+    The folder may be a symbolic link or lie behind one; the file may not be one.
 
     Raises:
         OSError: the file cannot be opened, or is no regular file but, for example, a symbolic link or a pipe.

@@ -24,12 +24,7 @@ SavedGroup = dict[str, Any]
 
 
 def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
-    """A param group as JSON: names of its parameters, and its options as far as JSON can hold them.
-
-    Args:
-        group: the param group.
-        names: the names of the group's parameters.
-    """
+    """A param group as JSON: names of its parameters, and its options as far as JSON can hold them."""
     options = {key: value for key, value in group.items() if key not in _NOT_SAVED}
     return {"parameters": list(names), "options": options_as_json(options, _number_in)}
 
@@ -39,12 +34,7 @@ NOT_JSON = object()
 
 
 def options_as_json(options: Mapping[str, Any], of_tensor: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """The options that JSON can hold.
-
-    Args:
-        options: options by name.
-        of_tensor: the JSON of a tensor in the option of a name, or NOT_JSON.
-    """
+    """The options that JSON can hold; ``of_tensor`` gives the JSON of a tensor in the option of a name, or NOT_JSON."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -107,12 +97,7 @@ def options_by_name(saved: Sequence[SavedGroup]) -> dict[str, dict[str, Any]]:
 
 
 def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], index: int) -> dict[str, Any]:
-    """The options that the parameters of a param group were saved with.
-
-    Args:
-        saved: the result of :func:`options_by_name`.
-        names: the names of the group's parameters.
-        index: the index of the group, for errors.
+    """The options that the parameters of a param group were saved with, given :func:`options_by_name`.
 
     Raises:
         CheckpointError: the parameters were saved with different options, or one was saved in no group.
@@ -176,11 +161,6 @@ def merged_from(
 def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A param group's options with a checkpoint's hyper-parameters; options that lay out the state are not loaded.
 
-    Args:
-        optimizer: the optimizer that has the param group.
-        group: the options of the param group.
-        saved: the options in the checkpoint.
-
     Raises:
         ValueError: one of the merged options is not allowed.
     """
@@ -201,13 +181,7 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
 
 
 def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
-    """Gives a param group merged options. Copies into tensors, whose addresses CUDA graphs may have recorded.
-
-    Args:
-        group: the param group.
-        new: the merged options.
-        dropped: keys that go.
-    """
+    """Gives a param group merged options. Copies into tensors, whose addresses CUDA graphs may have recorded."""
     for key in dropped:
         group.pop(key, None)
     for key, value in new.items():

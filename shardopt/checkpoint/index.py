@@ -231,12 +231,7 @@ def partition_to_json(partition: Partition) -> dict[str, Any]:
 
 
 def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files: int) -> Partition:
-    """The partition of a tensor.
-
-    Args:
-        stored: an object with ``cuts`` or ``range``.
-        shape: the tensor's.
-        files: how many ranks or files there are, at most, from the one with the first part on.
+    """The partition of a tensor: an object with ``cuts`` or ``range``, and parts in at most so many files.
 
     Raises:
         InvalidError: no version of shardopt writes this.

@@ -63,22 +63,13 @@ class Chunks:
 
     @classmethod
     def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
-        """A tensor that this rank holds in full.
-
-        Args:
-            tensor: the tensor.
-            placed: which rank writes it; by default one of those that have it.
-        """
+        """A tensor that this rank holds in full. By default one of the ranks that have it writes it."""
         chunk = (0,) * tensor.dim(), tensor
         is_own = bool(placed.partition.parts(tensor.shape, placed.offset))
         return cls(tensor.shape, tensor.dtype, [chunk], [chunk] if is_own else [], placed)
 
     def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
-        """Chunks that hold copies of the rectangles this rank can save, and nothing else.
-
-        Args:
-            rectangles: the copies, in the order of ``written``; takes as many as there are.
-        """
+        """Chunks that hold copies of the rectangles in ``written``, in the same order, and nothing else."""
         copies = Chunks(self.shape, self.dtype, [], placed=self.placed, is_assumed=self.is_assumed)
         copies.held = copies.written = {offsets: next(rectangles) for offsets in self.written}
         return copies
@@ -225,12 +216,7 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
 
 
 def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]:
-    """The state of a parameter, by the names of its entries.
-
-    Args:
-        spec: the form of the state.
-        state: this rank's part, plain tensors by entry.
-    """
+    """The chunks of a parameter's state by entry, given this rank's part of each entry as a plain tensor."""
     entries: dict[str, Chunks] = {}
     for key, value in state.items():
         if spec.is_whole(key):
@@ -254,12 +240,7 @@ def _of_first_element(shard: Shard) -> Placed:
 
 
 def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
-    """The rectangles of a tensor of which this rank holds some indices of each dimension.
-
-    Args:
-        indices: of the leading dimensions.
-        local: the elements at these indices, with any trailing dimensions behind.
-    """
+    """The rectangles of a tensor of which this rank holds some indices of each leading dimension."""
     zeros = (0,) * (local.dim() - len(indices))
     if all(len(ranges) == 1 for ranges in indices):  # by far the most: all of the elements
         return [((*(start for ((start, _),) in indices), *zeros), local)]
@@ -269,11 +250,7 @@ def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:
     """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape.
 
-    Args:
-        shape: the shape of the global tensor, without the trailing dimensions of ``local``.
-        start: the index of the first element.
-        end: the index after the last element.
-        local: the elements along dimension 0, with any trailing dimensions behind.
+    ``local`` has the elements along dimension 0. Its further dimensions are not in ``shape``.
     """
     behind = tuple(local.shape[1:])
     chunks = []

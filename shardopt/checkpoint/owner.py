@@ -81,10 +81,7 @@ class Owner:
     ) -> None:
         """Checks which optimizer a checkpoint is of.
 
-        Args:
-            path: the checkpoint, for errors.
-            header: the checkpoint's.
-            entries: the state entries in the checkpoint, by parameter; the key "" has state that belongs to none.
+        The key "" of ``entries`` has state that belongs to no parameter.
 
         Raises:
             CheckpointError: this optimizer cannot load the state of that one.
@@ -178,11 +175,7 @@ class Owner:
         """
 
     def finish(self, common: Mapping[str, Tensor]) -> None:
-        """Ends a load.
-
-        Args:
-            common: state that belongs to no parameter, by entry, as :meth:`common_chunks` had it.
-        """
+        """Ends a load, given the state that belongs to no parameter as :meth:`common_chunks` had it."""
         self.optimizer._internals.forget_tables()
 
 

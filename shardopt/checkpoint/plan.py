@@ -78,12 +78,6 @@ def plan_save(
 ) -> Plan:
     """Plans a save. All ranks must call this.
 
-    Args:
-        tensors: what this rank holds, by the names in the checkpoint.
-        groups: the optimizer's param groups, as in the header.
-        unequal: names of tensors that may differ between ranks; the first rank's is saved.
-        ranks: the ranks that save together.
-
     Raises:
         CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor or
             overlap.
@@ -245,10 +239,7 @@ class _Planning:
     ) -> dict[str, StoredTensor]:
         """The tensors that have no rule, of which the ranks tell each other their rectangles.
 
-        Args:
-            names: the tensors'.
-            unequal: names of tensors that may differ between ranks.
-            own: takes the rectangles that this rank writes.
+        Puts the rectangles that this rank writes into ``own``.
         """
         mine = {}
         for name in names:

@@ -59,16 +59,7 @@ class EntriesState(SliceSpec):
         quantized: Collection[str],
         kept: Mapping[str, Kept],
     ) -> EntriesState:
-        """The state of a slice.
-
-        Args:
-            entries: says which entries are signed.
-            options: how entries are coded.
-            shard: the slice.
-            dtype: the parameter's.
-            quantized: the names of the quantized entries.
-            kept: the other ones.
-        """
+        """The state of a slice, with the names of its quantized entries and the other entries."""
         moments = tuple(entries.moment(name) for name in sorted(quantized))
         spec = SliceSpec.of(shard, dtype, options, moments)
         return cls(spec.shard, spec.grid, spec.codec, spec.moments, spec.weights, spec.exact_cut_blocks, kept)
@@ -278,11 +269,7 @@ class QuantizedOwner(Owner):
     ) -> State:
         """The state of a tensor as the optimizer has it.
 
-        Args:
-            unit: the tensor.
-            options: those of its param group.
-            state: its entries, as they were read.
-            before: the parameter's dtype in the checkpoint, if it is converted: entries of that dtype follow.
+        ``before`` is the parameter's dtype in the checkpoint if it is converted: entries of that dtype follow.
         """
         quantized = _coded(state)
         spec = EntriesState.with_entries(

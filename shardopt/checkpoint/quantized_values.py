@@ -117,12 +117,7 @@ def tensor_as_json(key: str, value: Tensor) -> dict[str, Any]:
 
 
 def option_from_json(saved: Any, own: Any, key: str) -> Any:
-    """The value of an option in a checkpoint.
-
-    Args:
-        saved: the JSON, with tensors as :func:`tensor_as_json` gives them.
-        own: the present value; None if there is none.
-        key: the option's name.
+    """The value of an option in a checkpoint, in the form of the present value ``own`` if there is one.
 
     Raises:
         ValueError: no save wrote this.

@@ -25,13 +25,9 @@ _Target = tuple[str, tuple[int, ...], Tensor]
 
 
 def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) -> None:
-    """Reads tensors of a checkpoint. Each chunk that this rank needs is read once.
+    """Reads tensors of a checkpoint into chunks of the saved dtypes and shapes. Each stored chunk is read once.
 
-    Args:
-        folder: the checkpoint's folder.
-        index: the checkpoint's index.
-        tensors: what to read into, of the saved dtypes and shapes, by the names in the checkpoint. Their content may
-            have changed in part if reading fails.
+    The tensors may have changed in part if reading fails.
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or of another shape or dtype, or the checkpoint is damaged.
@@ -55,11 +51,6 @@ def find_reads(
     """The chunks to read, with the numbers of their files, and the part of each chunk for each rectangle to read.
 
     Opens the files that have any of them, and reads their tables.
-
-    Args:
-        files: the data files.
-        index: the checkpoint's index.
-        tensors: what to read into, of the saved dtypes and shapes.
 
     Raises:
         CheckpointError: a file or its table cannot be read or is damaged, or chunks do not fill what is to be read.

@@ -47,12 +47,6 @@ class Restoration:
     Call :meth:`plan`, read :attr:`tensors`, then call :meth:`convert` and :meth:`commit`. Nothing is changed before
     :meth:`commit`.
 
-    Args:
-        folder: the checkpoint's folder.
-        index: the index of the checkpoint.
-        model: the model.
-        optimizer: the model's optimizer; None to load the model only.
-
     Raises:
         CheckpointError: shardopt.checkpoint.save did not write the checkpoint, or the optimizer is not the model's.
         TypeError: the optimizer is neither shardopt's nor of quantize_state.
@@ -89,11 +83,7 @@ class Restoration:
         return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
-        """Plans reads and conversions.
-
-        Args:
-            claimed: :attr:`claimed` of each rank.
-            convert: whether state and weights may be converted.
+        """Plans reads and conversions; ``claimed`` has the attribute of this name on each rank.
 
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer, needs a conversion without `convert`, has
@@ -308,8 +298,7 @@ class Restoration:
     def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
         """Encodes the other moments anew, and makes the optimizer's state on its devices.
 
-        Args:
-            encoded: the encoded moments of flat shards, by the indices of their items.
+        ``encoded`` has the encoded moments of flat shards by the indices of their items.
         """
         for index, item in enumerate(self._items):
             if item.converts_state:

@@ -51,10 +51,6 @@ def remove_older(folder: Folder, keep_last: int) -> None:
     save is under way: nobody holds the lock or, where there are no locks, no file was added for a day. Only files of
     checkpoints are removed: a folder with other files stays, with these files, and so does a folder whose index cannot
     be read. A file that cannot be removed is a warning, and left to the next removal.
-
-    Args:
-        folder: the folder of the newest checkpoint.
-        keep_last: how many checkpoints stay, with that one.
     """
     kept = 1
     with _warning(folder):

@@ -62,10 +62,6 @@ class Saving:
     def run(self, tensors: Mapping[str, Chunks], ranks: Ranks) -> None:
         """Writes the checkpoint. All ranks must call this.
 
-        Args:
-            tensors: what this rank holds, by the names in the checkpoint.
-            ranks: the ranks that save together.
-
         Raises:
             CheckpointError: on all ranks: the checkpoint could not be written, ranks hold different tensors by one
                 name, or another save into the folder goes on. Nothing was changed.

@@ -57,14 +57,7 @@ class Table(NamedTuple):
     corners: npt.NDArray[np.int64]
 
     def chunks(self, rows: npt.NDArray[np.intp], dims: int, itemsize: int, file: str) -> list[StoredChunk]:
-        """The chunks in some rows, all of one tensor.
-
-        Args:
-            rows: indices.
-            dims: the tensor's dimensions.
-            itemsize: bytes of an element.
-            file: the data file's name.
-        """
+        """The chunks in some rows, all of one tensor."""
         found = []
         corners = self.corners[rows].tolist()
         numel = self.corners[rows, 1].prod(axis=1).tolist()
@@ -76,12 +69,7 @@ class Table(NamedTuple):
 
 
 def encoded(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
-    """The table of some chunks.
-
-    Args:
-        tensors: the number of each chunk's tensor.
-        chunks: the chunks.
-    """
+    """The table of some chunks, given the number of each chunk's tensor."""
     dims = max((len(chunk.shape) for chunk in chunks), default=0)
     corners = np.zeros((len(chunks), 2, dims), dtype="<i8")
     corners[:, 1] = 1
@@ -100,11 +88,8 @@ def encoded(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
 def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], length: int) -> Table:
     """The chunks of a table, whose checksum is right.
 
-    Args:
-        data: the table.
-        shapes: the shapes of the checkpoint's tensors, in the order of their names.
-        itemsizes: bytes of an element of each.
-        length: bytes of the chunks in the data file.
+    Takes shapes and bytes per element of the checkpoint's tensors in the order of their names, and the bytes of the
+    chunks in the data file.
 
     Raises:
         InvalidError: a chunk is empty, or does not lie within its tensor or the file, or chunks share bytes.
