@@ -20,7 +20,20 @@ import torch
 import shardopt
 from shardopt.checkpoint import CheckpointError, portable
 from shardopt.checkpoint import saving as saving_module
-from test_portable_checkpoint_single import everything, same, step_with, trained
+from test_portable_checkpoint_single import assert_loads, everything, step_with, trained
+
+
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Saves write data once this is set."""
+    event = threading.Event()
+
+    def write_later(*args: Any, write: Any = saving_module.write_data_file) -> Any:
+        event.wait()
+        return write(*args)
+
+    monkeypatch.setattr(saving_module, "write_data_file", write_later)
+    return event
 
 
 def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
@@ -29,9 +42,7 @@ def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     saving = shardopt.checkpoint.async_save(tmp_path, model, optimizer)
     step_with(model, optimizer, 50)
     saving.result()
-    other, fresh = trained(seed=7, steps=0)
-    shardopt.checkpoint.load(tmp_path, other, fresh)
-    assert same(everything(other, fresh), expected)
+    assert_loads(tmp_path, expected)
 
 
 def memory_of(saving: Future[None]) -> int:
@@ -39,34 +50,24 @@ def memory_of(saving: Future[None]) -> int:
     return saving.stager._buffer.data_ptr()
 
 
-def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path) -> None:
+def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path, may_write: threading.Event) -> None:
     """As long as its future is there, and not before it is complete."""
     model, optimizer = trained()
     expected, saves = [], []
-    may_write = threading.Event()
-
-    def write_later(*args: Any, write: Any = saving_module.write_data_file) -> Any:
-        may_write.wait()
-        return write(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving_module, "write_data_file", write_later)
-        for number in range(2):
-            expected.append(everything(model, optimizer))
-            saves.append(shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer))
-            step_with(model, optimizer, number)
-        may_write.set()
-        for saving in saves:
-            saving.result()
+    for number in range(2):
+        expected.append(everything(model, optimizer))
+        saves.append(shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer))
+        step_with(model, optimizer, number)
+    may_write.set()
+    for saving in saves:
+        saving.result()
     assert memory_of(saves[0]) != memory_of(saves[1])
     expected.append(everything(model, optimizer))
     saves.append(shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer))
     assert memory_of(saves[2]) == memory_of(saves[1])
     saves[2].result()
     for number in range(3):
-        other, fresh = trained(seed=7, steps=0)
-        shardopt.checkpoint.load(tmp_path / str(number), other, fresh)
-        assert same(everything(other, fresh), expected[number])
+        assert_loads(tmp_path / str(number), expected[number])
     memory = weakref.ref(saves[2].stager)
     del saving
     saves.clear()
@@ -94,22 +95,13 @@ def test_async_save_without_a_thread_saves_in_the_call(tmp_path: Path, monkeypat
     assert memory_of(later) == memory_of(saving)
     later.result()
     for folder in "01":
-        other, fresh = trained(seed=7, steps=0)
-        shardopt.checkpoint.load(tmp_path / folder, other, fresh)
-        assert same(everything(other, fresh), expected)
+        assert_loads(tmp_path / folder, expected)
 
 
-def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_cannot_be_cancelled(tmp_path: Path, may_write: threading.Event) -> None:
     """The next save takes other memory as long as the copies are being written."""
     model, optimizer = trained()
     expected = everything(model, optimizer)
-    may_write = threading.Event()
-
-    def write_later(*args: Any, write: Any = saving_module.write_data_file) -> Any:
-        may_write.wait()
-        return write(*args)
-
-    monkeypatch.setattr(saving_module, "write_data_file", write_later)
     first = shardopt.checkpoint.async_save(tmp_path / "first", model, optimizer)
     cancelled, done = first.cancel(), first.done()
     step_with(model, optimizer, 50)
@@ -119,9 +111,7 @@ def test_async_save_cannot_be_cancelled(tmp_path: Path, monkeypatch: pytest.Monk
     second.result()
     assert not cancelled
     assert not done
-    other, fresh = trained(seed=7, steps=0)
-    shardopt.checkpoint.load(tmp_path / "first", other, fresh)
-    assert same(everything(other, fresh), expected)
+    assert_loads(tmp_path / "first", expected)
 
 
 def test_async_save_tells_its_errors(tmp_path: Path) -> None:
@@ -148,9 +138,7 @@ def test_copies_on_a_local_disk(tmp_path: Path) -> None:
         assert os.listdir(staging) == []
     assert memory_of(saves[0]) == memory_of(saves[1])
     for number in range(2):
-        other, fresh = trained(seed=7, steps=0)
-        assert shardopt.checkpoint.load(tmp_path / str(number), other, fresh).extra == {"epoch": number}
-        assert same(everything(other, fresh), expected[number])
+        assert assert_loads(tmp_path / str(number), expected[number]) == {"epoch": number}
     in_memory = shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer)
     in_memory.result()
     assert memory_of(in_memory) != memory_of(saves[1])
@@ -202,9 +190,7 @@ def test_a_local_disk_that_needs_names(tmp_path: Path, monkeypatch: pytest.Monke
     model, optimizer = trained()
     shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=staging).result()
     assert os.listdir(staging) == ["shardopt-notes.staging"]
-    other, fresh = trained(seed=7, steps=0)
-    shardopt.checkpoint.load(tmp_path / "1", other, fresh)
-    assert same(everything(other, fresh), everything(model, optimizer))
+    assert_loads(tmp_path / "1", everything(model, optimizer))
 
 
 def test_a_program_that_ends_meanwhile_completes_the_save(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import shardopt
 from attack.index_file import read_index, write_index
+from checkpoint_folder import flip
 from ranks.layouts import values
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.restore import Restoration
@@ -36,7 +37,10 @@ class Small(nn.Module):
         self.register_buffer("scratch", values((5,), seed + 5), persistent=False)
 
 
-def trained(seed: int = 0, steps: int = 2, **options: Any) -> tuple[Small, ShardedOptimizer]:
+Run = tuple[Small, ShardedOptimizer]
+
+
+def trained(seed: int = 0, steps: int = 2, **options: Any) -> Run:
     model = Small(seed)
     optimizer = shardopt.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
     for step in range(steps):
@@ -65,6 +69,32 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
         torch.equal(x, b[key]) and x.dtype == b[key].dtype if isinstance(x, torch.Tensor) else x == b[key]
         for key, x in a.items()
     )
+
+
+def assert_loads(path: str | Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """Loads a checkpoint into another run, which is then the same; returns its extra values."""
+    other, fresh = trained(seed=7, steps=0)
+    loaded = shardopt.checkpoint.load(path, other, fresh)
+    assert same(everything(other, fresh), expected)
+    return loaded.extra
+
+
+def assert_refuses(path: str | Path, message: str, *, convert: bool = False, **options: Any) -> None:
+    """A run into which a checkpoint cannot be loaded is unchanged, and goes on."""
+    model, optimizer = trained(seed=7, **options)
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError, match=message):
+        shardopt.checkpoint.load(path, model, optimizer, convert=convert)
+    assert same(everything(model, optimizer), before)
+    step_with(model, optimizer, 9)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A model and its optimizer, which are saved in tmp_path."""
+    model, optimizer = trained()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    return model, optimizer
 
 
 def test_all_comes_back(tmp_path: Path) -> None:
@@ -170,14 +200,10 @@ def test_a_learning_rate_on_a_tensor_keeps_its_place(tmp_path: Path) -> None:
     [{"codec": "dynamic8"}, {"block_size": 32}, {"codec": "fp32"}, {"min_quantized_numel": 10**6}],
     ids=str,
 )
-def test_another_codec_is_converted_on_demand(tmp_path: Path, options: dict[str, Any]) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_another_codec_is_converted_on_demand(tmp_path: Path, run: Run, options: dict[str, Any]) -> None:
+    model, optimizer = run
+    assert_refuses(tmp_path, r"log8 in blocks of 128 state for .* convert=True", **options)
     other, fresh = trained(seed=7, **options)
-    before = everything(other, fresh)
-    with pytest.raises(CheckpointError, match=r"log8 in blocks of 128 state for .* convert=True"):
-        shardopt.checkpoint.load(tmp_path, other, fresh)
-    assert same(everything(other, fresh), before)
     loaded = shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
     assert loaded.converted.keys() == {"weight", "brain"}
     moments = optimizer.rule(optimizer.param_groups[0]).moments
@@ -197,9 +223,8 @@ def test_another_codec_is_converted_on_demand(tmp_path: Path, options: dict[str,
 def test_other_master_weights_are_converted_on_demand(tmp_path: Path, saved: int | None, own: int | None) -> None:
     model, optimizer = trained(master_weight_bits=saved)
     shardopt.checkpoint.save(tmp_path, model, optimizer)
+    assert_refuses(tmp_path, "low bits", master_weight_bits=own)
     other, fresh = trained(seed=7, master_weight_bits=own)
-    with pytest.raises(CheckpointError, match="low bits"):
-        shardopt.checkpoint.load(tmp_path, other, fresh)
     loaded = shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
     assert loaded.converted.keys() == {"brain"}
     moments = optimizer.rule(optimizer.param_groups[0]).moments
@@ -219,9 +244,8 @@ def test_other_master_weights_are_converted_on_demand(tmp_path: Path, saved: int
     step_with(other, fresh, 9)
 
 
-def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path, run: Run) -> None:
+    model, _ = run
     other, fresh = trained(seed=7, steps=0)
     other.weight.data = other.weight.data.bfloat16()
     with pytest.raises(CheckpointError, match=r"torch.float32 weights .* for torch.bfloat16"):
@@ -238,9 +262,7 @@ class Wider(Small):
         self.more = nn.Parameter(values((3,), 0))
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_another_model_is_refused(tmp_path: Path, run: Run) -> None:
     other = Wider()
     fresh = shardopt.AdamW8bit([p for p in other.parameters() if p.requires_grad])
     with pytest.raises(
@@ -249,9 +271,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         shardopt.checkpoint.load(tmp_path, other, fresh)
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_another_optimizer_is_refused(tmp_path: Path, run: Run) -> None:
+    model, _ = run
     lion = shardopt.Lion8bit([p for p in model.parameters() if p.requires_grad])
     with pytest.raises(CheckpointError, match=r"saved by AdamW8bit, expected .* of Lion8bit"):
         shardopt.checkpoint.load(tmp_path, model, lion)
@@ -260,10 +281,8 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         shardopt.checkpoint.save(tmp_path, model, theirs)
 
 
-def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has some for the first parameter's."""
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
     other, running = trained(seed=7)
     before = everything(other, running)
     made = iter(range(100))
@@ -279,33 +298,26 @@ def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, monkeypatch: py
     assert same(everything(other, running), before)
     monkeypatch.undo()
     shardopt.checkpoint.load(tmp_path, other, running)
-    assert same(everything(other, running), everything(model, optimizer))
+    assert same(everything(other, running), everything(*run))
 
 
 def test_a_model_without_tensors(tmp_path: Path) -> None:
     shardopt.checkpoint.save(tmp_path, nn.Identity(), epoch=3)
     assert shardopt.checkpoint.load(tmp_path, nn.Identity()).extra == {"epoch": 3}
-    model, optimizer = trained()
-    before = everything(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"another model: the checkpoint does not have .*model\.bias"):
-        shardopt.checkpoint.load(tmp_path, model, optimizer)
-    assert same(everything(model, optimizer), before)
+    assert_refuses(tmp_path, r"another model: the checkpoint does not have .*model\.bias")
 
 
-def test_an_index_without_tensors_is_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_an_index_without_tensors_is_refused(tmp_path: Path, run: Run) -> None:
     write_index(tmp_path, {**read_index(tmp_path), "tensors": {}})
-    for of in (optimizer, None):
-        with pytest.raises(CheckpointError, match=r"another model: the checkpoint does not have .*model\.bias"):
-            shardopt.checkpoint.load(tmp_path, model, of)
+    assert_refuses(tmp_path, r"another model: the checkpoint does not have .*model\.bias")
+    with pytest.raises(CheckpointError, match=r"another model: the checkpoint does not have .*model\.bias"):
+        shardopt.checkpoint.load(tmp_path, run[0])
 
 
-def test_other_parameters_are_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
+def test_other_parameters_are_refused(tmp_path: Path, run: Run) -> None:
+    model, optimizer = run
     with pytest.raises(CheckpointError, match="the optimizer of this model"):
         shardopt.checkpoint.save(tmp_path, Small(3), optimizer)
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
     with pytest.raises(CheckpointError, match="got no state of frozen"):
         shardopt.checkpoint.load(tmp_path, model, shardopt.AdamW8bit(model.parameters()))
 
@@ -332,52 +344,13 @@ def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert shardopt.checkpoint.load(tmp_path, model, optimizer).extra == {"epoch": 1}
 
 
-def _truncate(folder: Path) -> None:
-    data = next(folder.glob("*.bin"))
-    data.write_bytes(data.read_bytes()[:-100])
+@pytest.mark.parametrize("name", ["data", "index"])
+def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path, run: Run, name: str) -> None:
+    flip(next(tmp_path.glob("*.bin")) if name == "data" else tmp_path / "checkpoint.json", 300)
+    assert_refuses(tmp_path, "checksum")
 
 
-def _flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 0x10
-    path.write_bytes(bytes(content))
-
-
-def _newer(folder: Path) -> None:
-    import zlib
-
-    text = (folder / "checkpoint.json").read_bytes().rpartition(b',\n"crc32"')[0]
-    text = text.replace(b'"format_version": 2', b'"format_version": 99')
-    (folder / "checkpoint.json").write_bytes(text + f',\n"crc32": "{zlib.crc32(text):08x}"}}\n'.encode())
-
-
-FAULTS = {
-    "missing": (lambda folder: next(folder.glob("*.bin")).unlink(), "No such file"),
-    "truncated": (_truncate, "bytes"),
-    "flipped data": (lambda folder: _flip(next(folder.glob("*.bin")), 5000), "checksum"),
-    "flipped index": (lambda folder: _flip(folder / "checkpoint.json", 300), "checksum|damaged"),
-    "no index": (lambda folder: (folder / "checkpoint.json").unlink(), "checkpoint.json"),
-    "newer": (_newer, "format version 99"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path, fault: str) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
-    damage, message = FAULTS[fault]
-    damage(tmp_path)
-    other, running = trained(seed=7)
-    before = everything(other, running)
-    with pytest.raises(CheckpointError, match=message):
-        shardopt.checkpoint.load(tmp_path, other, running)
-    assert same(everything(other, running), before)
-    step_with(other, running, 9)
-
-
-def test_the_index_is_json(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_the_index_is_json(tmp_path: Path, run: Run) -> None:
     index = json.loads((tmp_path / "checkpoint.json").read_text())
     assert index["tensors"]["optimizer.weight.exp_avg_codes"]["shape"] == [33, 200]
     assert index["tensors"]["optimizer.weight.exp_avg_sq_scales"]["shape"] == [33, 2, 2]
