@@ -39,13 +39,13 @@ class Copies(NamedTuple):
 
 def digests(copies: Sequence[Copies], tensors: Mapping[str, Chunks], rank: int) -> list[int]:
     """One digest of this rank's parts of all tensors in each element of ``copies``; 0 where it has none."""
-    found = []
+    values = []
     for names, starts in copies:
         combined = 0
         for name in names if starts[rank] >= 0 else ():
             combined = _combined(combined, _of_chunks(tensors[name]))
-        found.append(combined)
-    return found
+        values.append(combined)
+    return values
 
 
 def check_digests(
@@ -61,30 +61,30 @@ def check_digests(
     for number, (names, starts) in enumerate(copies):
         if _are_alike([values[number] for values in of_ranks], starts):
             continue
-        own = ranks.agree(
+        own_digests = ranks.agree(
             lambda names=names, is_copy=starts[ranks.rank] >= 0: [  # type: ignore[misc]
                 _of_chunks(tensors[name]) if is_copy else 0 for name in names
             ]
         )
-        by_name = zip(names, zip(*ranks.gathered_numbers(own), strict=True), strict=True)
+        by_name = zip(names, zip(*ranks.gathered_numbers(own_digests), strict=True), strict=True)
         refuse({name for name, of_name in by_name if not _are_alike(of_name, starts)}, "values")
 
 
 def _are_alike(of_ranks: Sequence[int], starts: npt.NDArray[np.int64]) -> bool:
     """Whether the values of ranks at the same offset in their copies are the same."""
-    found: dict[int, int] = {}
+    value_at: dict[int, int] = {}
     return all(
-        found.setdefault(rank - start, of_ranks[rank]) == of_ranks[rank]
+        value_at.setdefault(rank - start, of_ranks[rank]) == of_ranks[rank]
         for rank, start in enumerate(starts.tolist())
         if start >= 0
     )
 
 
 def _of_chunks(chunks: Chunks) -> int:
-    found = 0
+    combined = 0
     for tensor in chunks.written.values():
-        found = _combined(found, digest(tensor))
-    return found
+        combined = _combined(combined, digest(tensor))
+    return combined
 
 
 def _combined(first: int, second: int) -> int:
@@ -108,10 +108,10 @@ def digest(tensor: Tensor) -> int:
         sums = [_sum(words, *weights) for words in torch.split(aligned.view(torch.int64), _WORDS)]
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
-    found = data.numel()
+    combined = data.numel()
     for value in torch.stack([*sums, rest.view(torch.int64)[0]]).tolist():
-        found = (found * 0x9E3779B97F4A7C15 + value) % 2**64
-    return found
+        combined = (combined * 0x9E3779B97F4A7C15 + value) % 2**64
+    return combined
 
 
 def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:

@@ -120,23 +120,23 @@ class DataFiles:
         Raises:
             CheckpointError: the file cannot be opened, or has another length than the index says.
         """
-        found = self._kept.get(number) or self._passing.get(number)
-        if found is None:
+        file = self._kept.get(number) or self._passing.get(number)
+        if file is None:
             check_lengths(self.folder, self._index, [number])
             name = self._index.file_name(number)
             try:
-                found = self.folder.open(name)
+                file = self.folder.open(name)
             except OSError as error:
                 raise CheckpointError(
                     f"{self.folder.shown(name)}: cannot be opened: {error}; load another checkpoint"
                 ) from error
             if len(self._kept) < _MOST_OPEN:
-                self._kept[number] = found
+                self._kept[number] = file
             else:
                 if len(self._passing) > _AHEAD:
                     self._passing.pop(next(iter(self._passing))).close()
-                self._passing[number] = found
-        return found
+                self._passing[number] = file
+        return file
 
     def table(self, number: int) -> Table:
         """The table of a file.
@@ -202,15 +202,15 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
             raise unknown_content(path, "a tensor in a file that is not listed")
         length = stored.data + stored.table
         try:
-            found = folder.size(name)
+            size = folder.size(name)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: cannot be found ({error.strerror}), expected {length} bytes of data; is this a folder that "
                 "all ranks see, and was it left alone by other saves?"
             ) from error
-        if found != length:
+        if size != length:
             raise CheckpointError(
-                f"{path}: got {found} bytes, expected {length}: the file was changed after the save; load another "
+                f"{path}: got {size} bytes, expected {length}: the file was changed after the save; load another "
                 "checkpoint"
             )
 
@@ -260,10 +260,10 @@ def _read(file: SourceFile, path: str, data: memoryview, position: int) -> None:
 
 
 def _check(path: str, data: memoryview, position: int, crc32: int) -> None:
-    found = zlib.crc32(data)
-    if found != crc32:
+    got = zlib.crc32(data)
+    if got != crc32:
         raise CheckpointError(
-            f"{path}: got checksum {found:08x} of the {len(data)} bytes at {position}, expected {crc32:08x}: the bytes "
+            f"{path}: got checksum {got:08x} of the {len(data)} bytes at {position}, expected {crc32:08x}: the bytes "
             "were damaged after the save; load another checkpoint"
         )
 

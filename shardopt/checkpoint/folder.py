@@ -155,12 +155,12 @@ def own_size(path: Path) -> int:
     Raises:
         OSError: the file does not exist, or is no regular file but, for example, a symbolic link or a pipe.
     """
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "got a symbolic link, expected a file in the folder itself")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "got something else, expected a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def make_folder(path: Path) -> None:

@@ -62,18 +62,18 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     Raises:
         CheckpointError: a parameter has different options on different ranks.
     """
-    found: list[dict[str, Any]] = []
+    groups_of_all: list[dict[str, Any]] = []
     for rank, groups in enumerate(of_ranks):
         for index, group in enumerate(groups):
-            candidates = [*found[index : index + 1], *found] if rank else []
+            candidates = [*groups_of_all[index : index + 1], *groups_of_all] if rank else []
             same = next((known for known in candidates if _learned(known) == _learned(group)), None)
             names = dict.fromkeys(group["parameters"])
             if same is None:
-                found.append({**group, "parameters": names})
+                groups_of_all.append({**group, "parameters": names})
             else:
                 same["parameters"] |= names
     seen: set[str] = set()
-    for group in found:
+    for group in groups_of_all:
         twice = seen & group["parameters"].keys()
         if twice:
             raise CheckpointError(
@@ -81,7 +81,7 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
                 "hyper-parameters for a parameter everywhere; set them alike on all ranks"
             )
         seen |= group["parameters"].keys()
-    return [{**group, "parameters": list(group["parameters"])} for group in found]
+    return [{**group, "parameters": list(group["parameters"])} for group in groups_of_all]
 
 
 def _learned(group: SavedGroup) -> dict[str, Any]:
@@ -90,10 +90,10 @@ def _learned(group: SavedGroup) -> dict[str, Any]:
 
 def options_by_name(saved: Sequence[SavedGroup]) -> dict[str, dict[str, Any]]:
     """The options of each parameter in a checkpoint's param groups, from the first group with the parameter."""
-    found: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
     for group in reversed(saved):
-        found.update(dict.fromkeys(group["parameters"], group["options"]))
-    return found
+        options.update(dict.fromkeys(group["parameters"], group["options"]))
+    return options
 
 
 def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], index: int) -> dict[str, Any]:
@@ -104,15 +104,15 @@ def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], ind
     """
     first: dict[str, Any] | None = None
     for name in names:
-        own = saved.get(name)
-        if own is None:
+        options = saved.get(name)
+        if options is None:
             raise CheckpointError(
                 f"got no state of {named(name)}, expected the optimizer's in the checkpoint to have it"
             )
         if first is None:
-            first = own
-        elif own is not first and own != first:
-            keys = [key for key in {*first, *own} if first.get(key) != own.get(key)]
+            first = options
+        elif options is not first and options != first:
+            keys = [key for key in {*first, *options} if first.get(key) != options.get(key)]
             raise CheckpointError(
                 f"param group {index}: got parameters that were saved with different {few(keys)}, expected them to "
                 "be alike; make param groups like those of the checkpoint"
@@ -120,15 +120,15 @@ def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], ind
     return first or {}
 
 
-def checked_groups(path: str | os.PathLike[str], found: object) -> list[SavedGroup]:
+def checked_groups(path: str | os.PathLike[str], groups: object) -> list[SavedGroup]:
     """Checks the param groups in a checkpoint's header, which may be damaged.
 
     Raises:
         CheckpointError: the param groups are not of the form that :func:`describe` returns.
     """
-    if not isinstance(found, list):
-        raise CheckpointError(f"{path}: got param_groups as {type(found).__name__}, expected a list; {_REMEDY}")
-    for index, group in enumerate(found):
+    if not isinstance(groups, list):
+        raise CheckpointError(f"{path}: got param_groups as {type(groups).__name__}, expected a list; {_REMEDY}")
+    for index, group in enumerate(groups):
         entries = group if isinstance(group, dict) else {}
         names, options = entries.get("parameters"), entries.get("options")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -137,7 +137,7 @@ def checked_groups(path: str | os.PathLike[str], found: object) -> list[SavedGro
             )
         if not isinstance(options, dict):
             raise CheckpointError(f"{path}: param group {index}: got no options, expected a dict of them; {_REMEDY}")
-    return found
+    return groups
 
 
 _REMEDY = "the header is damaged, load another checkpoint"
@@ -174,9 +174,14 @@ def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping
     check_options({**group, **taken})
     optimizer.check_group({**group, **taken})
     for key, value in taken.items():
-        own = group.get(key)
-        if isinstance(own, Tensor) and own.numel() == 1 and isinstance(value, float | int) and abs(value) <= LARGEST:
-            taken[key] = own.new_tensor(value).reshape(own.shape)
+        present = group.get(key)
+        if (
+            isinstance(present, Tensor)
+            and present.numel() == 1
+            and isinstance(value, float | int)
+            and abs(value) <= LARGEST
+        ):
+            taken[key] = present.new_tensor(value).reshape(present.shape)
     return {**group, **taken}
 
 
@@ -185,8 +190,8 @@ def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str
     for key in dropped:
         group.pop(key, None)
     for key, value in new.items():
-        own = group.get(key)
-        if isinstance(own, Tensor) and isinstance(value, Tensor):
-            own.copy_(value)
+        present = group.get(key)
+        if isinstance(present, Tensor) and isinstance(value, Tensor):
+            present.copy_(value)
         elif key != "params":
             group[key] = value

@@ -61,25 +61,25 @@ def _encoded(value: Any, name: str, depth: int) -> Any:
         )
     if not isinstance(value, dict):
         return [_encoded(each, name, depth + 1) for each in value]
-    found = {}
+    encoded = {}
     for key, each in value.items():
         if not isinstance(key, str):
             raise TypeError(
                 f"{named(name)}: got the key {shown(key)}, expected text, as JSON has no other keys; leave out what "
                 "the constructor makes (milestones of MultiStepLR), or save a list of pairs"
             )
-        found[key] = _encoded(each, f"{name}.{key}" if name else key, depth + 1)
-    if len(found) == 1 and _KEY.fullmatch(key):
-        return {f"${key}": found[key]}
-    return found
+        encoded[key] = _encoded(each, f"{name}.{key}" if name else key, depth + 1)
+    if len(encoded) == 1 and _KEY.fullmatch(key):
+        return {f"${key}": encoded[key]}
+    return encoded
 
 
-def _decoded(found: dict[str, Any]) -> Any:
-    if len(found) != 1:
-        return found
-    [(key, value)] = found.items()
+def _decoded(decoded: dict[str, Any]) -> Any:
+    if len(decoded) != 1:
+        return decoded
+    [(key, value)] = decoded.items()
     if not _KEY.fullmatch(key):
-        return found
+        return decoded
     if key.startswith("$$"):
         return {key[1:]: value}
-    return _NUMBERS.get(value, found) if isinstance(value, str) else found
+    return _NUMBERS.get(value, decoded) if isinstance(value, str) else decoded

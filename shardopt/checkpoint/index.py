@@ -305,10 +305,10 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
 
 
 def _plain(tensor: StoredTensor) -> dict[str, Any]:
-    found = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
+    entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
     if tensor.partition is None:
-        return {**found, "parts": [[file, *part] for file, part in tensor.parts]}
-    return {**found, "start": tensor.start, **partition_to_json(tensor.partition)}
+        return {**entry, "parts": [[file, *part] for file, part in tensor.parts]}
+    return {**entry, "start": tensor.start, **partition_to_json(tensor.partition)}
 
 
 def _demand(holds: object, what: str) -> None:

@@ -61,7 +61,7 @@ def _progress() -> Iterator[Callable[[int], object]]:
 
 def _text(summary: Summary, problems: Sequence[str]) -> str:
     header, parameters = summary.header, summary.parameters
-    numel, size = sum(each.numel for each in parameters), sum(summary.files.values())
+    numel, size = sum(parameter.numel for parameter in parameters), sum(summary.files.values())
     saved_by = header.get("optimizer", "no optimizer")
     lines = [
         f"{summary.path}: saved by {saved_by}; {len(parameters):,} parameters and buffers, {numel:,} elements; "
@@ -70,8 +70,8 @@ def _text(summary: Summary, problems: Sequence[str]) -> str:
     if header.get("extra"):
         lines.append(f"extra: {', '.join(header['extra'])}")
     totals: Counter[str] = Counter()
-    for each in parameters:
-        totals.update(each.nbytes())
+    for parameter in parameters:
+        totals.update(parameter.nbytes())
     kinds = [[kind, f"{nbytes:,}", f"{nbytes / max(numel, 1):.3f}"] for kind, nbytes in totals.items()]
     lines += ["", *table(["kind", "bytes", "per element"], kinds)]
     groups = [
@@ -82,7 +82,7 @@ def _text(summary: Summary, problems: Sequence[str]) -> str:
         lines += ["", *table(["group", "parameters", *_SHOWN_OPTIONS], groups)]
         lines.append("Loads as it is into an optimizer with these options, into others with convert=True.")
     head = ["parameter", "shape", "weights", "codec", "step", "state, bytes per element", "codes, bits used", "scales"]
-    lines += ["", *table(head, [_row(each) for each in parameters])]
+    lines += ["", *table(head, [_row(parameter) for parameter in parameters])]
     lines += ["", *(problems or ["No NaN, no infinities." if _is_read(summary) else "The data were not read."])]
     return "\n".join(lines)
 
@@ -114,7 +114,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _is_read(summary: Summary) -> bool:
-    return any(each.values for each in summary.parameters)
+    return any(parameter.values for parameter in summary.parameters)
 
 
 def _values(summary: Summary, problems: Sequence[str]) -> dict[str, Any]:
@@ -124,18 +124,18 @@ def _values(summary: Summary, problems: Sequence[str]) -> dict[str, Any]:
         "files": summary.files,
         "parameters": [
             {
-                "name": each.name,
-                "shape": list(each.shape),
-                "codec": each.codec,
-                "bytes": each.nbytes(),
+                "name": parameter.name,
+                "shape": list(parameter.shape),
+                "codec": parameter.codec,
+                "bytes": parameter.nbytes(),
                 "values": {
                     key: {"nan": found.nan, "infinite": found.infinite}
                     | ({"low": found.low, "high": found.high} if found.low <= found.high else {})
                     | ({"bits_used": found.bits_used} if key.endswith("_codes") else {})
-                    for key, found in each.values.items()
+                    for key, found in parameter.values.items()
                 },
             }
-            for each in summary.parameters
+            for parameter in summary.parameters
         ],
         "problems": list(problems),
     }

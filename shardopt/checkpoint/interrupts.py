@@ -24,19 +24,19 @@ def deferred_interrupts() -> Iterator[None]:
     Changes nothing outside the main thread, which alone gets signals, or if the handler of SIGINT is no Python code.
     """
     global _handler
-    own = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(own) or _handler is not None:
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler) or _handler is not None:
         yield
         return
     _interrupted.clear()
     try:
-        _handler = own
+        _handler = handler
         signal.signal(signal.SIGINT, lambda number, frame: _interrupted.append((number, frame)))
         yield
     finally:
         _handler = None
-        signal.signal(signal.SIGINT, own)
-        _deliver(own)
+        signal.signal(signal.SIGINT, handler)
+        _deliver(handler)
 
 
 def interruption_point() -> None:

@@ -207,8 +207,9 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
     if isinstance(shard, FlatShard):
         first, end = shard.blocks(grid)
         written = max(min(shard.first_written_block(grid), end), first)
+        held = _rectangles(shape[:2], first, end, local)
         own = _rectangles(shape[:2], written, end, local[written - first :])
-        return Chunks(shape, local.dtype, _rectangles(shape[:2], first, end, local), own, shard.scales_partition(grid))
+        return Chunks(shape, local.dtype, held, own, shard.scales_partition(grid))
     covered = shard.local_blocks(grid)
     blocks = ((covered.first, covered.first + covered.per_row),)
     held = _boxes((shard.indices[0], blocks), local)

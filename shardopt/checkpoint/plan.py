@@ -83,11 +83,12 @@ def plan_save(
             overlap.
     """
     any_assumed = any(chunks.is_assumed for chunks in tensors.values())
-    found = _Planning(tensors, groups, unequal, ranks, any_assumed)
-    if found.lacks_elements and found.some_rank_assumed:  # no rank has the state that ranks without elements assumed
+    planning = _Planning(tensors, groups, unequal, ranks, any_assumed)
+    if planning.lacks_elements and planning.some_rank_assumed:
+        # No rank has the state that ranks without elements assumed.
         certain = {name: chunks for name, chunks in tensors.items() if not chunks.is_assumed}
-        found = _Planning(certain, groups, unequal, ranks, False)
-    return found.plan()
+        planning = _Planning(certain, groups, unequal, ranks, False)
+    return planning.plan()
 
 
 class _Planning:
@@ -199,12 +200,12 @@ class _Planning:
             return
         for name in other:
             every[name] = (*every[name][:2], None)
-        own = sum(
+        own_numel = sum(
             _numel_written(chunks)
             for name, chunks in self._tensors.items()
             if chunks.placed is not None and name not in other
         )
-        self._held = sum(held for (held,) in self._ranks.gathered_numbers([own]))
+        self._held = sum(held for (held,) in self._ranks.gathered_numbers([own_numel]))
 
     def _refuse_holes(self) -> None:
         """Raises the error of tensors whose parts not all ranks hold."""
@@ -219,7 +220,7 @@ class _Planning:
 
     def _written(self, unequal: Collection[str]) -> dict[str, StoredTensor]:
         """The tensors that have a rule, each with the rank that begins the copy to write."""
-        found: dict[str, StoredTensor] = {}
+        stored: dict[str, StoredTensor] = {}
         loads = np.zeros(self._ranks.size)
         in_order = sorted(self._all.items(), key=lambda item: (-_nbytes(item[1]), item[0]))
         for name, (dtype, shape, partition) in in_order:
@@ -231,8 +232,8 @@ class _Planning:
             if len(starts) > 1 and nbytes >= _SPREAD_BYTES and name not in unequal:
                 start = int(starts[np.argmin(loads[starts])])
             loads[start] += nbytes / math.prod(ways for ways, _ in partition.strides)
-            found[name] = StoredTensor(dtype, shape, start, partition)
-        return found
+            stored[name] = StoredTensor(dtype, shape, start, partition)
+        return stored
 
     def _listed(
         self, names: Sequence[str], unequal: Collection[str], own: dict[str, list[Part]]
@@ -250,7 +251,7 @@ class _Planning:
             for name, parts in json.loads(message).items():
                 for offsets, shape in parts:
                     holders[name].setdefault((tuple(offsets), tuple(shape)), []).append(rank)
-        found: dict[str, StoredTensor] = {}
+        stored_tensors: dict[str, StoredTensor] = {}
         shared: list[tuple[str, Part]] = []
         for name, of_parts in holders.items():
             dtype, shape, _ = self._all[name]
@@ -260,24 +261,24 @@ class _Planning:
             if not fill(shape, list(of_parts)):
                 raise _not_filled(name, shape)
             stored = sorted((of[0], part) for part, of in of_parts.items())
-            found[name] = StoredTensor(dtype, shape, parts=tuple(stored))
+            stored_tensors[name] = StoredTensor(dtype, shape, parts=tuple(stored))
             own[name] = [part for part, of in of_parts.items() if of[0] == self._ranks.rank]
             shared += [(name, part) for part, of in of_parts.items() if len(of) > 1]
         if shared:
             self._compare_listed(shared, holders)
-        return found
+        return stored_tensors
 
     def _compare_listed(
         self, shared: Sequence[tuple[str, Part]], holders: Mapping[str, Mapping[Part, list[int]]]
     ) -> None:
         """Compares rectangles that several ranks hold of tensors without a rule. All ranks must call this."""
-        own = self._ranks.agree(
+        own_digests = self._ranks.agree(
             lambda: [
                 digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
                 for name, part in shared
             ]
         )
-        by_part = zip(shared, zip(*self._ranks.gathered_numbers(own), strict=True), strict=True)
+        by_part = zip(shared, zip(*self._ranks.gathered_numbers(own_digests), strict=True), strict=True)
         alike = ((name, {of_ranks[rank] for rank in holders[name][part]}) for (name, part), of_ranks in by_part)
         refuse({name for name, values in alike if len(values) > 1}, "values")
 
@@ -331,24 +332,24 @@ def _own(
     size: int,
 ) -> Described:
     """This rank's own description, as :func:`_parsed` would read it."""
-    found = {}
+    described = {}
     for name, chunks in sorted(tensors.items()):
         partition = None if chunks.placed is None else chunks.placed.partition
         if partition is not None and sum((ways - 1) * stride for ways, stride in partition.strides) >= size:
             raise _not_filled(name, chunks.shape)  # more ranks than save together
-        found[name] = chunks.dtype, chunks.shape, partition
-    return Described(members, groups, frozenset(unequal), found)
+        described[name] = chunks.dtype, chunks.shape, partition
+    return Described(members, groups, frozenset(unequal), described)
 
 
 def _parsed(text: bytes, members: npt.NDArray[np.int64], size: int) -> Described:
     content = json.loads(text)
     tensors = {}
     for name, (dtype, shape, rule) in content["tensors"].items():
-        found = dtype_named(dtype)
-        assert found is not None
+        known = dtype_named(dtype)
+        assert known is not None
         shape = tuple(shape)
         try:
-            tensors[name] = found, shape, None if rule is None else partition_from_json(rule, shape, size)
+            tensors[name] = known, shape, None if rule is None else partition_from_json(rule, shape, size)
         except InvalidError:  # more ranks than save together
             raise _not_filled(name, shape) from None
     return Described(members, content["groups"], frozenset(content["unequal"]), tensors)

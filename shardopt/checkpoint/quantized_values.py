@@ -43,10 +43,10 @@ def _packed(key: str, value: Any) -> dict[str, Tensor]:
     if isinstance(value, str):
         return {f"{key}:text": torch.tensor(list(value.encode()), dtype=torch.uint8, device="cpu")}
     if type(value) in _SEQUENCES.values() and key.count(":") < _MAX_DEPTH:
-        found = {f"{key}:{type(value).__name__}": torch.tensor(len(value), device="cpu")}
+        tensors = {f"{key}:{type(value).__name__}": torch.tensor(len(value), device="cpu")}
         for index, item in enumerate(value):
-            found.update(_packed(f"{key}:{index}", item))
-        return found
+            tensors.update(_packed(f"{key}:{index}", item))
+        return tensors
     raise ValueError(
         f"got a state entry {key} of {type(value).__name__}, expected tensors, numbers, texts, None, or lists of "
         "these; save optimizer.state_dict() instead"

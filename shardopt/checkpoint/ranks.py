@@ -43,8 +43,8 @@ class Ranks:
         sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
         if not sent.numel():
             return [b""] * self.size
-        found = self._all_gathered(sent).numpy()
-        return [row[:size].tobytes() for row, size in zip(found, lengths, strict=True)]
+        received = self._all_gathered(sent).numpy()
+        return [row[:size].tobytes() for row, size in zip(received, lengths, strict=True)]
 
     def gathered_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of each rank, from 0 to 2**64 - 1. All ranks must call this."""
@@ -102,10 +102,10 @@ class Ranks:
     def _all_gathered(self, tensor: Tensor) -> Tensor:
         """A tensor of each rank, stacked; on the host, as the given one."""
         sent = tensor.to(self._device)
-        found = sent.new_empty((self.size, *sent.shape))
+        received = sent.new_empty((self.size, *sent.shape))
         with _lost_ranks():
-            dist.all_gather(list(found), sent, group=self._group)
-            return found.cpu()
+            dist.all_gather(list(received), sent, group=self._group)
+            return received.cpu()
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """One rank's tensor; on the host, as the given one."""

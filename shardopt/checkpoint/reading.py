@@ -83,14 +83,14 @@ def stored_chunks(folder: Folder, index: Index) -> dict[str, list[tuple[int, Sto
     Raises:
         CheckpointError: a table cannot be read or is damaged, or the chunks of a tensor do not fill it.
     """
-    found: dict[str, list[tuple[int, StoredChunk]]] = {name: [] for name in index.tensors}
+    chunks_of: dict[str, list[tuple[int, StoredChunk]]] = {name: [] for name in index.tensors}
     with DataFiles(folder, index) as files:
         for number in [number for number, stored in enumerate(index.files) if stored is not None]:
-            for name, chunks in _chunks_in(files, index, number, found).items():
-                found[name] += [(number, chunk) for chunk in chunks]
-    for name, numbered in found.items():
+            for name, chunks in _chunks_in(files, index, number, chunks_of).items():
+                chunks_of[name] += [(number, chunk) for chunk in chunks]
+    for name, numbered in chunks_of.items():
         _demand_filled(folder, name, index.tensors[name].shape, [(chunk.offsets, chunk.shape) for _, chunk in numbered])
-    return found
+    return chunks_of
 
 
 def _demand_filled(folder: Folder, name: str, shape: tuple[int, ...], parts: Sequence[Part], where: str = "") -> None:
@@ -127,12 +127,12 @@ def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[st
     name = index.file_name(number)
     order = np.argsort(table.tensor, kind="stable")
     in_order = table.tensor[order]
-    found = {}
+    chunks_of = {}
     for tensor in names:
         begin, end = np.searchsorted(in_order, [files.numbers[tensor], files.numbers[tensor] + 1])
         stored = index.tensors[tensor]
-        found[tensor] = table.chunks(order[begin:end], len(stored.shape), stored.dtype.itemsize, name)
-    return found
+        chunks_of[tensor] = table.chunks(order[begin:end], len(stored.shape), stored.dtype.itemsize, name)
+    return chunks_of
 
 
 def common_part(one: Part, other: Part) -> Part | None:

@@ -79,8 +79,8 @@ class Restoration:
     @property
     def claimed(self) -> bytes:
         """A bit for each model tensor in the checkpoint: whether the model has that tensor on this rank."""
-        own = {model_key(name) for name in (*(item.name for item in self._all), *self._equal)}
-        return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
+        names = {model_key(name) for name in (*(item.name for item in self._all), *self._equal)}
+        return np.packbits(np.array([name in names for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
         """Plans reads and conversions; ``claimed`` has the attribute of this name on each rank.
@@ -188,15 +188,15 @@ class Restoration:
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
         """Checks that the checkpoint has all tensors of the model, and only tensors that the model has on some rank."""
-        own = {model_key(item.name): item.shard.global_shape for item in self._all}
+        own_shapes = {model_key(item.name): item.shard.global_shape for item in self._all}
         saved = {name: self._index.tensors[name].shape for name in self._saved_names}
         bits = np.bitwise_or.reduce([np.frombuffer(of_rank, dtype=np.uint8) for of_rank in claimed])
         wanted = np.unpackbits(bits, count=len(saved))
-        missing = sorted(own.keys() - saved.keys())
+        missing = sorted(own_shapes.keys() - saved.keys())
         unexpected = sorted(name for name, is_wanted in zip(saved, wanted, strict=True) if not is_wanted)
-        other = sorted(name for name in own.keys() & saved.keys() if own[name] != saved[name])
+        other = sorted(name for name in own_shapes.keys() & saved.keys() if own_shapes[name] != saved[name])
         if missing or unexpected or other:
-            shapes = first_of([f"{named(name)} {shown(saved[name])} and {shown(own[name])}" for name in other])
+            shapes = first_of([f"{named(name)} {shown(saved[name])} and {shown(own_shapes[name])}" for name in other])
             differences = [
                 f"the checkpoint does not have {few(missing)}" if missing else "",
                 f"the model does not have {few(unexpected)}" if unexpected else "",
@@ -212,12 +212,12 @@ class Restoration:
         if self._owner is None or self._owner.has_fixed_entries:
             return []
         shape_of = {item.name: item.shard.global_shape for item in self._all}
-        found = []
+        free = []
         for name, entries in self._entries.items():
             coded = {each + end for each in coded_names(entries) for end in ("_codes", "_scales")} if name else ()
             shapes = ((), shape_of.get(name))
-            found += [stored for key, stored in entries.items() if stored.shape not in shapes and key not in coded]
-        return found
+            free += [stored for key, stored in entries.items() if stored.shape not in shapes and key not in coded]
+        return free
 
     def _check_lengths(self, tensors: Sequence[StoredTensor]) -> None:
         """Checks that the checkpoint has the bytes of tensors, before memory is allocated for them."""

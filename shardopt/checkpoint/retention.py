@@ -73,14 +73,14 @@ def _remove(other: Folder, names: list[str], newest: Folder) -> None:
     if is_held is False or (is_held is None and INDEX_NAME not in names and not _is_abandoned(other, names, newest)):
         return
     try:
-        found = set(other.names())
-        if INDEX_NAME in found:
+        present = set(other.names())
+        if INDEX_NAME in present:
             if INDEX_NAME not in names:
                 return  # another save completed it meanwhile
             other.remove(INDEX_NAME)  # first: without it, what is left is no checkpoint
-        for name in filter(is_own_name, found.intersection(names)):  # no new ones, where there are no locks
+        for name in filter(is_own_name, present.intersection(names)):  # no new ones, where there are no locks
             other.remove(name)
-        if LOCK_NAME in found:
+        if LOCK_NAME in present:
             other.remove(LOCK_NAME)
         other.remove_if_empty()
     finally:
@@ -116,11 +116,11 @@ def _is_checkpoint(folder: Folder) -> bool:
 
 def _older(folder: Folder) -> list[Folder]:
     """The folders beside it with smaller numbers, the newest first."""
-    own = _NUMBERED.fullmatch(folder.name)
-    assert own is not None
-    found = []
+    newest = _NUMBERED.fullmatch(folder.name)
+    assert newest is not None
+    older = []
     for name, other in folder.siblings().items():
         match = _NUMBERED.fullmatch(name)
-        if match and match[1] == own[1] and int(match[2]) < int(own[2]):
-            found.append((int(match[2]), name, other))
-    return [other for _, _, other in sorted(found, key=lambda item: item[:2], reverse=True)]
+        if match and match[1] == newest[1] and int(match[2]) < int(newest[2]):
+            older.append((int(match[2]), name, other))
+    return [other for _, _, other in sorted(older, key=lambda item: item[:2], reverse=True)]

@@ -70,8 +70,8 @@ class Saving:
             plan = plan_save(tensors, self._header.get("param_groups"), self._unequal, ranks)
             ranks.agree(lambda: self._prepare(ranks.rank))
             self._token = ranks.from_rank(0, self._token.encode()).decode()
-            stored, own = ranks.agree(lambda: self._write(plan, tensors, ranks.rank))
-            of_ranks = ranks.gathered_numbers([*(stored or (0, 0, 0)), *own])
+            stored, own_digests = ranks.agree(lambda: self._write(plan, tensors, ranks.rank))
+            of_ranks = ranks.gathered_numbers([*(stored or (0, 0, 0)), *own_digests])
             check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
             files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
             ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
@@ -101,12 +101,12 @@ class Saving:
 
     def _write(self, plan: Plan, tensors: Mapping[str, Chunks], rank: int) -> tuple[StoredFile | None, list[int]]:
         """Writes this rank's data file, if it has anything to write; returns that and the digests of copies."""
-        found = digests(plan.copies, tensors, rank)
+        own_digests = digests(plan.copies, tensors, rank)
         if not plan.own:
-            return None, found
+            return None, own_digests
         self._written = data_file_name(self._token, rank)
         with self._refusing(self._written, sum(data.nbytes for _, _, data in plan.own)):
-            return write_data_file(self._folder, self._written, plan.own), found
+            return write_data_file(self._folder, self._written, plan.own), own_digests
 
     def _commit(self, plan: Plan, files: list[StoredFile | None]) -> None:
         header = self._header if plan.groups is None else {**self._header, "param_groups": plan.groups}

@@ -111,12 +111,12 @@ class Parameter:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by kind: weights, codes, scales, moments without codes, master low bits."""
-        found = {"weights": 0 if self.weights is None else self.weights.nbytes}
-        found |= dict.fromkeys(("codes", "scales", "moments", "master low bits"), 0)
+        nbytes = {"weights": 0 if self.weights is None else self.weights.nbytes}
+        nbytes |= dict.fromkeys(("codes", "scales", "moments", "master low bits"), 0)
         for key, entry in self.state.items():
             kind = "codes" if key.endswith("_codes") else "scales" if key.endswith("_scales") else "moments"
-            found["master low bits" if key == LOW_BITS else kind] += entry.nbytes
-        return found
+            nbytes["master low bits" if key == LOW_BITS else kind] += entry.nbytes
+        return nbytes
 
 
 @dataclass
@@ -185,19 +185,19 @@ def summarize(
     files = {index.file_name(i): each.data + each.table for i, each in enumerate(index.files) if each is not None}
     summary = Summary(str(folder), index.header, files, list(parameters.values()), others)
     if values:
-        found: dict[str, Values] = defaultdict(Values)
+        values_of: dict[str, Values] = defaultdict(Values)
         with noticing_replacement(folder, index):
-            _read(folder, index, found, progress)
+            _read(folder, index, values_of, progress)
         for parameter in summary.parameters:
             keys = [f"model.{parameter.name}", *(f"optimizer.{parameter.name}.{key}" for key in parameter.state)]
-            parameter.values.update({key: found[key] for key in keys if key in found})
+            parameter.values.update({key: values_of[key] for key in keys if key in values_of})
     return summary
 
 
 def _read(
     folder: Folder,
     index: Index,
-    found: dict[str, Values],
+    values_of: dict[str, Values],
     progress: Callable[[int], object],
 ) -> None:
     """Reads and verifies all tensors."""
@@ -210,5 +210,5 @@ def _read(
         for _, chunk, data in chunks_read:
             key = of_chunk[chunk]
             has_steps = key.startswith("optimizer.") and key.endswith("_scales") and len(chunk.shape) > 2
-            found[key].add(data.view(index.tensors[key].dtype), chunk.shape[-1] if has_steps else 1)
+            values_of[key].add(data.view(index.tensors[key].dtype), chunk.shape[-1] if has_steps else 1)
             progress(chunk.bytes)

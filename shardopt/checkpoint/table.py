@@ -58,14 +58,14 @@ class Table(NamedTuple):
 
     def chunks(self, rows: npt.NDArray[np.intp], dims: int, itemsize: int, file: str) -> list[StoredChunk]:
         """The chunks in some rows, all of one tensor."""
-        found = []
+        chunks = []
         corners = self.corners[rows].tolist()
         numel = self.corners[rows, 1].prod(axis=1).tolist()
         places = zip(self.position[rows].tolist(), numel, self.crc32[rows].tolist(), strict=True)
         for (offsets, shape), (position, count, crc32) in zip(corners, places, strict=True):
             part = tuple(offsets[:dims]), tuple(shape[:dims])
-            found.append(StoredChunk(*part, file, position, count * itemsize, crc32))
-        return found
+            chunks.append(StoredChunk(*part, file, position, count * itemsize, crc32))
+        return chunks
 
 
 def encoded(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:

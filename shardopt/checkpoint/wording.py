@@ -49,6 +49,6 @@ def first_of(texts: Sequence[str]) -> str:
 
 def line(text: object, most: int = _MAX_LINE_CHARACTERS) -> str:
     """A text, such as another package's error, on one line, without its middle if the text is long."""
-    found = " ".join(str(text).split())
+    shortened = " ".join(str(text).split())
     half = most // 2 - 2
-    return found if len(found) <= most else f"{found[:half]} ... {found[-half:]}"
+    return shortened if len(shortened) <= most else f"{shortened[:half]} ... {shortened[-half:]}"

@@ -21,7 +21,7 @@ from ranks.snapshot import assert_same, snapshot
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import import_state, load_safetensors, save_safetensors
 from shardopt.optim import ShardedOptimizer
-from test_portable_checkpoint_single import Run, Small, assert_refuses, everything, same, step_with, trained
+from test_portable_checkpoint_single import Small, assert_refuses, everything, same, step_with, trained
 
 NAN, INF = math.nan, math.inf
 Header = dict[str, Any]
@@ -65,13 +65,15 @@ HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
 
 @pytest.mark.parametrize("convert", [False, True])
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers(tmp_path: Path, run: Run, name: str, convert: bool) -> None:
+def test_headers(tmp_path: Path, name: str, convert: bool) -> None:
+    shardopt.checkpoint.save(tmp_path, *trained())
     change, message = HEADERS[name]
     rewrite(tmp_path, change)
     assert_refuses(tmp_path, re.escape(f"{tmp_path}: {message}"), convert=convert)
 
 
-def test_a_header_that_was_only_rewritten_loads(tmp_path: Path, run: Run) -> None:
+def test_a_header_that_was_only_rewritten_loads(tmp_path: Path) -> None:
+    shardopt.checkpoint.save(tmp_path, *trained())
     rewrite(tmp_path, option(lr=0.5, params=[1], param_names=["a"]))
     other, fresh = trained(seed=7)
     params = fresh.param_groups[0]["params"]
@@ -82,8 +84,9 @@ def test_a_header_that_was_only_rewritten_loads(tmp_path: Path, run: Run) -> Non
 
 
 @pytest.mark.parametrize("lr", ["abc", NAN, [1, 2], None, 10**400])
-def test_a_learning_rate_on_a_tensor_takes_no_other_value(tmp_path: Path, run: Run, lr: Any) -> None:
+def test_a_learning_rate_on_a_tensor_takes_no_other_value(tmp_path: Path, lr: Any) -> None:
     """Not even one on a device, which is not read."""
+    shardopt.checkpoint.save(tmp_path, *trained())
     rewrite(tmp_path, option(lr=lr))
     other, fresh = trained(seed=7)
     for own in (torch.tensor(0.5), torch.tensor(0.5, device="meta")):
