@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shardopt
+from checkpoint_folder import content_of, linear_run
 from shardopt.checkpoint import restore
 from shardopt.checkpoint.interrupts import deferred_interrupts, interruption_point
 from shardopt.checkpoint.local_folder import LocalFolder
@@ -102,39 +102,25 @@ def test_other_threads_take_no_part() -> None:
     assert not raised
 
 
-def _run(seed: int) -> tuple[torch.nn.Module, shardopt.AdamW8bit]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 66), torch.nn.Linear(66, 64))
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.1 + seed)
-    model(torch.randn(4, 64)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def _content(model: torch.nn.Module, optimizer: shardopt.AdamW8bit) -> list[Any]:
-    state = [entry for param in model.parameters() for entry in optimizer.state[param].values()]
-    return [optimizer.param_groups[0]["lr"], *(x.tolist() for x in (*model.parameters(), *state))]
-
-
 def test_during_the_change_of_model_and_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after the first parameter was changed, and waits for all."""
-    saved, other = _run(0), _run(1)
+    saved, other = linear_run(0), linear_run(1)
     shardopt.checkpoint.save(tmp_path, *saved)
     apply = restore.apply
 
     def interrupted(*args: Any) -> None:
-        assert _content(*other) != _content(*_run(1))
+        assert content_of(*other) != content_of(*linear_run(1))
         _interrupt()
         apply(*args)
 
     monkeypatch.setattr(restore, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         shardopt.checkpoint.load(tmp_path, *other)
-    assert _content(*other) == _content(*saved)
+    assert content_of(*other) == content_of(*saved)
 
 
 def test_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, other = _run(0), _run(1)
+    saved, other = linear_run(0), linear_run(1)
     shardopt.checkpoint.save(tmp_path, *saved)
     opened = LocalFolder.open
 
@@ -146,14 +132,14 @@ def test_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         shardopt.checkpoint.load(tmp_path, *other)
-    assert _content(*other) == _content(*_run(1))
+    assert content_of(*other) == content_of(*linear_run(1))
     assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize("commits", [False, True])
 def test_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: bool) -> None:
     """Before the last piece is written the save ends; once it commits, it is completed."""
-    old, new = _run(0), _run(1)
+    old, new = linear_run(0), linear_run(1)
     shardopt.checkpoint.save(tmp_path, *old)
     name = "_commit" if commits else "_write"
     original = getattr(Saving, name)
@@ -169,7 +155,7 @@ def test_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: 
             shardopt.checkpoint.save(tmp_path, *new)
     assert threading.active_count() == threads
     assert len(list(tmp_path.glob("*.bin"))) == 1
-    loaded = _run(2)
+    loaded = linear_run(2)
     shardopt.checkpoint.load(tmp_path, *loaded)
-    assert _content(*loaded) == _content(*(new if commits else old))
+    assert content_of(*loaded) == content_of(*(new if commits else old))
     shardopt.checkpoint.save(tmp_path, *new)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import shardopt
+from checkpoint_folder import content_of, linear_run
 from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError, portable
 from shardopt.checkpoint.folder import Folder
@@ -17,20 +17,6 @@ from shardopt.checkpoint.index import Index, load_index
 from shardopt.checkpoint.local_folder import LocalFolder
 from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.restore import Restoration
-
-
-def _run(seed: int) -> tuple[torch.nn.Module, shardopt.AdamW8bit]:
-    torch.manual_seed(seed)
-    model = torch.nn.Linear(64, 66)
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.1 + seed)
-    model(torch.randn(4, 64)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def _content(model: torch.nn.Module, optimizer: shardopt.AdamW8bit) -> list[Any]:
-    state = [entry for param in model.parameters() for entry in optimizer.state[param].values()]
-    return [optimizer.param_groups[0]["lr"], *(x.tolist() for x in (*model.parameters(), *state))]
 
 
 def _replaced_at_each_plan(path: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -41,7 +27,7 @@ def _replaced_at_each_plan(path: Path, times: int, monkeypatch: pytest.MonkeyPat
         plan(self, *args, **kwargs)
         if saves[0] < times:
             saves[0] += 1
-            shardopt.checkpoint.save(path, *_run(saves[0]), number=saves[0])
+            shardopt.checkpoint.save(path, *linear_run(saves[0]), number=saves[0])
 
     monkeypatch.setattr(Restoration, "plan", replacing)
     return saves
@@ -49,40 +35,40 @@ def _replaced_at_each_plan(path: Path, times: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("times", [1, 9])
 def test_a_load_that_is_overtaken_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    shardopt.checkpoint.save(tmp_path, *_run(0), number=0)
+    shardopt.checkpoint.save(tmp_path, *linear_run(0), number=0)
     saves = _replaced_at_each_plan(tmp_path, times, monkeypatch)
-    loaded = _run(20)
+    loaded = linear_run(20)
     assert shardopt.checkpoint.load(tmp_path, *loaded).extra == {"number": times}
     assert saves == [times]
-    assert _content(*loaded) == _content(*_run(times))
+    assert content_of(*loaded) == content_of(*linear_run(times))
 
 
 def test_a_load_that_is_always_overtaken_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shardopt.checkpoint.save(tmp_path, *_run(0), number=0)
+    shardopt.checkpoint.save(tmp_path, *linear_run(0), number=0)
     _replaced_at_each_plan(tmp_path, 10, monkeypatch)
-    loaded = _run(20)
+    loaded = linear_run(20)
     with pytest.raises(CheckpointError, match="another checkpoint was saved there while this one was loaded; load ag"):
         shardopt.checkpoint.load(tmp_path, *loaded)
-    assert _content(*loaded) == _content(*_run(20))
+    assert content_of(*loaded) == content_of(*linear_run(20))
 
 
 def test_data_that_are_gone_without_a_new_checkpoint(tmp_path: Path) -> None:
-    shardopt.checkpoint.save(tmp_path, *_run(0))
+    shardopt.checkpoint.save(tmp_path, *linear_run(0))
     for path in tmp_path.glob("*.bin"):
         path.unlink()
     with pytest.raises(CheckpointError, match="cannot be found"):
-        shardopt.checkpoint.load(tmp_path, *_run(1))
+        shardopt.checkpoint.load(tmp_path, *linear_run(1))
 
 
 def test_open_files_outlive_their_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a load has opened its files, a save that removes them changes nothing for it."""
-    shardopt.checkpoint.save(tmp_path, *_run(0), number=0)
+    shardopt.checkpoint.save(tmp_path, *linear_run(0), number=0)
     read, opened, loads = portable.read_tensors, LocalFolder.open, []
 
     def open_and_replace(self: LocalFolder, name: str) -> Any:
         file = opened(self, name)
         monkeypatch.setattr(LocalFolder, "open", opened)
-        shardopt.checkpoint.save(tmp_path, *_run(1), number=1)
+        shardopt.checkpoint.save(tmp_path, *linear_run(1), number=1)
         return file
 
     def replacing(*args: Any) -> None:
@@ -92,9 +78,9 @@ def test_open_files_outlive_their_removal(tmp_path: Path, monkeypatch: pytest.Mo
         read(*args)
 
     monkeypatch.setattr(portable, "read_tensors", replacing)
-    loaded = _run(20)
+    loaded = linear_run(20)
     assert shardopt.checkpoint.load(tmp_path, *loaded).extra == {"number": 0}
-    assert _content(*loaded) == _content(*_run(0))
+    assert content_of(*loaded) == content_of(*linear_run(0))
     assert len(loads) == 1
 
 
@@ -102,7 +88,7 @@ def _load_with_an_old_index_on_one_rank(path: Path) -> tuple[Any, int]:
     """Rank 1 sees the folder as it was before the last save, for the first time."""
     old: list[Index] = [load_index(folder_at(path))]
     dist.barrier()
-    shardopt.checkpoint.save(path, *_run(1), number=1)
+    shardopt.checkpoint.save(path, *linear_run(1), number=1)
     reads = []
 
     def read(folder: Folder) -> Index:
@@ -111,14 +97,14 @@ def _load_with_an_old_index_on_one_rank(path: Path) -> tuple[Any, int]:
 
     portable.load_index, original = read, portable.load_index
     try:
-        loaded = _run(20)
+        loaded = linear_run(20)
         extra = shardopt.checkpoint.load(path, *loaded).extra
     finally:
         portable.load_index = original
-    assert _content(*loaded) == _content(*_run(1))
+    assert content_of(*loaded) == content_of(*linear_run(1))
     return extra["number"], len(reads)
 
 
 def test_ranks_agree_on_one_checkpoint(ranks: Pool, tmp_path: Path) -> None:
-    shardopt.checkpoint.save(tmp_path, *_run(0), number=0)
+    shardopt.checkpoint.save(tmp_path, *linear_run(0), number=0)
     assert ranks.run(2, _load_with_an_old_index_on_one_rank, tmp_path) == [(1, 2), (1, 2)]

@@ -254,33 +254,6 @@ def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path, run
     assert torch.equal(other.weight, model.weight.bfloat16())
 
 
-class Wider(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(values((33, 201), 0))
-        self.same = self.weight
-        self.more = nn.Parameter(values((3,), 0))
-
-
-def test_another_model_is_refused(tmp_path: Path, run: Run) -> None:
-    other = Wider()
-    fresh = shardopt.AdamW8bit([p for p in other.parameters() if p.requires_grad])
-    with pytest.raises(
-        CheckpointError, match=r"another model: the checkpoint does not have model.more; .*weight \(33, 200\) and"
-    ):
-        shardopt.checkpoint.load(tmp_path, other, fresh)
-
-
-def test_another_optimizer_is_refused(tmp_path: Path, run: Run) -> None:
-    model, _ = run
-    lion = shardopt.Lion8bit([p for p in model.parameters() if p.requires_grad])
-    with pytest.raises(CheckpointError, match=r"saved by AdamW8bit, expected .* of Lion8bit"):
-        shardopt.checkpoint.load(tmp_path, model, lion)
-    theirs = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match="one of shardopt's"):
-        shardopt.checkpoint.save(tmp_path, model, theirs)
-
-
 def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has some for the first parameter's."""
     other, running = trained(seed=7)
@@ -316,7 +289,10 @@ def test_an_index_without_tensors_is_refused(tmp_path: Path, run: Run) -> None:
 
 def test_other_parameters_are_refused(tmp_path: Path, run: Run) -> None:
     model, optimizer = run
-    with pytest.raises(CheckpointError, match="the optimizer of this model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"parameters that the model has not.*expected the optimizer of this model; make it after fully_shard",
+    ):
         shardopt.checkpoint.save(tmp_path, Small(3), optimizer)
     with pytest.raises(CheckpointError, match="got no state of frozen"):
         shardopt.checkpoint.load(tmp_path, model, shardopt.AdamW8bit(model.parameters()))
@@ -334,14 +310,6 @@ def test_groups_may_be_split_but_not_merged(tmp_path: Path) -> None:
     merged = shardopt.AdamW8bit([model.weight, model.brain, model.bias])
     with pytest.raises(CheckpointError, match="different weight_decay"):
         shardopt.checkpoint.load(tmp_path, model, merged)
-
-
-def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer, epoch=1)
-    with pytest.raises(TypeError):
-        shardopt.checkpoint.save(tmp_path, model, optimizer, thing=object())
-    assert shardopt.checkpoint.load(tmp_path, model, optimizer).extra == {"epoch": 1}
 
 
 @pytest.mark.parametrize("name", ["data", "index"])

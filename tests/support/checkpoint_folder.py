@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import shardopt
 from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, read_header
 from shardopt.checkpoint.items import Chunks
@@ -97,3 +98,19 @@ def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 4
     path.write_bytes(content)
+
+
+def linear_run(seed: int) -> tuple[torch.nn.Module, shardopt.AdamW8bit]:
+    """A small model and its optimizer after a step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 66), torch.nn.Linear(66, 64))
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.1 + seed)
+    model(torch.randn(4, 64)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def content_of(model: torch.nn.Module, optimizer: shardopt.AdamW8bit) -> list[Any]:
+    """All that a load changes."""
+    state = [entry for param in model.parameters() for entry in optimizer.state[param].values()]
+    return [optimizer.param_groups[0]["lr"], *(x.tolist() for x in (*model.parameters(), *state))]
