@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import shardopt
 from attack.index_file import read_index, write_fitting, write_index
 from shardopt import quantize_state
 from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.quantized_values import packed, unpacked
 from wrapped import BY_PARAMETER, Counting, Custom, bits, of, parameters, quietly, same, trained
 
 
@@ -32,23 +32,38 @@ def _stepped(make: Any, model: nn.ParameterList, **options: Any) -> Any:
     return trained(quietly(make(list(model)), **options), list(model))
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[nn.ParameterList, Any]:
+    """A model and a stepped optimizer of many kinds of entries, which are saved in tmp_path."""
+    model = _model()
+    optimizer = _stepped(Counting, model)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    return model, optimizer
+
+
 @pytest.mark.parametrize(
     "value",
     [None, True, -7, 2**62, 0.1, float("inf"), "täxt", "", torch.bfloat16, [], [1, (None, ["a"])], torch.arange(3)],
     ids=str,
 )
-def test_values_as_tensors(value: Any) -> None:
-    (back,) = unpacked(packed("x", value)).values()
-    assert type(back) is type(value)
-    assert repr(back) == repr(value)
+def test_values_that_are_no_tensors(tmp_path: Path, run: Any, value: Any) -> None:
+    model, optimizer = run
+    optimizer.state["x"] = value
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    del optimizer.state["x"]
+    shardopt.checkpoint.load(tmp_path, model, optimizer)
+    assert type(optimizer.state["x"]) is type(value)
+    assert repr(optimizer.state["x"]) == repr(value)
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, 2**63, 1j, {1}, [[[[[[[[[[1]]]]]]]]]]], ids=str)
-def test_values_that_a_checkpoint_cannot_hold(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"state entry x.*save optimizer.state_dict"):
-        packed("x", value)
-    with pytest.raises(ValueError, match=r"got a state entry 'a\.b'"):
-        packed("a.b", 1)
+def test_values_that_a_checkpoint_cannot_hold(tmp_path: Path, run: Any, value: Any) -> None:
+    model, optimizer = run
+    for key, message in (("x", r"state entry x.*save optimizer.state_dict"), ("a.b", r"got a state entry 'a\.b'")):
+        optimizer.state[key] = value
+        with pytest.raises(CheckpointError, match=message):
+            shardopt.checkpoint.save(tmp_path, model, optimizer)
+        del optimizer.state[key]
 
 
 def test_a_state_that_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
@@ -126,10 +141,8 @@ def test_tensors_in_param_groups_keep_their_shapes(tmp_path: Path, saved: Any, o
     assert torch.equal(again.param_groups[0]["lr"], torch.full(own, 0.25))
 
 
-def test_tensors_of_several_elements_in_param_groups(tmp_path: Path) -> None:
-    model = _model()
-    optimizer = _stepped(Counting, model)
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_tensors_of_several_elements_in_param_groups(tmp_path: Path, run: Any) -> None:
+    model, optimizer = run
     trained(optimizer, list(model))
     optimizer.param_groups[0]["scale"] = torch.ones(3)
     before = bits(list(model), optimizer)
@@ -204,47 +217,39 @@ def test_one_of_shardopt_is_another_optimizer(tmp_path: Path) -> None:
         assert same(bits(list(model), optimizer), before)
 
 
-def _edits() -> dict[str, Any]:
-    """Changes of an index that no checksum shows; the tables are made to fit."""
-
-    def options(index: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = index["header"]["param_groups"][0]["options"]
-        return found
-
-    def tensors(index: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = index["tensors"]
-        return found
-
-    return {
-        "no codec": lambda index: options(index).pop("codec"),
-        "a codec of shardopt's": lambda index: options(index).update(codec="log8"),
-        "an unknown codec": lambda index: options(index).update(codec="none by entry"),
-        "block sizes": lambda index: options(index).update(block_size=[128]),
-        "no signs": lambda index: options(index).pop("unsigned"),
-        "signs": lambda index: options(index).update(unsigned=[1]),
-        "a counter": lambda index: options(index).update(scale={"tensor": "x", "dtype": "torch.float32", "shape": []}),
-        "a dtype": lambda index: options(index).update(scale={"tensor": 1, "dtype": "torch.qint8", "shape": [3]}),
-        "several numbers": lambda index: options(index).update(
-            scale={"tensor": [1.0, 2.0], "dtype": "torch.float32", "shape": [2]}
-        ),
-        "no scales": lambda index: tensors(index).pop("optimizer.0.average_scales"),
-        "no items": lambda index: tensors(index).pop("optimizer.0.names:0:text"),
-        "another kind": lambda index: tensors(index).update(
-            {"optimizer.0.count:float": tensors(index).pop("optimizer.0.count:int")}
-        ),
-        "a kind": lambda index: tensors(index).update(
-            {"optimizer.0.count:blob": tensors(index).pop("optimizer.0.count:int")}
-        ),
-    }
+def _options(index: dict[str, Any]) -> Any:
+    return index["header"]["param_groups"][0]["options"]
 
 
-@pytest.mark.parametrize("edit", _edits())
-def test_damage(tmp_path: Path, edit: str) -> None:
-    model = _model()
-    optimizer = _stepped(Counting, model)
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+#: Changes of an index that no checksum shows; the tables are made to fit.
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no codec": lambda index: _options(index).pop("codec"),
+    "a codec of shardopt's": lambda index: _options(index).update(codec="log8"),
+    "an unknown codec": lambda index: _options(index).update(codec="none by entry"),
+    "block sizes": lambda index: _options(index).update(block_size=[128]),
+    "no signs": lambda index: _options(index).pop("unsigned"),
+    "signs": lambda index: _options(index).update(unsigned=[1]),
+    "a counter": lambda index: _options(index).update(scale={"tensor": "x", "dtype": "torch.float32", "shape": []}),
+    "a dtype": lambda index: _options(index).update(scale={"tensor": 1, "dtype": "torch.qint8", "shape": [3]}),
+    "several numbers": lambda index: _options(index).update(
+        scale={"tensor": [1.0, 2.0], "dtype": "torch.float32", "shape": [2]}
+    ),
+    "no scales": lambda index: index["tensors"].pop("optimizer.0.average_scales"),
+    "no items": lambda index: index["tensors"].pop("optimizer.0.names:0:text"),
+    "another kind": lambda index: index["tensors"].update(
+        {"optimizer.0.count:float": index["tensors"].pop("optimizer.0.count:int")}
+    ),
+    "a kind": lambda index: index["tensors"].update(
+        {"optimizer.0.count:blob": index["tensors"].pop("optimizer.0.count:int")}
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_damage(tmp_path: Path, run: Any, edit: str) -> None:
+    model, optimizer = run
     index = read_index(tmp_path)
-    _edits()[edit](index)
+    EDITS[edit](index)
     write_fitting(tmp_path, index)
     trained(optimizer, list(model))
     before, groups = bits(list(model), optimizer), repr(optimizer.param_groups)
@@ -266,10 +271,8 @@ def test_damaged_dtypes(tmp_path: Path) -> None:
         shardopt.checkpoint.load(tmp_path, model, optimizer)
 
 
-def test_huge_entries_of_an_index_take_no_memory(tmp_path: Path) -> None:
-    model = _model()
-    optimizer = _stepped(Counting, model)
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_huge_entries_of_an_index_take_no_memory(tmp_path: Path, run: Any) -> None:
+    model, optimizer = run
     index = read_index(tmp_path)
     text = json.dumps(index)
     assert "optimizer.0.names:0:text" in text
