@@ -143,9 +143,7 @@ def checked_groups(path: str | os.PathLike[str], groups: object) -> list[SavedGr
 _REMEDY = "the header is damaged, load another checkpoint"
 
 
-def merged_from(
-    path: str | os.PathLike[str], optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: SavedGroup, index: int
-) -> dict[str, Any]:
+def merged_from(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: SavedGroup, index: int) -> dict[str, Any]:
     """The result of :func:`merged` for the options of a checkpoint, which may be damaged.
 
     Raises:
@@ -155,7 +153,7 @@ def merged_from(
         check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         return merged(optimizer, group, saved)
     except ValueError as error:
-        raise CheckpointError(f"{path}: param group {index}: {line(error)}") from error
+        raise CheckpointError(f"param group {index}: {line(error)}") from error
 
 
 def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,9 +75,7 @@ class Owner:
         """State that belongs to no parameter, by entry."""
         return {}
 
-    def check_saved(
-        self, path: str | os.PathLike[str], header: Mapping[str, Any], entries: Mapping[str, Mapping[str, StoredTensor]]
-    ) -> None:
+    def check_saved(self, header: Mapping[str, Any], entries: Mapping[str, Mapping[str, StoredTensor]]) -> None:
         """Checks which optimizer a checkpoint is of.
 
         The key "" of ``entries`` has state that belongs to no parameter.
@@ -89,23 +86,20 @@ class Owner:
         self._saved_by = header.get("optimizer")
         if is_of_quantize_state(self._saved_by):
             raise CheckpointError(
-                f"{path}: got the state of {named(self._saved_by)}, expected that of {self.name}; load it into that "
+                f"got the state of {named(self._saved_by)}, expected that of {self.name}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
             )
 
-    def merged(
-        self, path: str | os.PathLike[str], group: Mapping[str, Any], saved: dict[str, Any], index: int
-    ) -> dict[str, Any]:
+    def merged(self, group: Mapping[str, Any], saved: dict[str, Any], index: int) -> dict[str, Any]:
         """The options of a param group after the load; see :func:`shardopt.checkpoint.groups.merged`.
 
         Raises:
             CheckpointError: an option is not allowed, or a hyper-parameter is out of range.
         """
-        return merged_from(path, self.optimizer, group, saved, index)
+        return merged_from(self.optimizer, group, saved, index)
 
     def forms(
         self,
-        path: str | os.PathLike[str],
         item: Item,
         options: Mapping[str, Any],
         saved_options: Mapping[str, Any],
@@ -115,7 +109,6 @@ class Owner:
         """The forms of a parameter's state: in the checkpoint, None if it has none; and in the optimizer.
 
         Args:
-            path: the checkpoint, for errors.
             item: the parameter.
             options: those of its param group after the load.
             saved_options: those in the checkpoint.
@@ -134,7 +127,7 @@ class Owner:
         saved = SliceSpec.of(item.shard, dtype, {**options, **as_saved, "repay": False}, moments)
         if stored.keys() != saved.entries.keys():
             raise CheckpointError(
-                f"{path}: got {few(stored)} of {named(item.name)}, saved by {named(self._saved_by)}, expected "
+                f"got {few(stored)} of {named(item.name)}, saved by {named(self._saved_by)}, expected "
                 f"{', '.join(sorted(saved.entries))} of {self.name}; load it into {named(self._saved_by)}, "
                 "or the model alone: load(path, model)"
             )

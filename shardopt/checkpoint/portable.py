@@ -331,41 +331,32 @@ def _to_save(
     ranks: Ranks,
 ) -> tuple[Saving, dict[str, Chunks]]:
     """The save, and this rank's tensors. All ranks must call this."""
+
+    def read(bare: Module, own: Optimizer | None) -> tuple[Owner | None, list[Item]]:
+        owner = None if own is None else owner_for(own)
+        items = items_of(bare, owner)
+        for item in items:
+            for key, value in item.state.items():
+                check_storage(item.name, f"state {key}", value, CheckpointError)
+        return owner, items
+
+    def described(bare: Module, owner: Owner | None, items: Sequence[Item]) -> tuple[Saving, dict[str, Chunks]]:
+        tensors = chunks_to_save(bare, owner, items)
+        header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
+        if aliases := aliases_in(bare, items):
+            header["aliases"] = aliases
+        if owner is not None:
+            header["optimizer"] = owner.name
+            names = names_by_group(items, len(owner.groups))
+            header["param_groups"] = [owner.describe(*pair) for pair in zip(owner.groups, names, strict=True)]
+        for key, value in extra.items():
+            if isinstance(value, Tensor):
+                check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
+                tensors[f"extra.{key}"] = Chunks.whole(value)
+        buffers = {model_key(item.name) for item in buffers_of(bare)}
+        return Saving(folder, header, buffers, keep_last), tensors
+
     with _opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
-        owner, items = ranks.agree(lambda: _read(bare, own))
+        owner, items = ranks.agree(lambda: read(bare, own))
         common = with_common_scales(items)
-        return ranks.agree(lambda: _described(folder, bare, owner, common, extra, keep_last))
-
-
-def _read(model: Module, optimizer: Optimizer | None) -> tuple[Owner | None, list[Item]]:
-    owner = None if optimizer is None else owner_for(optimizer)
-    items = items_of(model, owner)
-    for item in items:
-        for key, value in item.state.items():
-            check_storage(item.name, f"state {key}", value, CheckpointError)
-    return owner, items
-
-
-def _described(
-    folder: Folder,
-    model: Module,
-    owner: Owner | None,
-    items: Sequence[Item],
-    extra: dict[str, Any],
-    keep_last: int | None,
-) -> tuple[Saving, dict[str, Chunks]]:
-    tensors = chunks_to_save(model, owner, items)
-    header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
-    aliases = aliases_in(model, items)
-    if aliases:
-        header["aliases"] = aliases
-    if owner is not None:
-        header["optimizer"] = owner.name
-        names = names_by_group(items, len(owner.groups))
-        header["param_groups"] = [owner.describe(group, own) for group, own in zip(owner.groups, names, strict=True)]
-    for key, value in extra.items():
-        if isinstance(value, Tensor):
-            check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
-            tensors[f"extra.{key}"] = Chunks.whole(value)
-    buffers = {model_key(item.name) for item in buffers_of(model)}
-    return Saving(folder, header, buffers, keep_last), tensors
+        return ranks.agree(lambda: described(bare, owner, common))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,20 +120,16 @@ class QuantizedOwner(Owner):
         except ValueError as error:
             raise CheckpointError(f"the optimizer's state: {error}") from error
 
-    def check_saved(
-        self, path: str | os.PathLike[str], header: Mapping[str, Any], entries: Mapping[str, Mapping[str, StoredTensor]]
-    ) -> None:
+    def check_saved(self, header: Mapping[str, Any], entries: Mapping[str, Mapping[str, StoredTensor]]) -> None:
         if header.get("optimizer") != self.name:
             raise CheckpointError(
-                f"{path}: got the state of {named(header.get('optimizer'))}, expected that of {self.name}; load it "
+                f"got the state of {named(header.get('optimizer'))}, expected that of {self.name}; load it "
                 "into the optimizer that it was saved from"
             )
         self._coded = {name for of_param in entries.values() for name in _coded(of_param)}
 
-    def merged(
-        self, path: str | os.PathLike[str], group: Mapping[str, Any], saved: dict[str, Any], index: int
-    ) -> dict[str, Any]:
-        what = f"{path}: param group {index}"
+    def merged(self, group: Mapping[str, Any], saved: dict[str, Any], index: int) -> dict[str, Any]:
+        what = f"param group {index}"
         least = self._entries.options["min_quantized_numel"]
         if saved.get("min_quantized_numel") != least:
             raise CheckpointError(
@@ -154,14 +149,13 @@ class QuantizedOwner(Owner):
 
     def forms(
         self,
-        path: str | os.PathLike[str],
         item: Item,
         options: Mapping[str, Any],
         saved_options: Mapping[str, Any],
         stored: Mapping[str, StoredTensor],
         dtype: torch.dtype,
     ) -> tuple[SliceSpec | None, SliceSpec]:
-        what, shard, entries = f"{path}: {named(item.name)}", item.shard, self._entries
+        what, shard, entries = named(item.name), item.shard, self._entries
         quantized = _coded(stored)
         kept: dict[str, Kept] = {}
         for key, (entry_dtype, shape, *_) in stored.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -249,17 +250,26 @@ class Restoration:
             raise CheckpointError(
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
-        self._owner.check_saved(self._path, self._index.header, self._entries)
+        with self._naming():
+            self._owner.check_saved(self._index.header, self._entries)
         options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
         names = names_by_group(self._items, len(self._owner.groups))
         new, saved = [], []
-        for index, group in enumerate(self._owner.groups):
-            try:
+        with self._naming():
+            for index, group in enumerate(self._owner.groups):
                 saved.append(saved_options(options, names[index], index))
-            except CheckpointError as error:
-                raise CheckpointError(f"{self._path}: {error}") from None
-            new.append(self._owner.merged(self._path, group, saved[-1], index) if names[index] else dict(group))
+                new.append(self._owner.merged(group, saved[-1], index) if names[index] else dict(group))
         return new, saved
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Names the checkpoint in errors of its content."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path}: {error}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _plan_item(self, item: Item, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         """Gives a parameter memory for what is to be read, and the forms of its state."""
@@ -275,7 +285,8 @@ class Restoration:
             return
         options, saved_options = self._options[item.group], saved_groups[item.group]
         entries = self._entries.get(item.name, {})
-        item.saved, item.spec = self._owner.forms(self._path, item, options, saved_options, entries, dtype)
+        with self._naming():
+            item.saved, item.spec = self._owner.forms(item, options, saved_options, entries, dtype)
         if item.saved is None:
             return
         is_here = self._owner.has_state_here(item) and id(item.param) in self._owned_ids
@@ -341,18 +352,14 @@ class Restoration:
             return
         if self._owner.one_step_count:
             self._check_steps()
-        try:
+        with self._naming():
             self._owner.check_common(self._common)
-        except ValueError as error:
-            raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_values(self, item: Item) -> None:
         if item.saved is None or not item.state:
             return
-        try:
+        with self._naming():
             item.saved.check_local(item.state, item.name)
-        except ValueError as error:
-            raise CheckpointError(f"{self._path}: {line(error)}") from error
 
     def _check_steps(self) -> None:
         """Checks that parameters in one flat buffer, which has a single step count, were stepped equally often."""

@@ -274,7 +274,8 @@ def _plan(
         else:
             _check_format(path, group, options)
         ids = list(itertools.islice(numbers, len(group["params"])))
-        new = merged_from(path, optimizer, group, options, index)
+        with _naming(path):
+            new = merged_from(optimizer, group, options, index)
         groups.append({k: v for k, v in new.items() if k not in left_out} | {"params": ids})
         for number, param in zip(ids, group["params"], strict=True):
             name = names[id(param)]
