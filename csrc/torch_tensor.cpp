@@ -2,10 +2,12 @@
 
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
-#include <string>
+#include <utility>
 
 #include "core/call.h"
 
@@ -25,7 +27,6 @@ template <class T>
 using Getter = int32_t (*)(Handle, T*);
 
 struct Libtorch {
-  PyTypeObject* tensor_type;
   size_t implementation;  // offset in bytes, in a tensor's Python object, of the pointer to its implementation
   size_t words;           // offset in bytes, in the implementation, of the words that describe the tensor
   size_t storage;         // likewise of the pointer to its storage's implementation
@@ -76,15 +77,14 @@ size_t implementation_offset(const py::object& tensor) {
   throw std::runtime_error("no pointer to the implementation in a tensor's Python object");
 }
 
-class InferenceMode {
+// A context manager of Python, entered.
+class Context {
  public:
-  InferenceMode(const py::module_& torch, bool on) : mode_(torch.attr("inference_mode")(on)) {
-    mode_.attr("__enter__")();
-  }
-  ~InferenceMode() { mode_.attr("__exit__")(py::none(), py::none(), py::none()); }
+  explicit Context(py::object manager) : manager_(std::move(manager)) { manager_.attr("__enter__")(); }
+  ~Context() { manager_.attr("__exit__")(py::none(), py::none(), py::none()); }
 
  private:
-  py::object mode_;
+  py::object manager_;
 };
 
 // Finds the words that describe a tensor in its implementation, which begin right before the sizes. Checks with tensors
@@ -102,7 +102,7 @@ void find_words(Libtorch& torch, const py::module_& module) {
   torch.negative = keys ^ word(module.attr("_neg_view")(tensor), kKeys);
   torch.dense = keys & ~word(tensor.attr("to_sparse")(), kKeys);
   {
-    const InferenceMode inference(module, true);
+    const Context inference(module.attr("inference_mode")(true));
     torch.versions = keys & ~word(empty("float32", "cpu", 1), kKeys);
   }
   const auto described = [&](const py::object& of, int64_t ndim, int64_t offset, int64_t numel, int64_t first_stride) {
@@ -150,7 +150,7 @@ void find_storage(Libtorch& torch, const py::module_& module) {
 Libtorch load(const py::module_& torch) {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) throw std::runtime_error("no libtorch_cpu.so");
-  const InferenceMode usual(torch, false);  // whatever the first step is taken in
+  const Context usual(torch.attr("inference_mode")(false));  // whatever the first step is taken in
   Libtorch found{};
   find(library, "aoti_torch_get_data_ptr", found.data_ptr);
   find(library, "aoti_torch_get_sizes", found.sizes);
@@ -162,7 +162,6 @@ Libtorch load(const py::module_& torch) {
   found.float16 = constant(library, "aoti_torch_dtype_float16");
   found.int16 = constant(library, "aoti_torch_dtype_int16");
   const py::object parameter = torch.attr("nn").attr("Parameter")(torch.attr("empty")(1, py::arg("device") = "cpu"));
-  found.tensor_type = reinterpret_cast<PyTypeObject*>(py::object(torch.attr("Tensor")).release().ptr());
   found.implementation = implementation_offset(parameter);
   if (implementation_offset(torch.attr("empty")(1, py::arg("device") = "cpu")) != found.implementation)
     throw std::runtime_error("tensors and parameters that differ");
@@ -175,31 +174,96 @@ Libtorch load(const py::module_& torch) {
   return found;
 }
 
-const Libtorch& libtorch() {
-  static const Libtorch loaded = [] {
+struct Access {
+  py::module_ python;  // torch, for where the words are not found
+  PyTypeObject* tensor_type;
+  Libtorch torch{};
+  std::string fault;  // empty if the words were found
+
+  bool is_tensor(PyObject* object) const { return PyObject_TypeCheck(object, tensor_type); }
+  bool is_fast() const { return fault.empty(); }
+};
+
+// Never destroyed: Python's objects in it would outlive the interpreter.
+const Access& access() {
+  static const Access* const made = [] {
     const py::module_ torch = py::module_::import("torch");
+    auto* const result = new Access{torch, reinterpret_cast<PyTypeObject*>(torch.attr("Tensor").ptr())};
     try {
-      return load(torch);
+      result->torch = load(torch);
     } catch (const std::runtime_error& error) {
-      throw std::runtime_error("got PyTorch " + py::str(torch.attr("__version__")).cast<std::string>() + " with " +
-                               error.what() + ", expected a build of PyTorch 2.6 to 2.15 for Linux; install one");
+      result->fault = "got PyTorch " + py::str(torch.attr("__version__")).cast<std::string>() + " with " +
+                      error.what() + ", expected a build of PyTorch 2.6 to 2.15 for Linux";
+      const std::string text = result->fault + "; steps are slower, as they read tensors through Python: install one";
+      if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
     }
+    return result;
   }();
-  return loaded;
+  return *made;
 }
+
+// A number for a dtype or a device. Below 65536: there are fewer of them.
+int64_t number_of(const py::object& value) {
+  static auto* const numbers = new py::dict;
+  if (!numbers->contains(value)) (*numbers)[value] = numbers->size() + 1;
+  return (*numbers)[value].cast<int64_t>();
+}
+
+int64_t type_by_python(const py::handle& tensor) {
+  return number_of(tensor.attr("dtype")) | number_of(tensor.attr("device")) << 16;
+}
+
+// Calls a function; false if torch raises an error.
+template <class Function>
+bool succeeds(Function function) {
+  try {
+    return function();
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    return false;
+  }
+}
+
+// Calls a function that reads a strided tensor through Python, past a subclass's overrides. False if it cannot be read.
+template <class Function>
+bool by_python(PyObject* tensor, Function function) {
+  const py::module_& torch = access().python;
+  return succeeds([&] {
+    std::optional<Context> context;
+    if (Py_TYPE(tensor) != access().tensor_type)
+      context.emplace(torch.attr("_C").attr("DisableTorchFunctionSubclass")());
+    const py::handle handle(tensor);
+    return handle.attr("layout").is(torch.attr("strided")) && function(handle);
+  });
+}
+
+struct Memory {
+  uint64_t address = 0;
+  int64_t bytes = 0;
+  // Of a tensor's storage. torch raises an error for the address of a wrapper's storage, which has no memory.
+  explicit Memory(const py::handle& tensor) {
+    const py::object storage = tensor.attr("untyped_storage")();
+    bytes = storage.attr("nbytes")().cast<int64_t>();
+    succeeds([&] { return address = storage.attr("data_ptr")().cast<uint64_t>(), true; });
+  }
+};
 
 }  // namespace
 
-bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == libtorch().tensor_type; }
+std::string tensor_access_fault() { return access().fault; }
+
+bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == access().tensor_type; }
 
 int64_t type_number(PyObject* object) {
-  const Libtorch& torch = libtorch();
-  return PyObject_TypeCheck(object, torch.tensor_type) ? torch.words_of(object)[kType] & kTypeBits : 0;
+  const Access& tensors = access();
+  if (!tensors.is_tensor(object)) return 0;
+  return tensors.is_fast() ? tensors.torch.words_of(object)[kType] & kTypeBits : type_by_python(object);
 }
 
 bool TensorFormat::take(PyObject* tensor) {
-  const Libtorch& torch = libtorch();
-  if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;
+  if (!access().is_tensor(tensor)) return false;
+  if (!access().is_fast()) return take_by_python(tensor);
+  const Libtorch& torch = access().torch;
   const Handle handle = torch.handle(tensor);
   const int64_t* words = words_ = torch.words_of(tensor);
   if ((words[kKeys] & torch.dense) == 0) return false;
@@ -220,20 +284,60 @@ bool TensorFormat::take(PyObject* tensor) {
                                      : kNoDType;
   const bool two_bytes = number == torch.bfloat16 || number == torch.float16 || number == torch.int16;
   const int64_t itemsize = number == torch.float32 ? 4 : two_bytes ? 2 : 1;  // at least, of those that are not stepped
-  int64_t inner = 1, last = 0;
-  strided = (keys_ & torch.negative) != 0;
-  for (int64_t i = ndim_ - 1; i >= 0; --i) {
-    strided = strided || (sizes[i] != 1 && strides[i] != inner && words[kNumel] != 0);
-    inner *= sizes[i];
-    last += (sizes[i] - 1) * strides[i];
-  }
-  bytes_ = words[kNumel] == 0 ? 0 : (offset_ + last + 1) * itemsize;
+  finish(itemsize, words[kNumel], (keys_ & torch.negative) != 0);
   return true;
 }
 
+void TensorFormat::finish(int64_t itemsize, int64_t numel, bool is_negative) {
+  const int64_t *sizes = lengths_.data(), *strides = sizes + ndim_;
+  int64_t inner = 1, last = 0;
+  strided = is_negative;
+  for (int64_t i = ndim_ - 1; i >= 0; --i) {
+    strided = strided || (sizes[i] != 1 && strides[i] != inner && numel != 0);
+    inner *= sizes[i];
+    last += (sizes[i] - 1) * strides[i];
+  }
+  bytes_ = numel == 0 ? 0 : (offset_ + last + 1) * itemsize;
+}
+
+bool TensorFormat::take_by_python(PyObject* tensor) {
+  return by_python(tensor, [this](const py::handle& handle) {
+    const py::module_& torch = access().python;
+    const auto sizes = handle.attr("shape").cast<std::vector<int64_t>>();
+    const auto strides = handle.attr("stride")().cast<std::vector<int64_t>>();
+    ndim_ = static_cast<int64_t>(sizes.size());
+    lengths_ = sizes;
+    lengths_.insert(lengths_.end(), strides.begin(), strides.end());
+    offset_ = handle.attr("storage_offset")().cast<int64_t>();
+    type_ = type_by_python(handle);
+    keys_ = handle.attr("is_neg")().cast<bool>();
+    const py::object kind = handle.attr("dtype");
+    dtype = kind.is(torch.attr("float32"))    ? static_cast<uint8_t>(DType::kFloat32)
+            : kind.is(torch.attr("bfloat16")) ? static_cast<uint8_t>(DType::kBFloat16)
+            : kind.is(torch.attr("float16"))  ? static_cast<uint8_t>(DType::kFloat16)
+                                              : kNoDType;
+    finish(handle.attr("element_size")().cast<int64_t>(), handle.attr("numel")().cast<int64_t>(), keys_ != 0);
+    return true;
+  });
+}
+
+bool TensorFormat::read_by_python(PyObject* tensor, uint64_t& address) const {
+  TensorFormat now;
+  if (!now.take_by_python(tensor) || now.offset_ != offset_ || now.type_ != type_ || now.keys_ != keys_ ||
+      now.lengths_ != lengths_)
+    return false;
+  return by_python(tensor, [&](const py::handle& handle) {
+    const Memory storage(handle);
+    if (bytes_ != 0 && (storage.address == 0 || storage.bytes < bytes_)) return false;
+    address = handle.attr("data_ptr")().cast<uint64_t>();
+    return true;
+  });
+}
+
 bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
-  const Libtorch& torch = libtorch();
-  if (!PyObject_TypeCheck(tensor, torch.tensor_type)) return false;
+  if (!access().is_tensor(tensor)) return false;
+  if (!access().is_fast()) return read_by_python(tensor, address);
+  const Libtorch& torch = access().torch;
   const int64_t* words = torch.words_of(tensor);
   if (words[kDims] != ndim_ || words[kOffset] != offset_ || (words[kType] & kTypeBits) != type_ ||
       words[kKeys] != keys_)
@@ -259,9 +363,15 @@ bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
 }
 
 bool TensorFormat::is_without_memory(PyObject* tensor) {
-  const Libtorch& torch = libtorch();
-  if (!PyObject_TypeCheck(tensor, torch.tensor_type) || (torch.words_of(tensor)[kKeys] & torch.dense) == 0)
-    return false;
+  if (!access().is_tensor(tensor)) return false;
+  if (!access().is_fast()) {
+    return by_python(tensor, [](const py::handle& handle) {
+      const Memory storage(handle);
+      return storage.address == 0 && storage.bytes > 0;
+    });
+  }
+  const Libtorch& torch = access().torch;
+  if ((torch.words_of(tensor)[kKeys] & torch.dense) == 0) return false;
   const char* storage = torch.storage_of(tensor);
   return storage != nullptr && torch.word_at(storage, torch.data) == 0 && torch.word_at(storage, torch.bytes) > 0;
 }
@@ -272,12 +382,15 @@ bool TensorFormat::has_shape_and_device_of(const TensorFormat& other) const {
 }
 
 void bump_versions(PyObject* tensors) {
-  const Libtorch& torch = libtorch();
+  const Libtorch& torch = access().torch;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* tensor = PyList_GET_ITEM(tensors, i);
-    if (!PyObject_TypeCheck(tensor, torch.tensor_type))
-      throw std::invalid_argument("got a list of other objects than tensors");
-    if ((torch.words_of(tensor)[kKeys] & torch.versions) != 0) torch.bump_version(torch.handle(tensor));
+    if (!access().is_tensor(tensor)) throw std::invalid_argument("got a list of other objects than tensors");
+    if (!access().is_fast()) {
+      access().python.attr("autograd").attr("graph").attr("increment_version")(py::handle(tensor));
+    } else if ((torch.words_of(tensor)[kKeys] & torch.versions) != 0) {
+      torch.bump_version(torch.handle(tensor));
+    }
   }
 }
 

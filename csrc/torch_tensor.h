@@ -1,17 +1,22 @@
 // Reads torch tensors without torch's headers: through the C functions that libtorch exports for compiled models
 // (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation; and, for a tensor that is
 // like one that these functions have described, through the words that describe it in the implementation, whose place
-// is found and checked by the C functions once.
+// is found and checked by the C functions once. If that check fails, tensors are read by Python's public functions,
+// which takes microseconds for each, and a warning says so.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace shardopt {
 
 constexpr uint8_t kNoDType = 255;
+
+// The reason why tensors are read by Python's functions; empty where they are not.
+std::string tensor_access_fault();
 
 bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
@@ -48,6 +53,11 @@ class TensorFormat {
   bool strided = false;      // not contiguous, or a negative view: stands for its elements' opposites (`z.conj().imag`)
 
  private:
+  bool take_by_python(PyObject* tensor);
+  bool read_by_python(PyObject* tensor, uint64_t& address) const;
+  // What follows from the other words.
+  void finish(int64_t itemsize, int64_t numel, bool is_negative);
+
   int64_t ndim_ = -1, offset_ = 0;
   int64_t type_ = 0, keys_ = 0;     // words of the implementation: dtype and device; dispatch keys
   int64_t bytes_ = 0;               // that its storage has at least; 0 without elements

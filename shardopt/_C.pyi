@@ -178,6 +178,9 @@ class CpuStep:
 def increment_versions(tensors: list[Any]) -> None:
     """torch.autograd.graph.increment_version of each tensor."""
 
+def tensor_access_fault() -> str:
+    """The reason why steps read tensors through Python, which is slower; empty where they do not."""
+
 class Inputs:
     """The tensors that a cached kernel table points to."""
 

@@ -65,6 +65,7 @@ class Facts:
         torch: version of PyTorch.
         torch_cuda: version of CUDA that PyTorch was made with; None for a build without.
         machine: the processor's architecture, as in ``platform.machine()``.
+        tensor_access_fault: the reason why steps read tensors through Python; empty where they do not.
         targets: instruction sets of the CPU kernels that this processor can run, the best first.
         target: the one in use.
         differing: targets whose step on the CPU has other bits than the target in use.
@@ -83,6 +84,7 @@ class Facts:
     machine: str
     targets: Sequence[str]
     target: str
+    tensor_access_fault: str = ""
     differing: Sequence[str] = ()
     with_cuda: bool = False
     driver: tuple[int, int] | None = None
@@ -136,6 +138,7 @@ def observe() -> Facts:
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
         machine=platform.machine(),
+        tensor_access_fault=_C.tensor_access_fault(),
         targets=_C.cpu_targets(),
         target=cpu_target(),
         differing=differing,
@@ -160,9 +163,12 @@ def _of_torch(facts: Facts) -> list[Finding]:
     tried = f"{_dotted(TORCH[0])} to before {_dotted(TORCH[1])}"
     if _numbers(facts.torch) < TORCH[0]:
         return [_fault(text, f"install PyTorch {tried}")]
-    if _numbers(facts.torch) >= TORCH[1]:
-        return [Finding(text, f"this version was not tried; tried are {tried}")]
-    return [Finding(text)]
+    is_newer = _numbers(facts.torch) >= TORCH[1]
+    findings = [Finding(text, f"this version was not tried; tried are {tried}" if is_newer else "")]
+    if facts.tensor_access_fault:
+        remedy = "steps read tensors through Python, which takes some microseconds each; bits stay the same"
+        findings.append(Finding(facts.tensor_access_fault, remedy))
+    return findings
 
 
 def _of_cpu(facts: Facts) -> list[Finding]:

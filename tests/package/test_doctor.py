@@ -85,6 +85,7 @@ def test_a_fault_has_a_remedy(changes: dict[str, Any], remedy: str) -> None:
         ({"with_cuda": False, "driver": None, "torch_gpus": (), "gpu_steps": ()}, "run SHARDOPT_CUDA=1 pip install"),
         ({"with_cuda": False, "driver_gpus": 0, "torch_gpus": (), "gpu_steps": ()}, "run SHARDOPT_CUDA=1 pip install"),
         ({"packages": {"peft": "0.9"}}, "tried from 0.21 on"),
+        ({"tensor_access_fault": "got PyTorch 2.14 with a storage of another layout"}, "read tensors through Python"),
         ({"hooked": ("torch",)}, "unset SHARDOPT_HOOKS"),
         ({"hooked": ()}, "unset SHARDOPT_HOOKS"),
     ],
@@ -105,6 +106,7 @@ def test_this_machine() -> None:
     assert list(facts.targets) == _C.cpu_targets()
     assert facts.differing == []
     assert facts.torch == torch.__version__
+    assert facts.tensor_access_fault == ""
     assert len(facts.gpu_steps) in (0, torch.cuda.device_count())
 
 

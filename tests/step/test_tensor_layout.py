@@ -1,44 +1,103 @@
-"""A PyTorch whose tensors are not as the step reads them is refused at the first step, which changes no parameter."""
+"""A PyTorch whose tensors are not as the step reads them: it reads them through Python, with one warning.
+
+Steps then have the same bits, and notice the same changes. A program fails the check of the tensors' layout on purpose.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 
+import shardopt
 from programs import Programs
+from ranks.layouts import values
+from shardopt import _C
 
-PROGRAM = """
-import contextlib, torch, shardopt
-{change}
-param = torch.nn.Parameter(torch.ones(8, 8))
-optimizer = shardopt.AdamW([param], min_quantized_numel=0)
-param.grad = torch.ones(8, 8)
-for _ in range(2):
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        assert str(error) == (
-            f"got PyTorch {{torch.__version__}} with a tensor's implementation of another layout, expected a build of "
-            "PyTorch 2.6 to 2.15 for Linux; install one"
-        ), error
-    else:
-        raise AssertionError("got a step, expected an error")
-assert torch.equal(param, torch.ones(8, 8))
+BROKEN = """
+import contextlib, sys, warnings
+from unittest.mock import patch
+import torch
+sys.path[:] = {path!r}
+import shardopt
+from shardopt import _C
+with {patched}, warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    fault = _C.tensor_access_fault()
+assert fault == (
+    f"got PyTorch {{torch.__version__}} with a tensor's implementation of another layout, expected a build of "
+    "PyTorch 2.6 to 2.15 for Linux"
+), fault
+text = fault + "; steps are slower, as they read tensors through Python: install one"
+assert [(each.category, str(each.message)) for each in caught] == [(RuntimeWarning, text)], caught
+warnings.simplefilter("error")  # no other warning
 """
 
-#: Tensors that the words are checked with, made like the one that they are compared with.
-CHANGES = {
-    "negative views": "torch._neg_view = lambda tensor: tensor",
-    "sparse tensors": "torch.Tensor.to_sparse = lambda tensor: tensor",
-    "tensors of inference mode": "torch.inference_mode = lambda mode: contextlib.nullcontext()",
-    "strides": "torch.Tensor.t = lambda tensor: tensor",
-    "offsets": "torch.Tensor.__getitem__ = lambda tensor, index: tensor.select(0, 0)",
-    "dtypes": "of = torch.empty; torch.empty = lambda *sizes, dtype=None, **more: of(*sizes, **more)",
-    "devices": "of = torch.empty; torch.empty = lambda *sizes, device=None, **more: of(*sizes, **more)",
+#: Functions that make the tensors which the layout is checked with, and others that make the tensor compared with them.
+PATCHES = {
+    "negative views": "patch.object(torch, '_neg_view', lambda tensor: tensor)",
+    "sparse tensors": "patch.object(torch.Tensor, 'to_sparse', lambda tensor: tensor)",
+    "tensors of inference mode": "patch.object(torch, 'inference_mode', lambda mode: contextlib.nullcontext())",
+    "strides": "patch.object(torch.Tensor, 't', lambda tensor: tensor)",
+    "offsets": "patch.object(torch.Tensor, '__getitem__', lambda tensor, index: tensor.select(0, 0))",
+    "dtypes": "patch.object(torch, 'empty', lambda *size, dtype=0, of=torch.empty, **more: of(*size, **more))",
+    "devices": "patch.object(torch, 'empty', lambda *size, device=0, of=torch.empty, **more: of(*size, **more))",
 }
+STEPS = """
+from test_tensor_layout import stepped
+assert stepped() == {expected!r}
+"""
+CHANGES = """
+from step_changes import CHANGES
+from step_problem import assert_noticed, make
+for change in CHANGES.values():
+    assert_noticed(change, make())
+"""
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-def test_another_layout_is_refused(change: str, programs: Programs, tmp_path: Path) -> None:
-    programs.run(PROGRAM.format(change=CHANGES[change]), tmp_path)
+def run(programs: Programs, folder: Path, patched: str, rest: str) -> None:
+    path = [str(Path(__file__).parent), *sys.path]
+    programs.run(BROKEN.format(path=path, patched=patched) + rest, folder)
+
+
+def stepped() -> str:
+    """Takes steps, and returns a digest of the parameters and their state."""
+    params = [
+        Parameter(values((24, 200), 1, torch.float32)),
+        Parameter(values((200, 24), 2, torch.float32).T),
+        Parameter(values((4, 2, 2, 2, 2, 40), 3, torch.bfloat16)),
+        Parameter(values((7,), 4, torch.float32)),
+        Parameter(values((0, 8), 5, torch.float32)),
+    ]
+    optimizer = shardopt.AdamW8bit(params, lr=1e-2, master_weight_bits=24, min_quantized_numel=64)
+    versions = [param._version for param in params]
+    for t in range(3):
+        for k, param in enumerate(params):
+            param.grad = values(tuple(param.shape), 10 * t + k, param.dtype)
+        params[0].grad = values((200, 24), 10 * t, torch.float32).T
+        params[3].grad = torch.complex(params[3].detach(), values((7,), t, torch.float32)).conj().imag
+        optimizer.step()
+    assert [param._version > version for param, version in zip(params, versions, strict=True)] == [True] * 5
+    state: list[Tensor] = [entry for param in params for entry in optimizer.state[param].values()]
+    digest = hashlib.sha256()
+    for tensor in (*params, *state):
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_this_pytorch_is_read_without_python() -> None:
+    assert _C.tensor_access_fault() == ""
+
+
+@pytest.mark.parametrize("patched", PATCHES.values(), ids=PATCHES)
+def test_same_bits_through_python(patched: str, programs: Programs, tmp_path: Path) -> None:
+    run(programs, tmp_path, patched, STEPS.format(expected=stepped()))
+
+
+def test_changes_are_noticed_through_python(programs: Programs, tmp_path: Path) -> None:
+    run(programs, tmp_path, PATCHES["negative views"], CHANGES)
