@@ -171,6 +171,15 @@ def trained(optimizer: Optimizer, params: list[Parameter], steps: range = range(
     return optimizer
 
 
+AdamW = ELEMENTWISE["torch AdamW foreach"]
+
+
+def trained_adamw(**options: Any) -> tuple[list[Parameter], QuantizedState]:
+    """Makes parameters and AdamW with quantized state, which has taken four steps."""
+    params = parameters()
+    return params, trained(quantize_state(AdamW(params), **options), params)
+
+
 def bits(params: list[Parameter], optimizer: Optimizer) -> list[Tensor]:
     """The parameters and all tensors of the state."""
     state = optimizer.state_dict()["state"]

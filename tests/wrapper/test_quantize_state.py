@@ -18,9 +18,20 @@ from shardopt.layout import FlatShard, Shard
 from shardopt.state import slice_spec
 from shardopt.state.options import with_defaults
 from shardopt.state.slice_spec import SliceSpec
-from wrapped import ELEMENTWISE, Custom, bits, of, parameters, quietly, same, set_gradients, trained
+from wrapped import (
+    ELEMENTWISE,
+    AdamW,
+    Custom,
+    bits,
+    of,
+    parameters,
+    quietly,
+    same,
+    set_gradients,
+    trained,
+    trained_adamw,
+)
 
-AdamW = ELEMENTWISE["torch AdamW foreach"]
 BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise and not codec.shared]
 
 
@@ -50,8 +61,7 @@ def test_each_step_rounds_the_state(codec: str) -> None:
 
 
 def test_state_entries() -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
+    params, optimizer = trained_adamw()
     big, cut, *small = params
     assert set(optimizer.state[big]) == {
         "step",
@@ -78,17 +88,13 @@ def test_chunks_do_not_show(name: str) -> None:
 
 
 def test_state_from_before_is_quantized() -> None:
-    params, other = parameters(), parameters()
+    params, others = parameters(), parameters()
+    bare = trained(AdamW(others), others)
     optimizer = quantize_state(trained(AdamW(params), params))
-    again = quantize_state(AdamW(other))
-    again.load_state_dict(_bare_state())
+    again = quantize_state(AdamW(parameters()))
+    again.load_state_dict(bare.state_dict())
     assert same(bits([], optimizer), bits([], again))
     assert "exp_avg_codes" in optimizer.state[params[0]]
-
-
-def _bare_state() -> dict[str, Any]:
-    params = parameters()
-    return trained(AdamW(params), params).state_dict()
 
 
 def test_kept_entries() -> None:

@@ -12,9 +12,7 @@ from torch import nn
 
 import shardopt
 from shardopt import quantize_state
-from wrapped import ELEMENTWISE, Custom, bits, parameters, quietly, same, set_gradients, trained
-
-AdamW = ELEMENTWISE["torch AdamW foreach"]
+from wrapped import ELEMENTWISE, AdamW, Custom, bits, parameters, quietly, same, set_gradients, trained, trained_adamw
 
 
 def test_step_hooks_run_once_per_step() -> None:
@@ -103,11 +101,10 @@ def test_named_parameters() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(duplicate: Any) -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params), working_memory=0), params)
+    params, optimizer = trained_adamw(working_memory=0)
     others, again = duplicate((params, optimizer))
-    for each, own in ((optimizer, params), (again, others)):
-        trained(each, own, range(4, 6))
+    for run, own_params in ((optimizer, params), (again, others)):
+        trained(run, own_params, range(4, 6))
     assert same(bits(others, again), bits(params, optimizer))
     assert again.state is not optimizer.state
 
@@ -127,8 +124,7 @@ def test_methods_of_the_optimizer_inside() -> None:
 
 
 def test_memory_report() -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
+    params, optimizer = trained_adamw()
     report = shardopt.memory_report(optimizer)
     assert report.host.scales > 0
     assert report.host.state < 2.2 * sum(param.numel() for param in params)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 import shardopt
 from shardopt import quantize_state
 from shardopt.codec import CODECS
-from wrapped import ELEMENTWISE, Custom, bits, parameters, quietly, same, trained
+from wrapped import AdamW, Custom, bits, parameters, quietly, same, trained, trained_adamw
 
-AdamW = ELEMENTWISE["torch AdamW foreach"]
 BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise and not codec.shared]
 
 
 def test_round_trip() -> None:
-    params, others = parameters(), parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
+    (params, optimizer), others = trained_adamw(), parameters()
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -32,25 +31,13 @@ def test_round_trip() -> None:
     with torch.no_grad():
         for x, y in zip(others, params, strict=True):
             x.copy_(y)
-    for each, own in ((optimizer, params), (again, others)):
-        trained(each, own, range(4, 7))
+    for run, own_params in ((optimizer, params), (again, others)):
+        trained(run, own_params, range(4, 7))
     assert same(bits(others, again), bits(params, optimizer))
 
 
-def test_a_loaded_state_is_a_copy() -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
-    saved = optimizer.state_dict()
-    before = saved["state"][0]["exp_avg_codes"].clone()
-    again = quantize_state(AdamW(parameters()))
-    again.load_state_dict(saved)
-    trained(again, again.param_groups[0]["params"], range(1))
-    assert torch.equal(before, optimizer.state[params[0]]["exp_avg_codes"])
-
-
 def test_to_the_bare_optimizer_and_back() -> None:
-    params, others = parameters(), parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
+    (_, optimizer), others = trained_adamw(), parameters()
     bare = AdamW(others)
     bare.load_state_dict(optimizer.state_dict(dequantize=True))
     trained(bare, others, range(1))
@@ -70,8 +57,7 @@ def test_copies_of_weights_stay_what_they_are() -> None:
 
 
 def test_another_format() -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
+    _, optimizer = trained_adamw()
     for options, name in (({"codec": "dynamic8"}, "codec"), ({"block_size": 64}, "block_size")):
         again = quantize_state(AdamW(parameters()), **options)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"saved with {name}="):
@@ -81,8 +67,7 @@ def test_another_format() -> None:
 
 def test_states_of_our_optimizers_are_other_codes() -> None:
     """AdamW8bit codes exp_avg in units of exp_avg_sq, the wrapper in its own: each refuses the other's codes."""
-    params, others = parameters(), parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
+    (_, optimizer), others = trained_adamw(), parameters()
     ours = trained(shardopt.AdamW8bit(others), others)
     with pytest.raises(ValueError, match="dequantize=True"):
         optimizer.load_state_dict(ours.state_dict())
@@ -92,41 +77,60 @@ def test_states_of_our_optimizers_are_other_codes() -> None:
     ours.load_state_dict(optimizer.state_dict(dequantize=True))
 
 
+Damage = Callable[[dict[str, Any]], Any]
+
+
+def changed(**entries: Any) -> Damage:
+    """Damages entries of parameter 0."""
+    return lambda saved: {**saved, "state": {**saved["state"], 0: {**saved["state"][0], **entries}}}
+
+
+def without(entry: str) -> Damage:
+    """Removes an entry of parameter 0."""
+    return lambda saved: {
+        **saved,
+        "state": {**saved["state"], 0: {key: x for key, x in saved["state"][0].items() if key != entry}},
+    }
+
+
+def of_parameter_0(entries: Any) -> Damage:
+    return lambda saved: {**saved, "state": {**saved["state"], 0: entries}}
+
+
+def unsigned(signs: Any) -> Damage:
+    return lambda saved: {**saved, "param_groups": [{**saved["param_groups"][0], "unsigned": signs}]}
+
+
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("damage", "message"),
     [
-        ("exp_avg_codes", torch.zeros(3, 3, dtype=torch.uint8), "exp_avg_codes"),
-        ("exp_avg_codes", torch.zeros(64, 128), "exp_avg_codes of torch.float32"),
-        ("exp_avg_scales", torch.full((64, 1), torch.nan), "exp_avg_scales"),
+        (changed(exp_avg_codes=torch.zeros(3, 3, dtype=torch.uint8)), "exp_avg_codes"),
+        (changed(exp_avg_codes=torch.zeros(64, 128)), "exp_avg_codes of torch.float32"),
+        (changed(exp_avg_scales=torch.full((64, 1), torch.nan)), "exp_avg_scales"),
+        (without("exp_avg_codes"), "got exp_avg_scales alone, expected codes and scales together"),
+        (without("exp_avg_scales"), "got exp_avg_codes alone, expected codes and scales together"),
+        (of_parameter_0(3), "expected a dict of entries by name"),
+        (of_parameter_0({3: torch.zeros(1)}), "expected a dict of entries by name"),
+        (unsigned(None), "got state saved with unsigned="),
+        (unsigned(3), "got state saved with unsigned="),
+        (unsigned([3]), "got state saved with unsigned="),
+        (lambda saved: {}, "load what"),
+        (lambda saved: {"state": {}}, "load what"),
+        (lambda saved: {"param_groups": 3, "state": {}}, "load what"),
+        (lambda saved: {"param_groups": [{}]}, "load what"),
+        (lambda saved: None, "load what"),
     ],
 )
-def test_damage(key: str, value: Tensor, message: str) -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
-    saved = optimizer.state_dict()
+def test_damaged_state_dicts_are_refused_and_change_nothing(damage: Damage, message: str) -> None:
+    _, optimizer = trained_adamw()
     before = [x.clone() for x in bits([], optimizer)]
-    saved["state"][0] = {**saved["state"][0], key: value}
     with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(saved)
-    assert same(bits([], optimizer), before)
-
-
-@pytest.mark.parametrize("end", ["codes", "scales"])
-def test_codes_or_scales_alone(end: str) -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
-    saved = optimizer.state_dict()
-    before = [x.clone() for x in bits([], optimizer)]
-    saved["state"][0] = {key: x for key, x in saved["state"][0].items() if key != f"exp_avg_{end}"}
-    other = "scales" if end == "codes" else "codes"
-    with pytest.raises(ValueError, match=f"got exp_avg_{other} alone, expected codes and scales together"):
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(damage(optimizer.state_dict()))
     assert same(bits([], optimizer), before)
 
 
 def test_hooks() -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
+    _, optimizer = trained_adamw()
     seen: list[Any] = []
     optimizer.register_state_dict_pre_hook(lambda o: seen.append(o))
     optimizer.register_state_dict_post_hook(lambda o, d: {**d, "more": 1})
@@ -137,7 +141,7 @@ def test_hooks() -> None:
 
 
 def test_a_stable_embedding_keeps_its_floats_alone() -> None:
-    """Moments that stay float32 for one parameter say nothing of the same entries of others."""
+    """A stable embedding's moments stay float32; entries of the same names are quantized for other parameters."""
 
     def make() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -163,7 +167,7 @@ def test_a_stable_embedding_keeps_its_floats_alone() -> None:
 
 
 def test_a_failed_load_leaves_what_is_kept() -> None:
-    """Entries that the state has in full are kept from then on only if all of it is loaded."""
+    """Entries that a state dict has in full are kept in later steps only if the whole state dict was loaded."""
     params, others = parameters(), parameters()
     saved = trained(quantize_state(AdamW(params), keep=("exp_avg",)), params).state_dict()
     saved["state"][1] = {**saved["state"][1], "exp_avg_sq_scales": torch.full((40, 2, 2), torch.nan)}
@@ -177,7 +181,7 @@ def test_a_failed_load_leaves_what_is_kept() -> None:
 @pytest.mark.parametrize("codec", BLOCKWISE)
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [(("squares",), ()), ((), ("squares", "moment"))])
 def test_other_signs(codec: str, saved_as: tuple[str, ...], loaded_as: tuple[str, ...]) -> None:
-    """Codes of signed and unsigned entries have the same shapes with most codecs, and other values."""
+    """A state dict with other signs is refused: with most codecs, signed and unsigned codes differ in values alone."""
     params = parameters()
     saved = trained(quietly(Custom(params), codec=codec, unsigned=saved_as), params).state_dict()
     again = quietly(Custom(parameters()), codec=codec, unsigned=loaded_as)
@@ -188,18 +192,8 @@ def test_other_signs(codec: str, saved_as: tuple[str, ...], loaded_as: tuple[str
     again.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("signs", [None, 3, [3]])
-def test_without_signs(signs: Any) -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["unsigned"] = signs
-    with pytest.raises(ValueError, match="got state saved with unsigned="):
-        optimizer.load_state_dict(saved)
-
-
-def test_floats_are_copies() -> None:
-    """A state dict in floats, and what was loaded, share no memory with the optimizer; torch's own would."""
+def test_state_dicts_share_no_memory() -> None:
+    """A state dict, in codes or floats, shares no memory with the optimizers that made or loaded it; torch's does."""
     params, bare_params, others = parameters(), parameters(), parameters()
     optimizer, bare, again = quantize_state(AdamW(params)), AdamW(bare_params), quantize_state(AdamW(others))
     trained(optimizer, params)
@@ -216,26 +210,6 @@ def test_floats_are_copies() -> None:
     assert same(bits([], bare), before)
 
 
-@pytest.mark.parametrize("damaged", [{}, {"state": {}}, {"param_groups": 3, "state": {}}, {"param_groups": [{}]}, None])
-def test_no_state_dict(damaged: Any) -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
-    before = [x.clone() for x in bits([], optimizer)]
-    with pytest.raises(ValueError, match="load what"):
-        optimizer.load_state_dict(damaged)
-    assert same(bits([], optimizer), before)
-
-
-@pytest.mark.parametrize("entries", [3, {3: torch.zeros(1)}])
-def test_no_entries(entries: Any) -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(AdamW(params)), params)
-    saved = optimizer.state_dict()
-    saved["state"][0] = entries
-    with pytest.raises(ValueError, match="expected a dict of entries by name"):
-        optimizer.load_state_dict(saved)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64, 3])
 def test_a_damaged_dtype(dtype: Any) -> None:
     params = parameters(torch.bfloat16)
@@ -249,7 +223,7 @@ def test_a_damaged_dtype(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entries_of_double_precision(dtype: torch.dtype) -> None:
-    """They are quantized where the parameter is of it, too."""
+    """A float64 entry of a float64 parameter is quantized; beside a float32 parameter it is kept."""
 
     class Double(Custom):
         def step(self, closure: Any = None) -> None:
