@@ -21,15 +21,7 @@ from helpers import RULES
 from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadExchange, on_threads
-from shardopt.layout import (
-    BlockGrid,
-    FlatBuffer,
-    FlatShard,
-    Segment,
-    assign,
-    assign_later,
-    assigned,
-)
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Segment, assign, assign_later, assigned
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.flat_encoding import encode_flat
 from shardopt.state.slice_spec import SliceSpec

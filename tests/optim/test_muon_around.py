@@ -14,12 +14,7 @@ import torch
 from torch import nn
 
 import shardopt
-from helpers import (
-    CODEC_NAMES,
-    RULES,
-    Shape,
-    everything,
-)
+from helpers import CODEC_NAMES, RULES, Shape, everything
 from live_bytes import LiveBytes
 from muon_problem import OPTIONS, SHAPES, STEPS, advance, assert_equal, gradient, make, params_of, start
 from ranks.models import loss_of, make_batch, make_net
@@ -109,6 +104,14 @@ def test_maximize_is_the_negated_gradient() -> None:
                 param.grad = sign * gradient(tuple(param.shape), step, index)
             optimizer.step()
     assert_equal(got, expected)
+
+
+def test_autocast_changes_nothing() -> None:
+    optimizers = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            optimizers.append(advance(make(), range(1)))
+    assert_equal(*optimizers)
 
 
 def test_tensor_learning_rate_is_read_in_each_step() -> None:

@@ -10,9 +10,8 @@ import torch
 from torch.nn import Parameter
 
 import shardopt
-from helpers import (
-    everything,
-)
+import shardopt.optim.muon
+from helpers import everything
 from muon_problem import advance, assert_equal, make
 from ranks.snapshot import assert_same
 
@@ -26,13 +25,16 @@ from ranks.snapshot import assert_same
         ({"ns_coefficients": None}, "ns_coefficients: got None"),
         ({"ns_coefficients": ()}, "ns_coefficients: got"),
         ({"ns_coefficients": [(1, 2, 3), (1, 2)]}, "ns_coefficients: got"),
-        ({"ns_coefficients": (1.0, math.nan, 2.0)}, "ns_coefficients: got"),
+        ({"ns_coefficients": (1, 2, math.nan)}, "ns_coefficients: got .*, expected finite numbers"),
+        ({"ns_coefficients": [(1, 2, 3), (1, math.inf, 3)]}, "ns_coefficients: got .*, expected finite numbers"),
         ({"ns_steps": 0}, "ns_steps: got 0, expected a whole number from 1 to 99"),
         ({"ns_steps": 100}, "ns_steps: got 100"),
         ({"ns_steps": 2.5}, "ns_steps: got 2.5"),
         ({"ns_method": "Gram"}, "ns_method: got 'Gram', expected 'standard' or 'gram'"),
         ({"eps": -1.0}, "eps: got -1.0"),
-        ({"momentum": 1.0}, "momentum: got 1.0"),
+        ({"eps": 0.0}, "eps: got 0 for Muon"),
+        ({"momentum": 1.0}, r"momentum: got 1.0, expected a number in \[0.0, 1.0\)"),
+        ({"momentum": 1.5}, r"momentum: got 1.5, expected a number in \[0.0, 1.0\)"),
         ({"momentum": -0.1}, "momentum: got -0.1"),
         ({"lr": -1.0}, "lr: got -1.0"),
         ({"weight_decay": -1.0}, "weight_decay: got -1.0"),
@@ -75,6 +77,18 @@ def test_a_group_that_is_refused_leaves_no_trace() -> None:
     optimizer.add_param_group({**added[1], "split": (1, 3)})
     optimizer.add_param_group({**added[0], "algorithm": "adamw"})
     advance(optimizer, range(3, 4))
+
+
+def test_a_group_is_not_kept_if_finding_its_shards_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = make(shapes=((8, 8),))
+
+    def refused(param: torch.Tensor) -> None:
+        raise RuntimeError("got placements that no parameter can have")
+
+    monkeypatch.setattr(shardopt.optim.muon, "shard_of", refused)
+    with pytest.raises(RuntimeError, match="placements"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(4, 4))]})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize(

@@ -157,12 +157,20 @@ def test_no_decay_and_overrides() -> None:
 
 
 def test_an_override_of_one_name_wins() -> None:
-    """Also over what muon_groups says of that parameter by itself."""
+    """An override wins over the algorithm that muon_groups chooses; the learning rate goes with the algorithm."""
     model = Model()
-    groups = shardopt.muon_groups(model, overrides={"lm_head.weight": {"algorithm": "muon", "lr": 0.1}})
-    assert options_of(groups, model)["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1}
-    groups = shardopt.muon_groups(model, overrides={"model.layers.0.experts": {"algorithm": "adamw"}})
-    assert options_of(groups, model)["model.layers.0.experts"] == {"algorithm": "adamw", "lr": 3e-4}
+    overrides = {
+        "model.embed_tokens.weight": {"algorithm": "muon"},
+        "lm_head.weight": {"algorithm": "muon", "lr": 0.1},
+        "model.layers.0.experts": {"algorithm": "adamw"},
+        "model.layers.1.experts": {"algorithm": "adamw", "lr": 0.5},
+    }
+    chosen = options_of(shardopt.muon_groups(model, lr=0.25, adamw_lr=0.125, overrides=overrides), model)
+    assert chosen["model.embed_tokens.weight"] == {"algorithm": "muon", "lr": 0.25}
+    assert chosen["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1}
+    assert chosen["model.layers.0.experts"] == {"algorithm": "adamw", "lr": 0.125}
+    assert chosen["model.layers.1.experts"] == {"algorithm": "adamw", "lr": 0.5}
+    assert chosen["model.norm.bias"] == {"algorithm": "adamw", "lr": 0.125}
 
 
 def test_table() -> None:
@@ -185,10 +193,11 @@ def test_table() -> None:
         ({"split": {"*.bias": (1, 7)}}, r"split\['\*\.bias'\]: got a pattern that matches"),
         ({"no_decay": ["*.nothing"]}, r"\*\.nothing"),
         ({"overrides": {"*.nothing": {"lr": 1.0}}}, r"\*\.nothing"),
+        ({"other": "sgd"}, "other: got 'sgd', expected 'adamw' or 'lion'"),
     ],
     ids=str,
 )
-def test_patterns_that_fit_nothing(options: dict[str, Any], message: str) -> None:
+def test_refused_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shardopt.muon_groups(Model(), **options)
 

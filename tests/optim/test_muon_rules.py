@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from helpers import (
-    CODEC_NAMES,
-    ReferenceOptimizer,
-    Shape,
-    everything,
-    with_gradient,
-)
+from helpers import CODEC_NAMES, ReferenceOptimizer, Shape, everything, with_gradient
 from muon_problem import OPTIONS, SHAPES, STEPS, advance, assert_equal, gradient, make, params_of, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same

@@ -9,10 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import shardopt
-from helpers import (
-    CASES,
-    at_odd_offset,
-)
+from helpers import CASES, at_odd_offset
 from muon_problem import OPTIONS, SHAPES, STEPS, advance, assert_equal, gradient, make, params_of
 from ranks.layouts import values
 from ranks.models import loss_of, make_batch, make_net
