@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import shardopt
+from checkpoint_runs import assert_loads, everything, step_with, trained
 from shardopt.checkpoint import CheckpointError, portable
 from shardopt.checkpoint import saving as saving_module
-from test_portable_checkpoint_single import assert_loads, everything, step_with, trained
 
 
 @pytest.fixture

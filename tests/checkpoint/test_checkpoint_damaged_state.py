@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import shardopt
+from checkpoint_runs import Small, assert_refuses, everything, same, step_with, trained
 from foreign_states import by_hand, params_of
 from helpers import CODEC_NAMES
 from ranks.snapshot import assert_same, snapshot
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import import_state, load_safetensors, save_safetensors
 from shardopt.optim import ShardedOptimizer
-from test_portable_checkpoint_single import Small, assert_refuses, everything, same, step_with, trained
 
 NAN, INF = math.nan, math.inf
 Header = dict[str, Any]

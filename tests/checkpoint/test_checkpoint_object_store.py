@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shardopt
+from checkpoint_runs import assert_loads, assert_refuses, everything, step_with, trained
 from shardopt.checkpoint import CheckpointError, data_file, object_store
 from shardopt.checkpoint.index import INDEX_NAME
-from test_portable_checkpoint_single import assert_loads, assert_refuses, everything, step_with, trained
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402

@@ -35,7 +35,6 @@ from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.saving import Saving
 from shardopt.layout.partition import Cut, GridPartition, Placed
-from test_checkpoint_faults import _write
 
 
 def _raise(error: BaseException) -> Any:
@@ -199,7 +198,7 @@ def test_strays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strays = ["0123456789abcdef-0.bin", "0123456789abcdef-17.bin", f"{INDEX_NAME}.0123456789abcdef"]
     others = ["notes.txt", "0123456789abcdef.bin", f"{INDEX_NAME}.backup"]
     for name in [*strays, *others]:
-        _write(tmp_path, name, "text")
+        (tmp_path / name).write_text("text")
     saved(tmp_path, seed=1)
     assert sorted(os.listdir(tmp_path)) == sorted([*index_of(tmp_path).file_names, INDEX_NAME, LOCK_NAME, *others])
     for name in others:
@@ -225,7 +224,7 @@ def test_strays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_strays_make_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
-    _write(tmp_path, "0123456789abcdef-0.bin", "text")
+    (tmp_path / "0123456789abcdef-0.bin").write_text("text")
     _no_room(monkeypatch)
     with pytest.raises(CheckpointError, match="No space left"):
         saved(tmp_path, seed=1)
