@@ -41,7 +41,7 @@ def reference(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("options", [{}, {"codec": "dynamic8"}, {"device_state_budget": "20KiB"}], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_same_bits(recompute: bool, options: dict[str, Any]) -> None:
-    """Whatever comes between the steps: a new learning rate, gradients that are set to None."""
+    """A new learning rate and gradients set to None between the steps change nothing."""
     with slow_steps(0.01):
         model = Layers(recompute)
         optimizer = start(model, True, **options)
@@ -90,7 +90,7 @@ def test_steps_go_on_after_step_and_forward_waits_for_its_own() -> None:
 
 
 def test_without_the_hooks_old_parameters_are_read() -> None:
-    """The tests above can fail."""
+    """Without the hooks, the forward pass reads old parameters: the tests above can fail."""
     go_on = threading.Event()
     model = Layers()
     optimizer = start(model, True)
@@ -121,7 +121,7 @@ def test_the_first_parameters_go_first() -> None:
 @pytest.mark.parametrize("refusals", [1, 1000])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_without_a_thread(overlap: bool, refusals: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller takes them while the system refuses a thread."""
+    """The caller takes the steps while the system refuses a thread."""
     start_thread, refused = threading.Thread.start, []
 
     def refuse(self: threading.Thread) -> None:
@@ -171,7 +171,7 @@ def test_loading_is_not_undone_by_late_steps(tmp_path: Path) -> None:
 
 
 def test_parameters_read_without_calling_their_layer() -> None:
-    """Values of before the step may have been used: that is told, not trained on."""
+    """Backward raises when a parameter's value from before its step may have been used."""
     model = Layers(early=True)
     optimizer = start(model, True)
     train(model, optimizer, 1)
@@ -182,7 +182,7 @@ def test_parameters_read_without_calling_their_layer() -> None:
 
 
 def test_a_layer_read_before_it_is_called() -> None:
-    """Autograd has saved a value of before the step."""
+    """Autograd raises, since it saved a value from before the step."""
 
     class Regularized(Layers):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def _values(model: nn.Module, read: Callable[[], Tensor], optimizer: shardopt.Ad
 
 
 def test_modules_around_the_layers_wait_for_what_is_in_none() -> None:
-    """However one comes to them: evaluations of a wrapped model, of a part of it."""
+    """Evaluating a wrapped model, or a part of it, waits for the parameters that it reads."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -268,7 +268,7 @@ def test_layers_that_some_forward_pass_does_not_call_are_no_error(between: str) 
 
 
 def test_memory_that_is_replaced_while_steps_wait() -> None:
-    """The step is lost then, but writes into nobody else's memory."""
+    """A step whose parameters' memory was replaced is lost, but writes into no other tensor's memory."""
     model = Layers()
     optimizer = start(model, True)
     go_on = threading.Event()
@@ -285,7 +285,7 @@ def test_memory_that_is_replaced_while_steps_wait() -> None:
 
 
 class FailsOnce(HostTransfers):
-    """Cannot copy parameters back, where ``left`` says so."""
+    """Fails to copy parameters back, as often as ``left`` says."""
 
     left = 0
 
@@ -297,7 +297,7 @@ class FailsOnce(HostTransfers):
 
 
 def test_a_gradient_is_stepped_once_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes when an earlier step is found to have failed is left for ``step()``."""
+    """A gradient that arrives when an earlier step has failed is left for ``step()``."""
     monkeypatch.setattr(FailsOnce, "left", 1)
     with offload_from_cpu(transfers=FailsOnce):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
@@ -318,7 +318,7 @@ def test_a_gradient_is_stepped_once_after_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_interrupted_while_it_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient is there still, and its step is not under way."""
+    """After an interrupt, the gradient is still there, and its step has not begun."""
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -63,7 +63,7 @@ def test_a_pickled_model_does_not_wait_for_anything(tmp_path: Path) -> None:
 
 
 def test_copies_of_the_model_do_not_disturb() -> None:
-    """Their forward passes are not the model's."""
+    """A copy's forward passes do not count as the model's."""
     model = Layers()
     optimizer = start(model, True)
     with slow_steps(0.01):
@@ -102,7 +102,7 @@ def test_readers() -> None:
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_waiting_gradients(most: int) -> None:
-    """No more of them live than asked for beside the one that comes."""
+    """At most ``waiting_gradients`` gradients live, besides the one that backward is adding."""
     model = Layers()
     params = list(model.parameters())
     optimizer = shardopt.AdamW8bit(params, min_quantized_numel=64, offload="step")

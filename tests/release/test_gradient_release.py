@@ -22,8 +22,6 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.step import stepper
 
 STEPS = 4
-
-
 BF16 = torch.bfloat16
 
 
@@ -105,7 +103,7 @@ def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_step_may_stay_in_the_loop_or_be_called_alone() -> None:
-    """It is nobody's step, and counts no step, where nothing is left to do."""
+    """``step()`` changes and counts nothing when every gradient was stepped already."""
     pair = Pair(make_net())
     pair.step(0)
     before = everything(pair.released)
@@ -197,7 +195,7 @@ class Layers(nn.Module):
 
 
 def test_whole_gradients_of_reentrant_checkpoints_are_stepped_at_once() -> None:
-    """From the second step on, where the first one had to look."""
+    """From the second step on, such gradients are stepped at once; the first step counts their parts."""
     pair = Pair(Layers())
 
     def loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -242,7 +240,7 @@ def test_nonfinite_elements_are_warned_of() -> None:
 
 
 def test_few_gradients_live_at_once() -> None:
-    """One, in fact: that which a hook of the user's looks at."""
+    """A user's hook sees one gradient at a time, its own parameter's."""
     model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())))
     live: list[int] = []
     for param in model.parameters():
@@ -327,7 +325,7 @@ def test_state_dicts() -> None:
 
 
 def test_state_is_made_by_torchs_state_dict_functions() -> None:
-    """They take a step with gradients of zero and a learning rate of zero."""
+    """torch's functions make state by a step with gradients of zero and a learning rate of zero."""
     model = make_net()
     optimizer = RULES["adamw"].make(model.parameters())
     shardopt.release_gradients(model, optimizer)

@@ -41,7 +41,7 @@ def test_nothing_outlives_model_and_optimizer(overlap_forward: bool) -> None:
 
 
 def test_a_release_ends_with_its_optimizer() -> None:
-    """Its state is freed, and another optimizer can follow."""
+    """A deleted optimizer's state is freed, and another optimizer can release gradients."""
     model = make_net()
     optimizer = optimizer_of(model)
     shardopt.release_gradients(model, optimizer)

@@ -120,7 +120,7 @@ def test_operation(name: str) -> None:
 
 
 def test_rms_norm() -> None:
-    """Theirs computes the root in float32: to within a few of its roundings."""
+    """unit-scaling computes the root in float32, so float32 results are compared with torch's tolerance for it."""
     generator = torch.Generator().manual_seed(0)
     x, weight, upstream = (torch.randn(shape, generator=generator) for shape in ((8, 24), (24,), (8, 24)))
     leaves = [x.requires_grad_(), weight.requires_grad_()]
@@ -157,7 +157,7 @@ def decoder(layers: int = 4, dim: int = 128) -> torch.nn.Module:
 
 
 def test_learning_rates() -> None:
-    """The figures for D = 128, L = 4, eta = 2^-4."""
+    """Learning rates for a width of 128, 4 layers and a rate of 2^-4."""
     model = decoder()
     groups = shardopt.param_groups(model, rule="u-mup", lr=2.0**-4, weight_decay=2e-4)
     theirs = uu.optim.scaled_parameters(model.parameters(), uu.optim.lr_scale_func_adam, lr=2.0**-4, weight_decay=2e-4)
@@ -172,7 +172,7 @@ def test_learning_rates() -> None:
 
 
 def test_learning_rates_without_the_parameters_attributes() -> None:
-    """As after ``fully_shard``: from the modules."""
+    """The modules give the learning rates when parameters were replaced, as ``fully_shard`` does."""
     expected = shardopt.param_groups(decoder(), rule="u-mup", lr=1.0)
     model = decoder()
     for module in model.modules():
