@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.step.rows import Group, Row, table_of
+from shardopt.step.rows import Group, GroupRow
 
 
 class Scaled(NamedTuple):
@@ -65,10 +65,10 @@ class GroupTables:
         key = (kernels, applied)
         if key not in self._tables:
             which: Sequence[Scaled | int] = range(len(self.groups)) if applied is None else applied
-            self._tables[key] = table_of([self._row(kernels, one) for one in which], _C.group_entry)
+            self._tables[key] = np.array([self._row(kernels, one) for one in which], _C.group_entry)
         return self._tables[key]
 
-    def _row(self, kernels: torch.device, which: Scaled | int) -> Row:
+    def _row(self, kernels: torch.device, which: Scaled | int) -> GroupRow:
         """A row; copies a learning rate that is on a device in the order of its stream."""
         index = which if isinstance(which, int) else which.group
         group, lr = self.groups[index], self.groups[index].lr

@@ -27,17 +27,75 @@ from shardopt.step.cut_blocks import CutParameter, FlatCuts
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
 
-#: A row of a step's table.
-#:   entry    what the kernels read (csrc/core/call.h), with the gradient's address and dtype yet to be filled in
-#:   extent   memory behind each address of the entry: of the gradient in elements, else in bytes
-#:   tensor   index of the optimizer's parameter
-#:   element  where the row begins in the parameter's local tensor, and in its gradient
-#:   unit     transfer unit within the parameter: rows with the same number are copied together
+#: A step's table: the columns of :class:`Row`.
 ROW = np.dtype(
     [("entry", _C.tensor_entry), ("extent", EXTENT), ("tensor", np.int64), ("element", np.int64), ("unit", np.int64)]
 )
 
-Row = Mapping[str, Any]
+
+class KernelRow(NamedTuple):
+    """A row of ``_C.tensor_entry``, whose columns csrc/core/call.h describes. Lists have a value per moment."""
+
+    param: int
+    gradient: int
+    step: int
+    low_bits: int
+    codes: list[int]
+    scales: list[int]
+    extremes: list[int]
+    sums: int
+    numel: float
+    rows: int
+    cols: int
+    row_stride: int
+    scales_row_stride: int
+    first_element: int
+    global_row_numel: int
+    noise_key: int
+    block_size: int
+    weight_format: int
+    gradient_dtype: int
+    codec: int
+    group: int
+    cut: bool
+
+
+class Extent(NamedTuple):
+    """A row of :data:`shardopt.kernels.streamed.EXTENT`: the memory behind each address of a kernel row."""
+
+    param: int
+    gradient: int
+    low_bits: int
+    codes: list[int]
+    scales: list[int]
+
+
+class Row(NamedTuple):
+    """A row of a step's table, in the order of :data:`ROW`.
+
+    Attributes:
+        entry: the kernels' part, with the gradient's address and dtype yet to be filled in.
+        extent: memory behind each of its addresses: of the gradient in elements, else in bytes.
+        tensor: index of the optimizer's parameter.
+        element: where the row begins in the parameter's local tensor, and in its gradient.
+        unit: transfer unit within the parameter: rows with the same number are copied together.
+    """
+
+    entry: KernelRow
+    extent: Extent
+    tensor: int
+    element: int
+    unit: int
+
+
+class GroupRow(NamedTuple):
+    """A row of ``_C.group_entry``, which csrc/core/call.h describes."""
+
+    hyper: list[float]
+    lr: int
+    gradient_scale: float
+    rule: int
+    nonfinite: int
 
 
 class Group(NamedTuple):
@@ -65,7 +123,7 @@ class Group(NamedTuple):
         table_format = tuple(options[name] for name in TABLE_FORMAT)
         return cls(rule, table_format, hyper, lr, -1.0 if options["maximize"] else 1.0, options["nonfinite"])
 
-    def row(self, lr: Tensor | None) -> Row:
+    def row(self, lr: Tensor | None) -> GroupRow:
         """The group as a row of ``_C.group_entry``.
 
         Args:
@@ -73,7 +131,7 @@ class Group(NamedTuple):
         """
         return self._row(self.rule.name, self.hyper, lr, self.gradient_sign)
 
-    def apply_row(self, lr: Tensor | None, scale: float) -> Row:
+    def apply_row(self, lr: Tensor | None, scale: float) -> GroupRow:
         """The group as a row for the pass that moves parameters by orthogonalized directions.
 
         Args:
@@ -83,15 +141,12 @@ class Group(NamedTuple):
         assert self.rule.orthogonalized is not None
         return self._row(self.rule.orthogonalized.apply, {**self.hyper, "scale": scale}, lr, 1.0)
 
-    def _row(self, rule: str, hyper: Mapping[str, float], lr: Tensor | None, gradient_scale: float) -> Row:
+    def _row(self, rule: str, hyper: Mapping[str, float], lr: Tensor | None, gradient_scale: float) -> GroupRow:
         policy = _C.NonFinite.propagate if self.nonfinite == "propagate" else _C.NonFinite.skip
-        return {
-            "hyper": hyper_row(rule, hyper),
-            "lr": 0 if lr is None else lr.data_ptr(),
-            "gradient_scale": gradient_scale,
-            "rule": int(_C.rules[rule]["index"]),
-            "nonfinite": int(policy),
-        }
+        address = 0 if lr is None else lr.data_ptr()
+        return GroupRow(
+            hyper_row(rule, hyper), address, gradient_scale, rule=int(_C.rules[rule]["index"]), nonfinite=int(policy)
+        )
 
 
 class SliceOfStep(NamedTuple):
@@ -108,22 +163,6 @@ class SliceOfStep(NamedTuple):
     begins: Sequence[int]
 
 
-def table_of(rows: Sequence[Row], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """A structured array of rows that are given by the columns' names."""
-    table = np.zeros(len(rows), dtype)
-    _fill(table, rows)
-    return table
-
-
-def _fill(table: npt.NDArray[np.void], rows: Sequence[Row]) -> None:
-    for name in table.dtype.names or ():
-        values = [row[name] for row in rows]
-        if table.dtype[name].names:
-            _fill(table[name], values)
-        elif values:
-            table[name] = values
-
-
 def rows_of(
     name: str,
     spec: TensorState,
@@ -134,7 +173,7 @@ def rows_of(
     seed_and_number: tuple[int, int],
     indices: tuple[int, int],
 ) -> tuple[list[Row], CutParameter | None]:
-    """The rows of one of the optimizer's parameters, by the names of :data:`ROW`.
+    """The rows of one of the optimizer's parameters.
 
     Args:
         name: the parameter's name in errors.
@@ -165,7 +204,7 @@ def rows_of(
         cut = _cut_parameter(part)
         seed, number = seed_and_number
         key_of_noise = noise_key(seed, number if part.number is None else part.number)
-        first_unit = rows[-1]["unit"] + 1 if rows else 0
+        first_unit = rows[-1].unit + 1 if rows else 0
         rows += _rows_of_part(name, part, cut, of_step, residency, key_of_noise, indices, first_unit)
     return rows, cut
 
@@ -206,44 +245,42 @@ def _rows_of_part(
             numel = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols
             lead = rectangle.first_col % size
             blocks = (rectangle.rows - 1) * rectangle.blocks_stride + -(-(lead + rectangle.cols) // size)
-            yield {
-                "entry": {
-                    "param": _address(param, rectangle.element),
-                    "gradient": 0,
-                    "step": part.state["step"].data_ptr(),
-                    "low_bits": 0
-                    if low_bits is None
-                    else _address(low_bits, rectangle.element * spec.weights.low_bits // 8),
-                    "codes": _addresses(codes, rectangle.element),
-                    "scales": _addresses(scales_here, rectangle.block, widths),
-                    "extremes": extremes,
-                    "sums": of_step.sums,
-                    "numel": float(math.prod(spec.shard.global_shape)),
-                    "rows": rectangle.rows,
-                    "cols": rectangle.cols,
-                    "row_stride": rectangle.row_stride,
-                    "scales_row_stride": rectangle.blocks_stride,
-                    "first_element": in_parameter,
-                    "global_row_numel": rectangle.stride,
-                    "noise_key": key_of_noise,
-                    "block_size": size,
-                    "weight_format": spec.weights.index,
-                    "gradient_dtype": DTYPES[param.dtype],
-                    "codec": spec.codec.index,
-                    "group": indices[1],
-                    "cut": any(extremes),
-                },
-                "extent": {
-                    "param": numel * param.element_size(),
-                    "gradient": numel,
-                    "low_bits": numel * low_bytes,
-                    "codes": _padded([numel * c.element_size() for c in codes]),
-                    "scales": _padded([4 * blocks * width if spec.codec.blockwise else 0 for width in widths]),
-                },
-                "tensor": indices[0],
-                "element": part.first + rectangle.element,
-                "unit": unit,
-            }
+            yield Row(
+                KernelRow(
+                    param=_address(param, rectangle.element),
+                    gradient=0,
+                    step=part.state["step"].data_ptr(),
+                    low_bits=0 if low_bits is None else low_bits.data_ptr() + rectangle.element * low_bytes,
+                    codes=_addresses(codes, rectangle.element),
+                    scales=_addresses(scales_here, rectangle.block, widths),
+                    extremes=extremes,
+                    sums=of_step.sums,
+                    numel=float(math.prod(spec.shard.global_shape)),
+                    rows=rectangle.rows,
+                    cols=rectangle.cols,
+                    row_stride=rectangle.row_stride,
+                    scales_row_stride=rectangle.blocks_stride,
+                    first_element=in_parameter,
+                    global_row_numel=rectangle.stride,
+                    noise_key=key_of_noise,
+                    block_size=size,
+                    weight_format=spec.weights.index,
+                    gradient_dtype=DTYPES[param.dtype],
+                    codec=spec.codec.index,
+                    group=indices[1],
+                    cut=any(extremes),
+                ),
+                Extent(
+                    param=numel * param.element_size(),
+                    gradient=numel,
+                    low_bits=numel * low_bytes,
+                    codes=_padded([numel * c.element_size() for c in codes]),
+                    scales=_padded([4 * blocks * width if spec.codec.blockwise else 0 for width in widths]),
+                ),
+                tensor=indices[0],
+                element=part.first + rectangle.element,
+                unit=unit,
+            )
 
 
 def _checked_moments(name: str, part: Part, residency: Residency) -> tuple[list[Tensor], list[Tensor | None]]:

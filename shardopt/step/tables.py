@@ -37,7 +37,7 @@ from shardopt.step.inputs import (
     raising,
 )
 from shardopt.step.muon.waves import Waves, WaveStep, openings_of, run_waves
-from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of, table_of
+from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of
 
 
 class StepTables:
@@ -91,7 +91,7 @@ class StepTables:
         rows: list[Row] = []
         for index, param in enumerate(params):
             rows += self._rows_of(index, param, state, param_groups[inputs[index].group])
-        self._table = self._waves.take_rows(table_of(rows, ROW))  # those of no wave
+        self._table = self._waves.take_rows(np.array(rows, ROW))  # those of no wave
         shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
         read_gradient = partial(local_gradient, inputs)

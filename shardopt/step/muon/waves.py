@@ -22,7 +22,7 @@ from shardopt.step.inputs import Input
 from shardopt.step.muon.directions import Directions, Journey
 from shardopt.step.muon.matrices import Matrix, Wave, matrices_of, waves_of
 from shardopt.step.muon.passes import Alike, Operands, Passes
-from shardopt.step.rows import ROW, Group, table_of
+from shardopt.step.rows import ROW, Group
 
 
 class _Planned:
@@ -30,7 +30,7 @@ class _Planned:
 
     def __init__(self, wave: Wave, flat_cuts: FlatCuts, plan: Plan) -> None:
         self.wave, self.flat_cuts, self._plan = wave, flat_cuts, plan
-        self.rows, self.places = table_of([], ROW), np.zeros(0, np.int64)
+        self.rows, self.places = np.zeros(0, ROW), np.zeros(0, np.int64)
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
         """Takes its rows from a table."""
