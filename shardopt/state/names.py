@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,3 +22,14 @@ def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
     if names and len(names) == len(group["params"]):
         return str(names[position])
     return f"parameter {position} of param group {index}"
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Puts a parameter's name before errors that shards raise."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
+            raise
+        raise RuntimeError(f"{name}: {error}") from error

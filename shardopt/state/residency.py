@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.streamed import (
     MAX_GRADIENT_BYTES,
     STATE_MOVES,
@@ -22,6 +23,7 @@ from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
 from shardopt.state.host_memory import Entry, demand_memory, make_homes
+from shardopt.state.names import named
 from shardopt.state.options import bytes_of
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
@@ -149,6 +151,27 @@ class StateResidency:
         if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
             self._decide()
         return self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
+
+    def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
+        """Readies a parameter's state for a step, in place: makes it if there is none, and puts it where it lives.
+
+        Args:
+            name: the parameter's name in errors.
+            param: the parameter.
+            spec: the description of its state.
+            state: its state.
+
+        Raises:
+            RuntimeError: an entry has no memory, is a negative view, or is not sharded like the parameter.
+        """
+        if not state:
+            state.update(spec.new(self.of(param).state))
+        for key in spec.state_names & state.keys():
+            with named(f"{name}: state {key}"):
+                entry = state[key] if key == "step" else spec.shard.local(state[key])
+            check_storage(name, f"state {key}", entry)
+            check_sign(name, f"state {key}", entry)
+        self.put(param, spec, state)
 
     def put(self, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Moves a parameter's state to where it lives, in place."""

@@ -16,7 +16,7 @@ from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_storage
 from shardopt.kernels.norms import clip_of, make_norm_call
 from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
-from shardopt.step.inputs import named
+from shardopt.state.names import named
 
 #: Elements of one model parameter in a gradient: `element` is the first one's index there.
 _ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("entry", _C.tensor_entry)])

@@ -12,7 +12,8 @@ from torch import Tensor
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, number_of
-from shardopt.state.names import listed_name
+from shardopt.state.names import listed_name, named
+from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.step.rows import Group
 
@@ -145,14 +146,49 @@ def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Ten
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
-    """Puts a parameter's name before errors that shards raise."""
+def unless_idle(gradient: Tensor | None) -> Iterator[None]:
+    """Leaves the errors of a parameter without a gradient to the step in which the parameter has one."""
     try:
         yield
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # such as torch.OutOfMemoryError
+        if gradient is not None or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise RuntimeError(f"{name}: {error}") from error
+
+
+def ready_states(
+    params: Sequence[Tensor],
+    state: Any,
+    inputs: Sequence[Input],
+    gradients: Sequence[Tensor | None],
+    residency: StateResidency,
+) -> list[int]:
+    """Readies the state of parameters with a gradient, and of those without that were stepped before.
+
+    Args:
+        params: all parameters of the step.
+        state: the optimizer's.
+        inputs: one per parameter.
+        gradients: this rank's parts; None for a parameter without one.
+        residency: where the state of each parameter lives.
+
+    Returns:
+        The indices of the parameters whose state is ready.
+
+    Raises:
+        RuntimeError: the state of a parameter with a gradient is not in memory. Parameters before it may have got
+            their first state.
+    """
+    ready = []
+    for index, (param, parameter, gradient) in enumerate(zip(params, inputs, gradients, strict=True)):
+        if parameter.spec is None or (gradient is None and not state.get(param)):
+            continue
+        with unless_idle(gradient):
+            if gradient is None:
+                local = parameter.shard.local(param)
+                check_tensors(parameter.name, local, local)
+            residency.ready(parameter.name, param, parameter.spec, state[param])
+            ready.append(index)
+    return ready
 
 
 def raising(groups: Sequence[Group]) -> frozenset[int]:

@@ -17,7 +17,7 @@ from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
 from shardopt.step.agreement import Agreement
 from shardopt.step.exact_sums import TakeTotals
-from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, raising
+from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, raising, ready_states
 from shardopt.step.plan import plan_of
 from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
@@ -77,8 +77,8 @@ class Stepper:
             (:attr:`communicates`) in this one. Prepare the next step only afterwards.
 
         Raises:
-            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but parameters
-                before it in the groups may have got their first state.
+            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but
+                parameters may have got their first state.
             ValueError: an option or hyper-parameter was changed to a value that is not allowed, or not while training.
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
@@ -113,15 +113,17 @@ class Stepper:
         if not self._agreement.was_made:  # nothing is known of other ranks: gradients may be in another order there
             self._agreement.agree(plan)
             self._raising = raising(groups)
-        gradients = local_gradients([param for group in param_groups for param in group["params"]], inputs)
+        params = [param for group in param_groups for param in group["params"]]
+        gradients = local_gradients(params, inputs)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising)
         self._agreement.agree(plan)
         before, self._raising = self._raising, raising(groups)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising - before)
+        ready = ready_states(params, state, inputs, gradients, self._residency)
         return StepTables(
-            param_groups, state, groups, inputs, gradients, plan, scaling, self._skipped, self._residency,
+            param_groups, state, groups, inputs, ready, gradients, plan, scaling, self._skipped, self._residency,
             self._take_totals, self._captured,
         )  # fmt: skip
 

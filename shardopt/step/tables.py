@@ -15,27 +15,18 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
-from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
-from shardopt.state.slice_spec import SliceSpec
+from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
-from shardopt.step.inputs import (
-    Input,
-    ParamGroups,
-    check_tensors,
-    demand_finite,
-    local_gradient,
-    named,
-    raising,
-)
+from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
 from shardopt.step.muon.waves import Waves, WaveStep, openings_of, run_waves
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of
 
@@ -47,9 +38,10 @@ class StepTables:
 
     Args:
         param_groups: the optimizer's.
-        state: the optimizer's; parameters that are stepped for the first time get theirs here.
+        state: the optimizer's.
         groups: one per param group.
         inputs: one per parameter.
+        ready: the indices of the parameters whose state is ready.
         gradients: this rank's parts, checked; None for a parameter without one.
         plan: the description that ranks compare.
         scaling: the loss scale.
@@ -59,8 +51,7 @@ class StepTables:
         captured: what CUDA graphs go on using, and is kept.
 
     Raises:
-        RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but parameters before
-            it may have got their first state.
+        RuntimeError: the kernels cannot step a parameter, gradient or state.
     """
 
     def __init__(
@@ -69,6 +60,7 @@ class StepTables:
         state: Any,
         groups: list[Group],
         inputs: Sequence[Input],
+        ready: Sequence[int],
         gradients: list[Tensor | None],
         plan: Plan,
         scaling: LossScaling,
@@ -87,10 +79,13 @@ class StepTables:
         self._waves = Waves(inputs, groups, plan)
         self._flat_cuts = _flat_cuts(inputs, self._waves, plan)
         self._sums = self._exact_sums(params)
+        self._has_totals = any(group.rule.totals for group in groups)
+        self._raising = raising(groups)
         self._members: dict[int, _Member] = {}  # by the parameters' indices
         rows: list[Row] = []
-        for index, param in enumerate(params):
-            rows += self._rows_of(index, param, state, param_groups[inputs[index].group])
+        for index in ready:
+            with unless_idle(gradients[index]):
+                rows += self._rows_of(index, params[index], state[params[index]], param_groups[inputs[index].group])
         self._table = self._waves.take_rows(np.array(rows, ROW))  # those of no wave
         shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
@@ -99,47 +94,28 @@ class StepTables:
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
         self._wave_steps: dict[torch.device, list[WaveStep]] = {}
-        self._cut_blocks: dict[torch.device, CutBlocks] = {}
+        self._cut_blocks: dict[torch.device, CutBlocks | None] = {}
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
                 "got a gradient or state that is not in memory as a dense tensor, expected ones that the kernels can "
                 "read; step such parameters with another optimizer"
             )
 
-    def _rows_of(self, index: int, param: Tensor, state: Any, group: Mapping[str, Any]) -> list[Row]:
-        """The rows of a parameter; makes its state if it has a gradient, and moves it to where it lives."""
-        parameter, has_gradient = self._inputs[index], self._gradients[index] is not None
-        spec, name = parameter.spec, parameter.name
-        if spec is None or not (has_gradient or state.get(param)):
-            return []
-        try:
-            local = spec.shard.local(param)
-            if not has_gradient:
-                check_tensors(name, local, local)
-            where = self._residency.of(param)
-            if not state[param]:
-                state[param].update(spec.new(where.state))
-            own = state[param]
-            for key in spec.state_names & own.keys():
-                with named(f"{name}: state {key}"):
-                    entry = own[key] if key == "step" else spec.shard.local(own[key])
-                check_storage(name, f"state {key}", entry)
-                check_sign(name, f"state {key}", entry)
-            self._residency.put(param, spec, own)
-            seed_and_number = group["stochastic_rounding_seed"], parameter.number
-            indices = index, parameter.group
-            sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
-            flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts(self.plan, [], param.device), self._waves
-            slices = [
-                SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
-                for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
-            ]
-            rows, cut = rows_of(name, spec, local, own, self._residency.of(param), slices, seed_and_number, indices)
-        except RuntimeError as error:
-            if has_gradient or isinstance(error, torch.OutOfMemoryError):
-                raise
-            return []  # the error is raised when the parameter is stepped
-        self._members[index] = _Member(own["step"].data_ptr(), self._residency.of(param).offload, cut)
+    def _rows_of(self, index: int, param: Tensor, state: StateDict, group: Mapping[str, Any]) -> list[Row]:
+        """The rows of a parameter whose state is ready."""
+        parameter, where = self._inputs[index], self._residency.of(param)
+        spec = parameter.spec
+        assert spec is not None
+        seed_and_number = group["stochastic_rounding_seed"], parameter.number
+        sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
+        flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts(self.plan, [], param.device), self._waves
+        slices = [
+            SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
+            for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
+        ]
+        local, indices = spec.shard.local(param), (index, parameter.group)
+        rows, cut = rows_of(parameter.name, spec, local, state, where, slices, seed_and_number, indices)
+        self._members[index] = _Member(state["step"].data_ptr(), where.offload, cut)
         return rows
 
     def _exact_sums(self, params: Sequence[Tensor]) -> dict[torch.device, ExactSums]:
@@ -179,8 +155,8 @@ class StepTables:
 
     def demand_finite(self) -> None:
         """Raises FloatingPointError where a gradient is NaN or Inf and ``nonfinite="raise"``."""
-        groups = self._groups.groups
-        demand_finite(self._inputs, self._gradients, groups, raising(groups))
+        if self._raising:
+            demand_finite(self._inputs, self._gradients, self._groups.groups, self._raising)
 
     def update(self, param_groups: ParamGroups, scaling: LossScaling) -> None:
         """Fills in what is new in this step: gradients, options, loss scale."""
@@ -188,7 +164,8 @@ class StepTables:
         if kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
             self._kinds = kinds
-        self._groups.follow_totals(None)
+        if self._has_totals:
+            self._groups.follow_totals(None)
         self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
@@ -219,8 +196,7 @@ class StepTables:
             if of_sums := sums.openings():
                 return of_sums
         for device, cut_blocks in self._cut_blocks.items():
-            of_cuts = cut_blocks.openings()
-            of_device = of_cuts or openings_of(self._wave_steps[device])
+            of_device = cut_blocks.openings() if cut_blocks else openings_of(self._wave_steps[device])
             if of_device:
                 return of_device
         return []
@@ -237,7 +213,7 @@ class StepTables:
         try:
             for device in self._sums:
                 self._add_up(device)
-            if any(group.rule.totals for group in self._groups.groups):
+            if self._has_totals:
                 self._use_totals()
             for device in self._batches:
                 self._run_on(device)
@@ -252,7 +228,8 @@ class StepTables:
     def _add_up(self, device: torch.device) -> None:
         """Adds up the sums that rules on a device need, over all ranks."""
         self._sums[device].clear()
-        self._cut_blocks[device].keep_scales()
+        if cut_blocks := self._cut_blocks[device]:
+            cut_blocks.keep_scales()
         for batch in self._batches[device]:
             if batch.call is not None:
                 batch.call.run(_C.Phase.sums)
@@ -273,11 +250,13 @@ class StepTables:
         if device.type == "cuda":
             sums = self._sums[device].memory if device in self._sums else ()
             of_waves = (tensor for wave in waves for tensor in wave.memory)
-            use_in_current_stream(device, (*self._groups.memory, *sums, *cut_blocks.memory, *of_waves))
+            of_cuts = cut_blocks.memory if cut_blocks else ()
+            use_in_current_stream(device, (*self._groups.memory, *sums, *of_cuts, *of_waves))
             if torch.cuda.is_current_stream_capturing():
                 self._captured.append((calls, self._groups.memory, cut_blocks, self._sums, waves))
         run_phases(calls, cut_blocks)
-        run_waves(waves)
+        if waves:
+            run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient into batches."""
@@ -311,7 +290,7 @@ class StepTables:
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
             flat_cuts = self._flat_cuts.get(device) or FlatCuts(self.plan, [], device)
-            self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, flat_cuts)
+            self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, flat_cuts) or None
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""

@@ -19,9 +19,10 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt import _C
 from shardopt.kernels.dispatch import use_cpu_target
+from shardopt.kernels.streamed import EXTENT
 from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign
 from shardopt.optim import AdamW8bit, ShardedOptimizer
-from shardopt.step import stepper
+from shardopt.step import rows, stepper
 from step_changes import CHANGES, with_data
 from step_problem import assert_noticed, make, params_of, set_option, step
 
@@ -205,3 +206,10 @@ def test_padding_with_a_strided_gradient_counts_steps() -> None:
         param.grad = torch.ones(16)[::2]
         optimizer.step()
     assert optimizer.state[param]["step"] == 2
+
+
+def test_typed_rows_have_the_tables_columns() -> None:
+    assert rows.KernelRow._fields == _C.tensor_entry.names
+    assert rows.GroupRow._fields == _C.group_entry.names
+    assert rows.Extent._fields == EXTENT.names
+    assert rows.Row._fields == rows.ROW.names
