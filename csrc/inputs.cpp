@@ -100,7 +100,7 @@ void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed
   input.first_entry = entries_.size();
   PyObject *name, *value;
   for (Py_ssize_t at = 0; PyDict_Next(state, &at, &name, &value);) {
-    Entry entry{py::reinterpret_borrow<py::object>(name), needed.contains(py::handle(name)), {}};
+    StateEntry entry{py::reinterpret_borrow<py::object>(name), needed.contains(py::handle(name)), {}};
     if (entry.needed && !entry.known.take(local_of(input, value).ptr()))
       throw std::invalid_argument("got state that is not a dense tensor");
     entries_.push_back(std::move(entry));
@@ -150,7 +150,7 @@ bool Inputs::same_entries(const Input& input, PyObject* state) const {
   PyObject *name, *value;
   Py_ssize_t at = 0;
   for (size_t i = 0; i < input.entry_count; ++i) {
-    const Entry& entry = entries_[input.first_entry + i];
+    const StateEntry& entry = entries_[input.first_entry + i];
     if (input.first_entry + i + kAhead < entries_.size()) (&entry)[kAhead].known.format.prefetch();
     if (!PyDict_Next(state, &at, &name, &value) || name != entry.name.ptr()) return false;
     if (entry.needed && !entry.known.is(local_of(input, value).ptr())) return false;

@@ -81,7 +81,7 @@ class Inputs {
       return format.read(tensor, now) && now == address;
     }
   };
-  struct Entry {
+  struct StateEntry {
     py::object name;
     bool needed;
     Known known;
@@ -118,7 +118,7 @@ class Inputs {
   std::vector<Group> groups_;
   std::vector<Input> inputs_;
   std::vector<std::pair<PyObject*, int64_t>> state_;  // keys, borrowed, and the inputs' indices, -1 for others
-  std::vector<Entry> entries_;
+  std::vector<StateEntry> entries_;
   py::object shard_of_, read_gradient_;
 };
 

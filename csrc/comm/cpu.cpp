@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <stdexcept>
-#include <vector>
 
-#include "comm/cpu_call.h"
 #include "step/cpu.h"
 #include "threads/pool.h"
 
@@ -15,10 +12,7 @@ namespace {
 constexpr int64_t kTaskBlocks = 512;
 
 MessageKernels kernels_of(const std::string& target) {
-  const std::vector<std::string> usable = cpu_targets();
-  if (std::find(usable.begin(), usable.end(), target) == usable.end()) {
-    throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
-  }
+  check_target(target);
 #if defined(__x86_64__)
   if (target == "avx512vbmi" || target == "avx512") return avx512::message_kernels();
   if (target == "avx2" && __builtin_cpu_supports("f16c")) return avx2::message_kernels();

@@ -1,4 +1,4 @@
-// Messages on the CPU.
+// Messages on the CPU: the driver, and the kernels of each instruction set.
 #pragma once
 
 #include <string>
@@ -10,5 +10,30 @@ namespace shardopt {
 // On at most `threads` threads, with a target's kernels (cpu_targets()); the bytes depend on neither.
 void encode_cpu(const EncodeCall& call, int threads, const std::string& target);
 void sum_cpu(const SumCall& call, int threads, const std::string& target);
+
+// Code blocks [begin, end) of a message, counted over its chunks; add up blocks [begin, end) of a chunk.
+using EncodeKernel = void (*)(const EncodeCall& call, int64_t begin, int64_t end);
+using SumKernel = void (*)(const SumCall& call, int64_t begin, int64_t end);
+
+struct MessageKernels {
+  EncodeKernel encode[3];  // by DType
+  SumKernel sum[3];        // by DType of what is not coded
+};
+
+namespace portable {
+MessageKernels message_kernels();
+}
+#if defined(__x86_64__)
+namespace avx2 {
+MessageKernels message_kernels();
+}
+namespace avx512 {
+MessageKernels message_kernels();
+}
+#elif defined(__aarch64__)
+namespace neon {
+MessageKernels message_kernels();
+}
+#endif
 
 }  // namespace shardopt

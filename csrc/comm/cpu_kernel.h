@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "comm/cpu_call.h"
+#include "comm/cpu.h"
 #include "comm/e4m3.h"
 #if defined(__AVX512BW__)
 #include "comm/halves_avx512.h"

@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <stdexcept>
 #include <vector>
 
 #include "core/exact_sum.h"
-#include "norm/cpu_call.h"
 #include "step/cpu.h"
 #include "threads/pool.h"
 
@@ -17,10 +15,7 @@ constexpr int64_t kTask = 1 << 16;         // elements of a task
 constexpr int64_t kWorthThread = 1 << 15;  // elements for which another thread is worth its start
 
 NormKernels kernels_of(const std::string& target) {
-  const std::vector<std::string> usable = cpu_targets();
-  if (std::find(usable.begin(), usable.end(), target) == usable.end()) {
-    throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
-  }
+  check_target(target);
 #if defined(__x86_64__)
   if (target == "avx512vbmi" || target == "avx512") return avx512::norm_kernels();
   if (target == "avx2") return avx2::norm_kernels();

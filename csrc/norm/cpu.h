@@ -1,4 +1,4 @@
-// Passes over gradients on the CPU.
+// Passes over gradients on the CPU: the driver, and the kernels of each instruction set.
 #pragma once
 
 #include <string>
@@ -9,5 +9,28 @@ namespace shardopt {
 
 // On at most `threads` threads, with a target's kernels (cpu_targets()); the results depend on neither.
 void norm_cpu(const NormCall& call, float factor, int threads, const std::string& target);
+
+// Gradients are n contiguous elements at any address.
+struct NormKernels {
+  void (*squares)(ExactSum& sum, const char* gradient, DType dtype, int64_t n);
+  int32_t (*largest)(const char* gradient, DType dtype, int64_t n);
+  void (*scale)(char* gradient, DType dtype, int64_t n, float factor);
+};
+
+namespace portable {
+NormKernels norm_kernels();
+}
+#if defined(__x86_64__)
+namespace avx2 {
+NormKernels norm_kernels();
+}
+namespace avx512 {
+NormKernels norm_kernels();
+}
+#elif defined(__aarch64__)
+namespace neon {
+NormKernels norm_kernels();
+}
+#endif
 
 }  // namespace shardopt

@@ -14,10 +14,7 @@ constexpr size_t kFetchedAhead = 4;       // tasks
 constexpr int64_t kWorthAThread = 32768;  // elements: with less to do, a thread costs more than it brings
 
 KernelOf kernels_of(const std::string& target) {
-  const std::vector<std::string> usable = cpu_targets();
-  if (std::find(usable.begin(), usable.end(), target) == usable.end()) {
-    throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
-  }
+  check_target(target);
 #if defined(__x86_64__)
   if (target == "avx512vbmi") return avx512vbmi::cpu_kernel;
   if (target == "avx512") return avx512::cpu_kernel;
@@ -57,9 +54,16 @@ std::vector<std::string> cpu_targets() {
   return targets;
 }
 
+void check_target(const std::string& target) {
+  const std::vector<std::string> usable = cpu_targets();
+  if (std::find(usable.begin(), usable.end(), target) == usable.end()) {
+    throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
+  }
+}
+
 struct CpuStep::Work {
   CpuStep& step;
-  const CpuCall call;
+  const StepCall call;
   std::atomic<int64_t> nonfinite{0};
 };
 

@@ -12,6 +12,9 @@ namespace shardopt {
 // The instruction sets that this machine runs, best first: "avx512vbmi", "avx512", "avx2", "neon", "portable".
 std::vector<std::string> cpu_targets();
 
+// Throws std::invalid_argument for a target that this machine does not run.
+void check_target(const std::string& target);
+
 using KernelOf = CpuKernel (*)(int codec, int rule);
 
 // Steps of the same entries, which are cut into tasks once.

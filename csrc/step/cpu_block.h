@@ -48,7 +48,7 @@ class BlockStepper {
   };
 
  public:
-  BlockStepper(const CpuCall& call, const KernelRow& entry)
+  BlockStepper(const StepCall& call, const KernelRow& entry)
       : entry_(entry),
         propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
         rule_(rule_of<Rule>(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),

@@ -5,7 +5,7 @@
 
 namespace shardopt {
 
-struct CpuCall {
+struct StepCall {
   const KernelRow* entries;
   const GroupEntry* groups;
   const float* const* tables;  // per codec, nullptr where it needs none
@@ -14,7 +14,7 @@ struct CpuCall {
 
 // Steps blocks [begin, end) of an entry, counted along its rows. Returns the number of elements whose gradient was not
 // finite.
-using CpuKernel = int64_t (*)(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end);
+using CpuKernel = int64_t (*)(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end);
 
 // The kernel of a codec and a rule, by their places in the lists of step/instances.h.
 namespace portable {

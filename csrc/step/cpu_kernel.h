@@ -37,7 +37,7 @@ SHARDOPT_HD void each_block(const KernelRow& entry, int64_t begin, int64_t end, 
 
 // Blocks of any size, one after the other.
 template <class Rule, class Codec, class Format, int kPack>
-int64_t step_each(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
+int64_t step_each(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
   BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, entry);
   int64_t nonfinite = 0;
   each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) { nonfinite += stepper.add(block); });
@@ -47,7 +47,7 @@ int64_t step_each(const CpuCall& call, const KernelRow& entry, int64_t begin, in
 // Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements;
 // where memory is masked, the usual codecs' longer ones by packs, too.
 template <class Rule, class Codec, class Format>
-int64_t step_blocks_of_128(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
+int64_t step_blocks_of_128(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
   constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
   const auto rest_of_row = static_cast<int>(entry.cols % kWhole);
   BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, entry);
@@ -84,7 +84,7 @@ CpuKernel kernel_of_format(const KernelRow& entry) {
 
 // Steps blocks in a usual format by a kernel in which rule, codec and format are compiled together, others run by run.
 template <class Rule, class Codec>
-int64_t step_usual(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
+int64_t step_usual(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
   CpuKernel kernel = nullptr;
   // Codecs without blocks fill rows up to packs: shorter rows are better stepped as runs.
   const bool fits = Codec::Signed::kScales > 0 ? entry.block_size == 128 : entry.cols >= SHARDOPT_PACK * kLanes;

@@ -33,7 +33,7 @@ const RulePasses& passes_of_rule(int rule, List<Rule...>) {
 
 class RunStepper {
  public:
-  RunStepper(const CpuCall& call, const KernelRow& entry)
+  RunStepper(const StepCall& call, const KernelRow& entry)
       : entry_(entry),
         group_(call.groups[entry.group]),
         phase_(call.phase),
@@ -230,7 +230,7 @@ class RunStepper {
 };
 
 // Steps blocks [begin, end) of an entry; see CpuKernel.
-inline int64_t step_runs(const CpuCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
+inline int64_t step_runs(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
   if (call.phase == Phase::kSums ? !entry.sums : call.phase != Phase::kStep && !entry.cut) return 0;
   return RunStepper(call, entry).step(begin, end);
 }

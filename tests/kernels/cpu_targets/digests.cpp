@@ -236,7 +236,7 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
       for (const char* name : Rule::kHyper) group.hyper[h++] = kHyper.at(name);
       group.gradient_scale = 1.0f;
       group.rule = rule;
-      const CpuCall call{&entry, &group, tables.data(), Phase::kStep};
+      const StepCall call{&entry, &group, tables.data(), Phase::kStep};
       int64_t skipped = 0;
       Digest digest;
       for (int steps = 0; steps < 4; ++steps) {
@@ -246,7 +246,7 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
         for (const Phase phase : {Phase::kSums, Phase::kStep, Phase::kRelative, Phase::kFinish}) {
           if (phase == Phase::kSums && kSums == 0) continue;
           if (phase == Phase::kStep) step += 1.0f;
-          CpuCall now = call;
+          StepCall now = call;
           now.phase = phase;
           skipped += SHARDOPT_KERNELS::cpu_kernel(codec, rule)(now, entry, 0, static_cast<int64_t>(blocks));
         }

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "comm/cpu_call.h"
+#include "comm/cpu.h"
 
 using namespace shardopt;
 
