@@ -26,13 +26,13 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import shardopt
 from helpers import CASES
-from pairs import slow
 from ranks.layouts import distribute, mesh_of, values
 from ranks.models import set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, assert_shards_of, entries, local, snapshot
 from shardopt.layout import shard_of
 from shardopt.step.muon.matrices import matrices_of
+from slow_cases import slow
 
 STEPS = 2
 OPTIONS = {"min_quantized_numel": 64, "block_size": 32}

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from pairs import slow
 from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
 from ranks.offload import offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
+from slow_cases import slow
 
 STEPS = 3
 

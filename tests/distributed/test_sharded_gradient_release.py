@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 from helpers import RULES
-from pairs import slow
 from ranks.layouts import mesh_of
 from ranks.models import WAYS, Net, loss_of, make_batch, make_net, named_parameters
 from ranks.pool import Pool
@@ -28,6 +27,7 @@ from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same, entries, local
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import BucketHook, bucket_hook
+from slow_cases import slow
 
 STEPS = 3
 BF16 = torch.bfloat16

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from helpers import CODEC_NAMES, RULES
-from pairs import slow
 from ranks.layouts import layouts
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import Pair, make_optimizer, snapshot_of, step_with
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.optim import ShardedOptimizer
+from slow_cases import slow
 from weight_formats import FORMATS
 
 STEPS = 3

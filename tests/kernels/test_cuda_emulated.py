@@ -15,22 +15,29 @@ import torch
 
 import cuda_emulated
 import message_problem
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES, USUAL_RULES, Named, at_odd_offset, step
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, RULES_AND_CODECS, USUAL_RULES, Named, at_odd_offset, step
 from kernel_problem import DTYPES, gradients, make, start, using
-from pairs import by_passes
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
 from shardopt.kernels.messages import Layout, Part
+from slow_cases import slow
 from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import BF16, FP32
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (33, 257), (1, 1032))
 
 
-@pytest.mark.parametrize(("rule", "codec", "dtypes"), by_passes(product(RULES, CODEC_NAMES, ("bf16", "fp16-fp32"))))
+#: Each rule and codec with one pair of dtypes, in turn.
+IN_TURN = [(*pair, ("bf16", "fp16-fp32")[(place + place // 6) % 2]) for place, pair in enumerate(RULES_AND_CODECS)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec", "dtypes"),
+    [*IN_TURN, *slow(product(RULES, CODEC_NAMES, ("bf16", "fp16-fp32")), besides=IN_TURN)],
+)
 def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str, dtypes: str) -> None:
     param_dtype, gradient_dtype = DTYPES[dtypes]
     steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]

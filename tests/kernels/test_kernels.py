@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from helpers import (
+    ALL_RULES_AND_CODECS,
     CODEC_NAMES,
     EIGHT_BIT,
     RULES,
+    RULES_AND_CODECS,
+    USUAL_RULES,
     Named,
     ReferenceOptimizer,
     Shape,
@@ -23,12 +26,12 @@ from helpers import (
     step,
 )
 from kernel_problem import DTYPES, HUGE, STEPS, gradients, make, start, using
-from pairs import by_passes, of_usual_rules
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.optim import ShardedOptimizer
+from slow_cases import slow
 from step_tables import PIECES, Problem
 from weight_formats import BF16, FP16, FP32
 
@@ -57,8 +60,18 @@ def expected(rule: str, codec: str, dtypes: str) -> tuple[list[Snapshot], int]:
     return found, oracle.nonfinite
 
 
+#: Unusual rules with log8 in all dtypes, other rules and codecs in two, and variants in turn.
+BY_DEFAULT = [
+    (rule, codec, dtypes, VARIANTS[(place + number) % len(VARIANTS)])
+    for place, (rule, codec) in enumerate(RULES_AND_CODECS)
+    for number, dtypes in enumerate(DTYPES)
+    if (codec == "log8" and rule not in USUAL_RULES) or (place - number) % len(DTYPES) < 2
+]
+
+
 @pytest.mark.parametrize(
-    ("rule", "codec", "dtypes", "variant"), by_passes(product(RULES, CODEC_NAMES, DTYPES, VARIANTS))
+    ("rule", "codec", "dtypes", "variant"),
+    [*BY_DEFAULT, *slow(product(RULES, CODEC_NAMES, DTYPES, VARIANTS), besides=BY_DEFAULT)],
 )
 def test_equal_the_reference(rule: str, codec: str, dtypes: str, variant: tuple[str, int]) -> None:
     (param_dtype, gradient_dtype), (target, threads) = DTYPES[dtypes], variant
@@ -240,7 +253,7 @@ def test_subnormal_state_is_one() -> None:
             assert ((magnitude > 0) & (magnitude < smallest)).sum() > magnitude.numel() / 4
 
 
-@pytest.mark.parametrize(("rule", "codec"), of_usual_rules(product(RULES, CODEC_NAMES)))
+@pytest.mark.parametrize(("rule", "codec"), [*RULES_AND_CODECS, *slow(ALL_RULES_AND_CODECS, besides=RULES_AND_CODECS)])
 def test_loss_scale_and_maximize(rule: str, codec: str) -> None:
     initial = start(FP16)
     params, optimizer = make(rule, codec, initial, maximize=True)
@@ -254,7 +267,12 @@ def test_loss_scale_and_maximize(rule: str, codec: str) -> None:
     assert_same(snapshot(params, optimizer), oracle.snapshot())
 
 
-@pytest.mark.parametrize(("rule", "codec", "dtype"), by_passes(product(RULES, CODEC_NAMES, (FP32, BF16))), ids=str)
+#: Each rule and codec with one of two dtypes, in turn.
+IN_TURN = [(*pair, (FP32, BF16)[(place + place // 6) % 2]) for place, pair in enumerate(RULES_AND_CODECS)]
+IN_TWO_DTYPES = [*IN_TURN, *slow(product(RULES, CODEC_NAMES, (FP32, BF16)), besides=IN_TURN)]
+
+
+@pytest.mark.parametrize(("rule", "codec", "dtype"), IN_TWO_DTYPES, ids=str)
 def test_gradients_that_overflow(rule: str, codec: str, dtype: torch.dtype) -> None:
     huge = {name: gradient.clone() for name, gradient in gradients(2, dtype).items()}
     for gradient in huge.values():
@@ -269,7 +287,7 @@ def test_gradients_that_overflow(rule: str, codec: str, dtype: torch.dtype) -> N
 LARGE_WEIGHTS = {0: 1e24, 2: 3e38, 40: -1e21, 129: -3e38, 130: 9.2e18}
 
 
-@pytest.mark.parametrize(("rule", "codec", "dtype"), by_passes(product(RULES, CODEC_NAMES, (FP32, BF16))), ids=str)
+@pytest.mark.parametrize(("rule", "codec", "dtype"), IN_TWO_DTYPES, ids=str)
 def test_weights_whose_decay_overflows(rule: str, codec: str, dtype: torch.dtype) -> None:
     initial = {name: value.clone() for name, value in start(dtype).items()}
     for value in initial.values():

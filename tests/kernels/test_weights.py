@@ -10,13 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from helpers import CODEC_NAMES, RULES, USUAL_RULES, Named, ReferenceOptimizer, everything, single, step
+from helpers import (
+    CODEC_NAMES,
+    RULES,
+    RULES_AND_CODECS,
+    USUAL_RULES,
+    Named,
+    ReferenceOptimizer,
+    everything,
+    single,
+    step,
+)
 from kernel_problem import STEPS, gradients, make, start, using
-from pairs import by_passes
 from ranks.layouts import values
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels.weights import join_weight, split_weight
+from slow_cases import slow
 from weight_formats import (
     BF16,
     FORMATS,
@@ -57,9 +67,19 @@ def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options
         assert optimizer.nonfinite_count == oracle.nonfinite > 0
 
 
+GRADIENTS = ("as the weights", "fp32")
+#: Unusual rules with log8 in all formats, other rules and codecs in one, and kinds of gradients in turn.
+BY_DEFAULT = [
+    (rule, codec, weights, GRADIENTS[(place + number) % 2])
+    for place, (rule, codec) in enumerate(RULES_AND_CODECS)
+    for number, weights in enumerate(FORMATS)
+    if (codec == "log8" and rule not in USUAL_RULES) or (place - number) % len(FORMATS) == 0
+]
+
+
 @pytest.mark.parametrize(
     ("rule", "codec", "weights", "gradient"),
-    by_passes(product(RULES, CODEC_NAMES, FORMATS, ("as the weights", "fp32"))),
+    [*BY_DEFAULT, *slow(product(RULES, CODEC_NAMES, FORMATS, GRADIENTS), besides=BY_DEFAULT)],
 )
 def test_equal_the_reference(rule: str, codec: str, weights: str, gradient: str) -> None:
     dtype, options = FORMATS[weights]
@@ -155,7 +175,15 @@ def test_a_step_of_nothing_keeps_every_weight(dtype: torch.dtype, bits: int, tar
     assert_same(everything(optimizer), before)
 
 
-@pytest.mark.parametrize(("rule", "codec", "dtype"), by_passes(product(RULES, CODEC_NAMES, [BF16, FP16])), ids=str)
+#: Each rule and codec with one dtype, in turn.
+IN_TURN = [(*pair, (BF16, FP16)[(place + place // 6) % 2]) for place, pair in enumerate(RULES_AND_CODECS)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec", "dtype"),
+    [*IN_TURN, *slow(product(RULES, CODEC_NAMES, [BF16, FP16]), besides=IN_TURN)],
+    ids=str,
+)
 def test_32_bits_are_float32(rule: str, codec: str, dtype: torch.dtype) -> None:
     """After every step the weights and the moments are those of float32 parameters, and the parameter is the nearest.
 

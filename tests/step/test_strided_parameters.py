@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
-from helpers import CODEC_NAMES, RULES, everything
-from pairs import of_usual_rules
+from helpers import ALL_RULES_AND_CODECS, RULES, RULES_AND_CODECS, everything
 from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.step import stepper
+from slow_cases import slow
 from strided_problem import (
     BF16,
     OPTIONS,
@@ -33,7 +32,7 @@ from strided_problem import (
 )
 
 
-@pytest.mark.parametrize(("rule", "codec"), of_usual_rules(product(RULES, CODEC_NAMES)))
+@pytest.mark.parametrize(("rule", "codec"), [*RULES_AND_CODECS, *slow(ALL_RULES_AND_CODECS, besides=RULES_AND_CODECS)])
 def test_as_the_contiguous_copies(rule: str, codec: str) -> None:
     optimizer = make(rule, codec=codec)
     strides = [param.stride() for param in params_of(optimizer)]

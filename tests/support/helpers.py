@@ -134,6 +134,42 @@ CASES: dict[str, RuleCase] = {
 #: The rules that most tests go over; what differs between the others is the rule alone, which the kernels' tests cover.
 USUAL_RULES = ("adamw", "adam", "lion", "momentum", "nesterov", "sgd")
 
+#: The codec that another rule meets by default, beside log8. The CPU steps these rules by passes that are compiled for
+#: a rule or for a codec (csrc/step/cpu_passes.h), and usual rules by kernels of both.
+SECOND_CODEC = {
+    "repaid_adamw": "companded8",
+    "amsgrad": "dynamic8",
+    "nadam": "companded16",
+    "radam": "bf16",
+    "adamax": "fp32",
+    "ademamix": "companded8",
+    "adopt": "dynamic8",
+    "adan": "companded16",
+    "adagrad": "bf16",
+    "rmsprop": "fp32",
+    "rmsprop_momentum": "companded8",
+    "centered_rmsprop": "dynamic8",
+    "centered_rmsprop_momentum": "companded16",
+    "lamb": "bf16",
+    "lars": "fp32",
+    "stable_adamw": "companded8",
+    "cautious_adamw": "dynamic8",
+    "cautious_adam": "companded16",
+    "cautious_decay_lion": "bf16",
+    "cautious_lion": "fp32",
+    "prodigy": "companded8",
+    "decoupled_prodigy": "dynamic8",
+    "signum": "companded16",
+}
+assert SECOND_CODEC.keys() == RULES.keys() - {*USUAL_RULES}, "give each rule its second codec"
+
+#: Rules and codecs that meet by default; the others among the slow tests.
+RULES_AND_CODECS = [
+    *((rule, codec) for rule in USUAL_RULES for codec in CODEC_NAMES),
+    *((rule, codec) for rule, second in SECOND_CODEC.items() for codec in ("log8", second)),
+]
+ALL_RULES_AND_CODECS = [(rule, codec) for rule in RULES for codec in CODEC_NAMES]
+
 
 def with_gradient(param: Tensor, gradient: Tensor) -> None:
     """Sets a parameter's gradient, of the parameter's dtype or of a wider one."""

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 import shardopt
 from helpers import everything
-from pairs import slow
 from ranks.pool import Pool
 from ranks.runs import step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.foreign import import_state
 from shardopt.state.tensor_state import flat_slices
+from slow_cases import slow
 
 
 def _first(state_dict: dict[str, Any], *entries: str) -> tuple[dict[str, Any], str, Tensor]:

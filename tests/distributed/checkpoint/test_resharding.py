@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from helpers import CODEC_NAMES
-from pairs import slow
 from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
+from slow_cases import slow
 
 STEPS = 2
 

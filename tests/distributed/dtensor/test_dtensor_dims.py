@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from helpers import CODEC_NAMES, RULES
-from pairs import slow
 from ranks.layouts import DEEP, Layout, deep_layouts
 from ranks.pool import Pool
 from ranks.runs import Pair
 from ranks.snapshot import local
+from slow_cases import slow
 from weight_formats import FORMATS
 
 STEPS = 3

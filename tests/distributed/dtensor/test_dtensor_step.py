@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from helpers import CODEC_NAMES, RULES
-from pairs import slow
 from ranks.layouts import COLUMN, ROW, SCATTERED, WHOLE, Layout, distribute, layouts, mesh_of, shard, values
 from ranks.pool import Pool
 from ranks.runs import Pair
+from slow_cases import slow
 
 STEPS = 3
 

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardopt
 from helpers import EIGHT_BIT
-from pairs import slow
 from ranks.models import WAYS, make_net, named_parameters
 from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, entries, in_full
+from slow_cases import slow
 
 STEPS = 2
 

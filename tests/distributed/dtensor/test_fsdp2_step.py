@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from helpers import CODEC_NAMES, RULES
-from pairs import slow
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, assert_shards_of, entries, snapshot
+from slow_cases import slow
 
 #: The ways to shard that a world of so many ranks has.
 WAYS_OF_WORLD = [

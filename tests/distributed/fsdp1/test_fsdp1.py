@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers import CASES, CODEC_NAMES, RULES
-from pairs import slow
 from ranks.flat import bare_shapes, gathered, gathered_parameters, pieces, remember_bare
 from ranks.models import FEW_WORLDS, FSDP1_WAYS, Odds, fsdp1, make_odds, set_gradients
 from ranks.pickling import from_all_ranks
@@ -19,6 +18,7 @@ from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, assert_same_on_rank_0, snapshot
 from shardopt.optim import ShardedOptimizer
+from slow_cases import slow
 from weight_formats import FORMATS
 
 STEPS = 3

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from helpers import RULES
-from pairs import slow
 from ranks.flat import forget_shards, gathered, pieces
 from ranks.models import FEW_WORLDS, WAYS, Odds, copy_weights, fsdp1, make_net, make_odds
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, assert_same_on_rank_0
 from shardopt.optim import ShardedOptimizer
+from slow_cases import slow
 from weight_formats import FORMATS
 
 BF16 = torch.bfloat16

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import shardopt
 import shardopt.checkpoint
 from helpers import Shape
-from pairs import slow
 from ranks.models import WAYS, loss_of, make_batch, make_net, named_parameters, set_gradients
 from ranks.muon import MATRICES, of_groups, orthogonalized
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
+from slow_cases import slow
 
 STEPS = 3
 IN_PAIRS = ("hsdp", "hsdp columns", "fsdp1 hybrid")

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import shardopt
-from pairs import slow
 from ranks.deepspeed import (
     BF16,
     BF16_OPTIMIZER,
@@ -41,6 +40,7 @@ from ranks.deepspeed import (
 from ranks.models import loss_of, make_batch, make_net
 from ranks.pool import Pool
 from shardopt.sharding.deepspeed.hooks import is_known
+from slow_cases import slow
 
 Zero = dict[str, Any]
 

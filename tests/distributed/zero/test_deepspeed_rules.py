@@ -10,7 +10,6 @@ import pytest
 from torch import nn
 
 import shardopt
-from pairs import slow
 from ranks.deepspeed import (
     HYPER,
     OFFLOAD,
@@ -35,6 +34,7 @@ from ranks.deepspeed import (
 from ranks.models import make_net
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
+from slow_cases import slow
 
 Zero = dict[str, Any]
 
