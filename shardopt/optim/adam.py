@@ -48,13 +48,13 @@ class AdamW(ShardedOptimizer):
         weight_decay: decay per unit of lr.
         amsgrad: divide by the largest second moment so far (arXiv 1904.09237), which is a third moment.
         cautious: leave out elements whose update goes against their gradient, and multiply the others by
-            ``numel / (kept + 1)`` (arXiv 2411.16085, algorithm 1). They are counted over the whole parameter, however
-            it is sharded: a step takes a second pass, and one all-reduce among the ranks that share parameters.
+            ``numel / (kept + 1)`` (arXiv 2411.16085, algorithm 1). Kept elements are counted over the whole parameter,
+            however it is sharded: a step takes a second pass, and one all-reduce among the ranks that share parameters.
         cautious_weight_decay: decay only elements that the update does not move away from zero (arXiv 2510.12402).
-        repay: move each weight at once by what coding takes from its first moment, times all later steps' share of it.
-            Needs float32 parameters or ``master_weight_bits``, and the codec "log4" or "log8". None: with "log4". An
-            element whose gradient is skipped is repaid all the same. Checkpoints of :mod:`shardopt.checkpoint` leave it
-            as the optimizer has it.
+        repay: move each weight at once by its first moment's rounding error, times all later steps' share of that
+            moment. Needs float32 parameters or ``master_weight_bits``, and the codec "log4" or "log8". None: with
+            "log4". Elements whose gradients are skipped are repaid all the same. Loading a checkpoint of
+            :mod:`shardopt.checkpoint` leaves this option as it is.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:

@@ -27,8 +27,8 @@ _ADAN = Rule(
 class Adan(ShardedOptimizer):
     """Adan (arXiv 2208.06677, algorithm 1): Nesterov's momentum from differences of successive gradients.
 
-    In the step after one in which an element was skipped (``nonfinite``), its difference is that from the last gradient
-    that was not, or from zero where there was none.
+    After a step that skipped an element (``nonfinite``), that element's difference is taken from its last gradient that
+    was not skipped, or from zero if there was none.
 
     Bytes of state per parameter: 16 with ``codec="fp32"``, 4.156 with log8 in blocks of 128.
 

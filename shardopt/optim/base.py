@@ -28,7 +28,7 @@ from shardopt.state.options import (
 )
 from shardopt.state.slice_spec import StateDict
 
-_NUMBERS = "numbers"  # in what is pickled: those of the parameters in the model
+_NUMBERS = "numbers"  # key in pickles: the parameters' numbers in the model
 
 
 class ShardedOptimizer(OptimizerInterface):
@@ -49,7 +49,7 @@ class ShardedOptimizer(OptimizerInterface):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
 
-        Where a rank sees its flat shards only, it does not: ShardedGradScaler lets the ranks agree only if it unscales.
+        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
         """
         shards = (assigned(param) for _, param in self._all_params())
         return all(shard is None or shard.holders is None for shard in shards)
@@ -65,8 +65,8 @@ class ShardedOptimizer(OptimizerInterface):
         Raises:
             ValueError: an option or hyper-parameter is out of range, not for a parameter's dtype, or other than that of
                 the other param groups where all must agree.
-            MemoryError: the host has no memory for what is to be offloaded.
-            RuntimeError: what ``offload`` says is not possible for a parameter.
+            MemoryError: the host has too little memory for the offloaded state.
+            RuntimeError: a parameter does not allow the group's ``offload``.
         """
         names = param_group.get("param_names") if isinstance(param_group, dict) else None
         if not (names is None or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))):
@@ -82,18 +82,18 @@ class ShardedOptimizer(OptimizerInterface):
                 check_repayment(param.dtype, completed)
             self._internals.residency.check(self.param_groups[-1])
             self.check_parameters(len(self.param_groups) - 1)
-        except Exception:  # whatever it is, the optimizer stays as it was
+        except Exception:  # after any error the optimizer stays as it was
             self.param_groups.pop()
             raise
         use_numbers(self.param_groups[-1]["params"])
 
     def attach(self, model: Module) -> None:
-        """Tells the optimizer which model its parameters belong to, where they do not say what shards they are.
+        """Tells the optimizer which model its parameters belong to, if they do not say themselves what shards they are.
 
-        That is so under FSDP1 (``FullyShardedDataParallel``) if the model was wrapped before shardopt was imported:
-        call this before the first step. Muon shares its work among the ranks of a DistributedDataParallel after this
-        call, which all of them must make. The noise of stochastic rounding depends on a parameter's number in the model
-        from then on, not in the optimizer. Other models need no call, and lose nothing by one.
+        FSDP1 (``FullyShardedDataParallel``) needs this call before the first step if the model was wrapped before
+        shardopt was imported. Muon shares its work among the ranks of a DistributedDataParallel after all of them have
+        called. From then on, the noise of stochastic rounding depends on a parameter's number in the model instead of
+        its number in the optimizer. Other models need no call, and a call does them no harm.
 
         Args:
             model: the wrapped model, whole.
@@ -101,7 +101,7 @@ class ShardedOptimizer(OptimizerInterface):
         Raises:
             RuntimeError: the model is sharded in a way that shardopt does not know, or that the option ``offload`` does
                 not allow.
-            MemoryError: the host has no memory for what is to be offloaded.
+            MemoryError: the host has too little memory for the offloaded state.
         """
         read_model(model)
         number_parameters(model)
@@ -111,10 +111,10 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals.residency.check()
 
     def synchronize(self) -> None:
-        """Waits until all steps are taken, and what was offloaded is complete in the host's memory.
+        """Waits until all steps are taken and offloaded state is complete in the host's memory.
 
-        To be called before :attr:`state` is read by hand, and parameters where steps overlap with the next forward pass
-        (:func:`shardopt.release_gradients`); methods and checkpoints call it by themselves.
+        Call this before reading :attr:`state` by hand, or parameters whose steps overlap with the next forward pass
+        (:func:`shardopt.release_gradients`). The optimizer's methods and checkpoints call it by themselves.
         """
         if self._internals.released is not None:
             self._internals.released.wait()
@@ -131,8 +131,8 @@ class ShardedOptimizer(OptimizerInterface):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes a step on every parameter that has a gradient.
 
-        While gradients are released (:func:`shardopt.release_gradients`) these are the parameters that were not stepped
-        during the backward pass: usually none.
+        While gradients are released (:func:`shardopt.release_gradients`), the backward pass has stepped most
+        parameters, and ``step`` takes the rest: usually none.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -141,10 +141,9 @@ class ShardedOptimizer(OptimizerInterface):
             The closure's loss.
 
         Raises:
-            RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step. Nothing
-                was changed. Or gradients are released, and there is a closure or a torch.amp.GradScaler.
-            ValueError: a parameter's dtype is not one for the weight format that its options ask for. Nothing was
-                changed.
+            RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
+                gradients are released, and there is a closure or a torch.amp.GradScaler. Nothing was changed.
+            ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -177,8 +176,8 @@ class ShardedOptimizer(OptimizerInterface):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees all gradients, or sets them to zero; see :meth:`torch.optim.Optimizer.zero_grad`.
 
-        While gradients are released (:func:`shardopt.release_gradients`) it ends a backward pass that failed: the next
-        one may begin. Parameters that were stepped during the failed one stay so, which is warned of.
+        While gradients are released (:func:`shardopt.release_gradients`), this call ends a backward pass that failed,
+        so that the next one may begin. Parameters that the failed pass has stepped stay stepped, with a warning.
         """
         super().zero_grad(set_to_none)
         self._internals.coefficient = None
@@ -189,8 +188,8 @@ class ShardedOptimizer(OptimizerInterface):
         """The optimizer's state.
 
         Args:
-            dequantize: give float32 moments in the form of torch.optim, which the optimizer of the same name there
-                loads, and so does one of this class with any codec. Costs 4 bytes per parameter and moment. Low bits of
+            dequantize: give float32 moments in the form of torch.optim. The optimizer of the same name there loads
+                them, and so does one of this class with any codec. Costs 4 bytes per parameter and moment. Low bits of
                 master weights are left out.
         """
         self.synchronize()
@@ -220,8 +219,8 @@ class ShardedOptimizer(OptimizerInterface):
 
         Raises:
             ValueError: the state is of other parameters or another optimizer, was quantized in another way, or is
-                damaged: options or hyper-parameters out of range, moments or steps that are not finite or below zero
-                where they must not be. Nothing was changed.
+                damaged: options or hyper-parameters are out of range, moments or steps are not finite, or steps or
+                unsigned moments are negative. Nothing was changed.
         """
         self.synchronize()
         last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: adopt(self._internals, loaded))
@@ -236,11 +235,11 @@ class ShardedOptimizer(OptimizerInterface):
 
     @torch.no_grad()
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
-        """The weights as float32, with the low bits that the state has of them: for export and evaluation.
+        """The weights as float32, low bits in the state included: for export and evaluation.
 
         Returns:
-            By the optimizer's parameter, sharded as it is: a DTensor for a DTensor, this rank's part of a flat one.
-            Copies, 4 bytes per parameter.
+            A copy per parameter of the optimizer, sharded like the parameter: a DTensor for a DTensor, this rank's part
+            of a flat one. 4 bytes per element.
         """
         self.synchronize()
         return {
@@ -249,18 +248,18 @@ class ShardedOptimizer(OptimizerInterface):
 
     @torch.no_grad()
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
-        """Loads what :meth:`full_precision_parameters` gave, or other weights: into parameters and low bits.
+        """Loads float32 weights, such as those of :meth:`full_precision_parameters`, into parameters and low bits.
 
-        Frozen parameters without state are rounded. Of a ZeroRedundancyOptimizer ``z`` both are methods of ``z.optim``,
-        which has this rank's parameters only: the other ranks' copies of what was loaded are stale until the next step,
-        unless each is broadcast by its owner (``torch.distributed.broadcast``).
+        Frozen parameters without state are rounded. In a ZeroRedundancyOptimizer ``z``, call both methods on
+        ``z.optim``, which has this rank's parameters only: the other ranks' copies of loaded parameters are stale until
+        the next step, unless each owner broadcasts its own (``torch.distributed.broadcast``).
 
         Args:
-            weights: float32, by the optimizer's parameter, sharded as it is; of all of them.
+            weights: for every parameter of the optimizer a float32 tensor, sharded like the parameter.
 
         Raises:
-            TypeError: they are no mapping of tensors.
-            ValueError: some are missing, unknown or of another shape, dtype or sharding. Nothing was changed.
+            TypeError: ``weights`` is no mapping of tensors.
+            ValueError: some weights are missing, unknown or of another shape, dtype or sharding. Nothing was changed.
         """
         self.synchronize()
         params = {param: group for group, param in self._all_params()}

@@ -29,7 +29,7 @@ class CautiousRules:
         self._without = Rule(kin, rule.moments, has_sums=False)  # whose decay alone is cautious
 
     def of(self, group: Mapping[str, Any]) -> Rule:
-        """The one that a param group asks for."""
+        """The rule that a param group's flags ask for."""
         if not is_cautious(group):
             return self._rule
         return self._with_sums if group["cautious"] else self._without

@@ -33,26 +33,26 @@ def clip_grad_norm_(
     """Multiplies gradients so that their norm is at most ``max_norm``: ``torch.nn.utils.clip_grad_norm_``, exactly.
 
     The norm is the root of an exact sum of squares over the whole model, rounded once: it has the same bits however the
-    parameters are sharded, on any number of ranks, threads and devices, where torch adds up in an order that depends on
-    them. Elements that several ranks hold copies of count once. Gradients are read once; each set of ranks that
-    parameters are divided among exchanges one message of 184 bytes. On CUDA nothing waits for the device.
+    parameters are sharded, on any number of ranks, threads and devices; torch's order of addition depends on them.
+    Elements with copies on several ranks count once. Gradients are read once; each set of ranks that parameters are
+    divided among exchanges one message of 184 bytes. On CUDA nothing waits for the device.
 
-    All ranks that hold parts of the same parameters call it, with these in the same order.
+    All ranks that hold parts of the same parameters must call this, with the parameters in the same order.
 
     Args:
-        parameters: those of the model, plain or as DDP, FSDP1, FSDP2, HSDP or tensor parallelism have them: float32,
-            bfloat16 or float16, and gradients of their dtype or float32.
+        parameters: the model's parameters, plain or as DDP, FSDP1, FSDP2, HSDP or tensor parallelism have them:
+            float32, bfloat16 or float16, with gradients of their dtype or float32.
         max_norm: gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
         norm_type: 2, or ``inf`` for the largest magnitude.
         error_if_nonfinite: raise where the norm is NaN or infinite, which waits for the device. Otherwise an infinite
             gradient turns the others into 0, and NaN all into NaN, as in torch.
         foreach: accepted for torch's sake, without effect.
-        optimizer: shardopt's, or several, that have all of these parameters and no other ones with a gradient. The
-            gradients then stay as they are, and the next ``step()`` multiplies by the coefficient as it reads them;
-            ``step()`` and ``zero_grad()`` forget the coefficient. Parameters and state get the bits that clipping
-            float32 gradients in place would give them; gradients in bfloat16 or float16 are not rounded once more. Call
-            it right before ``step()``, and after ``GradScaler.unscale_``; neither with released gradients nor with
-            steps in a CUDA graph.
+        optimizer: one or several optimizers of shardopt that have all of these parameters and no other ones with a
+            gradient. Gradients then stay as they are, and the next ``step()`` multiplies by the coefficient as it reads
+            them; ``step()`` and ``zero_grad()`` forget the coefficient. Parameters and state get the bits that clipping
+            float32 gradients in place would give; gradients in bfloat16 or float16 are not rounded once more. Clip
+            right before ``step()``, after ``GradScaler.unscale_``; neither with released gradients nor with steps in a
+            CUDA graph.
 
     Returns:
         The norm: float32, 0-d, on the first parameter's device. Infinite if an element is, NaN if one is.
@@ -60,8 +60,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: another ``norm_type``, or ``optimizer`` has other parameters.
         TypeError: ``optimizer`` is not one of shardopt's.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``; or a gradient is sparse, or of another dtype;
-            or nothing says what shard a parameter is; or ``optimizer`` releases gradients. Gradients are unchanged.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is True; a gradient is sparse or of another
+            dtype; the shard of a parameter is unknown; or ``optimizer`` releases gradients. Gradients are unchanged.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if float(norm_type) not in (2.0, math.inf):
@@ -83,8 +83,8 @@ def clip_grad_norm_(
                 "cause with shardopt.check_numerics, or pass error_if_nonfinite=False"
             )
         if optimizers:
-            for each in optimizers:
-                each._internals.coefficient = coefficient
+            for scaled in optimizers:
+                scaled._internals.coefficient = coefficient
         elif total.is_cuda or float(coefficient) != 1.0:
             norm.scale(coefficient)
     finally:
@@ -93,36 +93,35 @@ def clip_grad_norm_(
 
 
 def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOptimizer]:
-    optimizers = [] if given is None else [given] if isinstance(given, Optimizer) else list(given)
-    found: list[ShardedOptimizer] = []
-    for each in optimizers:
-        if not isinstance(each, ShardedOptimizer):
+    optimizers: list[ShardedOptimizer] = []
+    for optimizer in () if given is None else (given,) if isinstance(given, Optimizer) else given:
+        if not isinstance(optimizer, ShardedOptimizer):
             raise TypeError(
-                f"optimizer: got {type(each).__name__}, expected an optimizer of shardopt, which multiplies gradients "
-                "as it reads them; leave optimizer= out, and the gradients are multiplied in place"
+                f"optimizer: got {type(optimizer).__name__}, expected an optimizer of shardopt, which multiplies "
+                "gradients as it reads them; leave optimizer= out, and the gradients are multiplied in place"
             )
-        if each._internals.released is not None:
+        if optimizer._internals.released is not None:
             raise RuntimeError(
                 "optimizer: got one whose gradients are released, expected all gradients at once: parameters are "
                 "stepped during the backward pass, before the norm is known; remove() the release, or train without "
                 "clipping by the norm"
             )
-        found.append(each)
-    return found
+        optimizers.append(optimizer)
+    return optimizers
 
 
 def _check_parameters(
     params: list[Tensor], with_gradient: list[Tensor], optimizers: Iterable[ShardedOptimizer]
 ) -> None:
     """Raises ValueError unless these are the optimizers' parameters, as far as they have a gradient."""
-    own = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    if len(own) == len(params) and all(map(is_, own, params)):
+    stepped = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    if len(stepped) == len(params) and all(map(is_, stepped, params)):
         return
-    given, known = set(map(id, params)), set(map(id, own))
+    given, known = set(map(id, params)), set(map(id, stepped))
     if given == known:
         return
     missing = sum(id(param) not in known for param in with_gradient)
-    more = sum(id(param) not in given and param.grad is not None for param in own)
+    more = sum(id(param) not in given and param.grad is not None for param in stepped)
     if missing or more:
         raise ValueError(
             f"optimizer: got {missing} parameters with a gradient that it does not have, and {more} of its own that "
@@ -131,7 +130,7 @@ def _check_parameters(
 
 
 def _norm_of(params: list[Tensor]) -> GradientNorm:
-    """The tables of these parameters, which have read the gradients of now."""
+    """The cached tables of these parameters, with the present gradients read."""
     known = _norms.get(params[0])
     if known is None or not known.read(params):
         known = GradientNorm(params)

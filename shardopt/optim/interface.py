@@ -30,7 +30,7 @@ class OptimizerInterface(Optimizer, ABC):
     #: How many decay rates ``betas`` has.
     beta_count = 2
 
-    #: Moments that only some settings of the hyper-parameters keep: loading leaves them out where they are not kept.
+    #: Moments that only some settings of the hyper-parameters keep. Loading ignores those that these settings do not.
     optional_moments: tuple[Moment, ...] = ()
 
     @abstractmethod
@@ -38,24 +38,24 @@ class OptimizerInterface(Optimizer, ABC):
         """The rule's hyper-parameters, by the names in csrc/rules."""
 
     def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
-        """The options that a parameter of this shape has in the param groups that are usual for this optimizer.
+        """The options that the usual param groups of this optimizer give a parameter.
 
         Args:
-            shape: the parameter's.
-            is_hidden: whether it is no input or output embedding.
+            shape: the parameter's shape.
+            is_hidden: whether the parameter is neither an input nor an output embedding.
         """
         return {}
 
     def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
-        """Takes the sums over all parameters, where the rule has some (``kTotals`` in csrc/core/rule.h).
+        """Takes the sums over all parameters, if the rule has some (``kTotals`` in csrc/core/rule.h).
 
-        Called in each step, before anything but the sums is computed: param groups may be changed here.
+        A step calls this before it computes anything but the sums: param groups may be changed here.
 
         Args:
-            totals: the sums, each rounded once; NaN where a term was NaN or infinite.
+            totals: the sums, each rounded once; NaN if a term was NaN or infinite.
 
         Returns:
-            Per param group, the hyper-parameters that are other ones in the rest of the step.
+            Per param group, the hyper-parameters that change for the rest of the step.
         """
         return [{} for _ in self.param_groups]
 
@@ -74,27 +74,24 @@ class OptimizerInterface(Optimizer, ABC):
             )
 
     def check_parameters(self, index: int) -> None:
-        """Checks the parameters of a param group that was just added.
-
-        Args:
-            index: of the param group.
+        """Checks the parameters of the param group ``index``, which was just added.
 
         Raises:
-            ValueError: one is not for this optimizer.
+            ValueError: this optimizer cannot step one of the parameters.
         """
 
     def begin_step(self, group: dict[str, Any]) -> None:
         """Called before a step of some of a param group's parameters, which may change the group."""
 
     def adopt_derived(self, group: dict[str, Any], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-        """Takes what :meth:`derived_state` gives from a parameter's loaded entries.
+        """Reads back the entries that :meth:`derived_state` makes.
 
         Args:
-            group: the options of its param group after the load; may be changed.
+            group: the options of the parameter's param group after the load; may be changed.
             saved: the param group in the state dict.
-            entries: the loaded entries.
+            entries: the parameter's loaded entries.
         """
 
     def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
-        """Entries of torch.optim's state of a parameter that follow from its step count, and are not kept."""
+        """Entries of torch.optim's state that follow from a parameter's step count, and are not kept here."""
         return {}

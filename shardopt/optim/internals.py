@@ -30,7 +30,7 @@ class Released(Protocol):
         """Waits for all steps that run in another thread."""
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
-        """Raises RuntimeError if the optimizer's ``step()`` is asked for something that is no longer possible."""
+        """Raises RuntimeError if ``step()`` gets a closure or a loss scale, which come too late for released steps."""
 
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
@@ -46,15 +46,15 @@ class Internals:
     """The part of an optimizer that other packages of shardopt use, as ``optimizer._internals``.
 
     Attributes:
-        optimizer: whose part it is.
+        optimizer: the optimizer around it.
         residency: where the state of each parameter lives.
         skipped: counts the gradient elements that steps skip.
-        model_indices: indices of the parameters among all of the model's, where the optimizer has only some of them;
+        model_indices: indices of the parameters among all of the model's, if the optimizer has only some of them;
             others are counted in order.
-        peers: the ranks whose optimizers have the model's other parameters, where this one has only some of them.
+        peers: the ranks whose optimizers have the model's other parameters, if this one has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
-        coefficient: what the next step multiplies gradients by, instead of clipping: float32, 0-d; None for nothing.
+        coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -88,7 +88,7 @@ class Internals:
 
     def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
         optimizer = self.optimizer
-        if totals is None:  # all parameters are other ranks'
+        if totals is None:  # this rank has no parameters
             count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
             totals = torch.zeros((count, _C.sum_words), dtype=torch.int64, device="cpu")
         if self.peers is not None:
@@ -145,10 +145,10 @@ class Internals:
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
-        own = {param for group in self.optimizer.param_groups for param in group["params"]}
+        params = {param for group in self.optimizer.param_groups for param in group["params"]}
         self.copies.clear()
         if not self.model_indices:
-            self.copies.update((param, of_param) for param, of_param in copies.items() if param in own)
+            self.copies.update((param, of_param) for param, of_param in copies.items() if param in params)
 
     def forget_tables(self) -> None:
         """Has shards and state looked up anew by the next step."""
@@ -158,10 +158,10 @@ class Internals:
             self.released.forget()
 
     def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step whose gradients are multiplied by :attr:`coefficient`, which is used up.
+        """The scaling of a step with :attr:`coefficient`, which is used up.
 
         Raises:
-            RuntimeError: torch.amp.GradScaler has not unscaled the gradients, whose norm was another one.
+            RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
         """
         if self.coefficient is not None and scaling.grad_scale is not None:
             raise RuntimeError(
@@ -189,8 +189,9 @@ class Internals:
             return
         self._has_stepped = True
         groups = self.optimizer.param_groups
-        own = (param for group in groups for param in group["params"] if param.requires_grad)
-        params = [param for param in own if getattr(param, "_local_tensor", param).numel()]  # of DTensors this rank's
+        trained = (param for group in groups for param in group["params"] if param.requires_grad)
+        # A DTensor of which this rank holds nothing never gets a gradient here.
+        params = [param for param in trained if getattr(param, "_local_tensor", param).numel()]
         if params and all(param.grad is None for param in params):
             warn_user(
                 f"the first step found no gradient in any of {len(params)} parameters and changed nothing; expected "

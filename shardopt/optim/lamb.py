@@ -19,7 +19,7 @@ _LAMB = Rule("lamb", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signe
 class LAMB(ShardedOptimizer):
     """LAMB (arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the norm of each parameter.
 
-    The norms are those of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
+    Norms are of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
     over the parameters, and one all-reduce per step among the ranks that share them (with released gradients, one per
     parameter). A parameter whose own norm or whose direction's is zero is not scaled. A weight that is NaN or infinite
     makes its whole parameter NaN.
@@ -31,7 +31,7 @@ class LAMB(ShardedOptimizer):
         lr: learning rate, a float or a 0-d tensor.
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: share of the parameter in its direction, before that is scaled.
+        weight_decay: share of the parameter in its direction, before the direction is scaled.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:

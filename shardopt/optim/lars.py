@@ -21,11 +21,11 @@ class LARS(ShardedOptimizer):
 
     The norms are those of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
     over the parameters, and one all-reduce per step among the ranks that share them (with released gradients, one per
-    parameter). Where the norm of a parameter or its gradient is zero, ``lr`` stays as it is. A weight that is NaN or
+    parameter). If the norm of a parameter or of its gradient is zero, ``lr`` stays as it is. A weight that is NaN or
     infinite makes its whole parameter NaN.
 
-    The momentum, ``velocity`` in the state, has the learning rates in it, as in the paper: a new one applies to new
-    gradients only, and the momentum of SGD is none for LARS.
+    As in the paper, the momentum (``velocity`` in the state) has the learning rates in it: a new learning rate applies
+    to new gradients only. LARS and SGD momentum buffers are not interchangeable.
 
     Bytes of state per parameter: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128.
 

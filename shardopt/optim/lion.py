@@ -28,7 +28,7 @@ class Lion(ShardedOptimizer):
         betas: weights of the momentum in the step's direction, and its decay rate.
         weight_decay: decay per unit of lr, apart from the gradient.
         cautious: as for :class:`shardopt.AdamW`.
-        cautious_weight_decay: the same.
+        cautious_weight_decay: as for :class:`shardopt.AdamW`.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Loading a state dict: everything is checked, ranks agree, and only then the optimizer's own kind of state is made.
 
-Ranks that exchange moments raise together: whatever only one of them may fail in, as its part is damaged or memory runs
-out, stands in :func:`all_or_none`, and no collective does.
+Ranks that exchange moments raise together: code in which a single rank may fail, from damage or lack of memory, runs in
+:func:`all_or_none`; collectives never do.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
 from shardopt.state.slice_spec import StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
-#: In the param groups of a state dict: the elements of flat shards that it belongs to; see :func:`held_elements`.
+#: Key in a state dict's param groups: the elements of flat shards whose state it has; see :func:`held_elements`.
 HELD = "held_elements"
 
-#: In the param groups of a state dict: what is not taken over.
+#: Keys in a state dict's param groups that loading ignores.
 _KEPT = frozenset([HELD, *PLACEMENT])
 
 
@@ -39,14 +39,14 @@ class Adopted:
 
 
 class _Loaded(NamedTuple):
-    """A parameter of the optimizer with what was loaded of it.
+    """A parameter of the optimizer with its loaded state.
 
     Attributes:
         param: the parameter.
         index: its number in the state dict.
         name: how errors name it.
-        spec: what its state is to look like.
-        entries: its state in the state dict; None where it has none.
+        spec: describes the state that it is to get.
+        entries: its state in the state dict; None if that has none.
     """
 
     param: Tensor
@@ -65,41 +65,39 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
         ValueError: the state dict is not one for this optimizer, or the state is damaged, here or on another rank.
     """
     optimizer = internals.optimizer
-    own = optimizer.param_groups
     try:
-        exchanges = agreeing(param for group in own for param in group["params"])
+        exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
     except UnknownShardError:
         saved, states = checked_containers(state_dict)
         if states:
             raise
-        groups = merged_groups(optimizer, own, saved)
+        groups = merged_groups(optimizer, optimizer.param_groups, saved)
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
-    groups, loaded, is_own = all_or_none(exchanges, lambda: _read(internals, state_dict))
-    _demand_own(exchanges, is_own)
-    # Of torch, or dequantized: neither knows of low bits.
+    groups, loaded, is_held = all_or_none(exchanges, lambda: _read(internals, state_dict))
+    _demand_held(exchanges, is_held)
+    # State of torch, or dequantized state: neither has low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
     all_or_none(exchanges, lambda: _check_entries(loaded, of_torch=of_torch))
-    given = encode_flat_moments([each.spec for each in loaded], [each.entries for each in loaded], exchanges)
-    loaded = [each._replace(entries=entries) for each, entries in zip(loaded, given, strict=True)]
+    encoded = encode_flat_moments([item.spec for item in loaded], [item.entries for item in loaded], exchanges)
+    loaded = [item._replace(entries=entries) for item, entries in zip(loaded, encoded, strict=True)]
     loaded, failure = _encode_cut_columns(loaded)
     state = all_or_none(exchanges, lambda: _adopted(internals, loaded, failure))
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded], bool]:
-    """The param groups as they are to be, and the parameters with their entries; checked as far as one rank can.
+    """Reads a state dict and checks it as far as one rank can.
 
     Returns:
-        The groups, the parameters, and whether the state is of the elements that this rank holds.
+        The merged param groups, the parameters, and whether the state is of the elements that this rank holds.
     """
     saved, states = checked_containers(state_dict)
-    optimizer, is_own = internals.optimizer, True
-    own = optimizer.param_groups
-    groups = merged_groups(optimizer, own, saved)
+    optimizer, is_held = internals.optimizer, True
+    groups = merged_groups(optimizer, optimizer.param_groups, saved)
     loaded = []
-    for number, (saved_group, group, options) in enumerate(zip(saved, own, groups, strict=True)):
+    for number, (saved_group, group, options) in enumerate(zip(saved, optimizer.param_groups, groups, strict=True)):
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec = internals.state_of(param, options)  # as it will be: SGD's momentum says what state there is
+            spec = internals.state_of(param, options)  # by the loaded options: SGD's momentum decides on its moments
             name = listed_name(group, number, position)
             entries = _kept_entries(optimizer, param, options, spec, checked_entries(states.get(index), name))
             loaded.append(_Loaded(param, index, name, spec, entries))
@@ -107,8 +105,8 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
                 optimizer.adopt_derived(options, saved_group, entries or {})
         held = held_elements(group["params"])
         with reading(f"param group {number}"):
-            is_own &= held is None or saved_group.get(HELD) in (None, held)
-    return groups, loaded, is_own
+            is_held &= held is None or saved_group.get(HELD) in (None, held)
+    return groups, loaded, is_held
 
 
 def _kept_entries(
@@ -126,44 +124,44 @@ def _kept_entries(
     return {key: value for key, value in entries.items() if key not in left_out}
 
 
-def _demand_own(exchanges: Sequence[Exchange], is_own: bool) -> None:
+def _demand_held(exchanges: Sequence[Exchange], is_held: bool) -> None:
     """Raises on all ranks if one was given the state of elements that it does not hold, as far as that can be seen."""
-    if on_any_rank(exchanges, not is_own):  # all must know: the others would wait for one that gives up
+    if on_any_rank(exchanges, not is_held):  # all must know: the others would wait for one that gives up
         raise ValueError(
-            f"got the state of other elements than {'another' if is_own else 'this'} rank's, expected what it itself "
+            f"got the state of other elements than {'another' if is_held else 'this'} rank's, expected what it itself "
             "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
         )
 
 
 def _check_entries(loaded: Sequence[_Loaded], *, of_torch: bool) -> None:
-    for each in loaded:
-        if each.entries:
-            with reading(each.name):
-                each.spec.check_loaded(each.entries, each.name, of_torch=of_torch)
+    for item in loaded:
+        if item.entries:
+            with reading(item.name):
+                item.spec.check_loaded(item.entries, item.name, of_torch=of_torch)
 
 
 def _encode_cut_columns(loaded: Sequence[_Loaded]) -> tuple[list[_Loaded], Exception | None]:
-    """Codes float moments where column shards cut blocks; all ranks gather them, one parameter at a time.
+    """Codes float moments whose blocks are cut by column shards; all ranks gather them, one parameter at a time.
 
     A rank that fails to code its part goes on gathering, as the others wait for it.
 
     Returns:
-        The parameters, and what this rank failed with.
+        The parameters, and the error of this rank.
     """
     _demand_alike(loaded)
     failure: Exception | None = None
     encoded = []
-    for each in loaded:
-        if not _is_gathered(each):
-            encoded.append(each)
+    for item in loaded:
+        if not _is_gathered(item):
+            encoded.append(item)
             continue
-        assert each.entries is not None
-        ((column_slice, moments),) = zip(each.spec.slices, each.spec.split_moments(each.entries), strict=True)
+        assert item.entries is not None
+        ((column_slice, moments),) = zip(item.spec.slices, item.spec.split_moments(item.entries), strict=True)
         whole = column_slice.spec.gather(moments)
         try:
-            kept = {key: each.entries[key] for key in each.entries.keys() - {m.name for m in each.spec.moments}}
-            codes = each.spec.join([column_slice.spec.encode_whole(whole)])
-            encoded.append(each._replace(entries={**kept, **codes}))
+            kept = {key: item.entries[key] for key in item.entries.keys() - {m.name for m in item.spec.moments}}
+            codes = item.spec.join([column_slice.spec.encode_whole(whole)])
+            encoded.append(item._replace(entries={**kept, **codes}))
         except Exception as error:  # the other ranks, which gather, must not wait for this one
             failure = error
     return encoded, failure
@@ -172,16 +170,16 @@ def _encode_cut_columns(loaded: Sequence[_Loaded]) -> tuple[list[_Loaded], Excep
 def _demand_alike(loaded: Sequence[_Loaded]) -> None:
     """Raises on all ranks if only some of them were given float moments that all would gather."""
     by_exchange: dict[Exchange, list[_Loaded]] = {}
-    for each in loaded:
-        holders = each.spec.shard.holders
-        if holders is not None and each.spec.exchanges_columns:
-            by_exchange.setdefault(holders, []).append(each)
+    for item in loaded:
+        holders = item.spec.shard.holders
+        if holders is not None and item.spec.exchanges_columns:
+            by_exchange.setdefault(holders, []).append(item)
     for exchange, cut in by_exchange.items():
         seen = torch.tensor(
-            [[_is_gathered(each), not _is_gathered(each)] for each in cut], dtype=torch.int32, device="cpu"
+            [[_is_gathered(item), not _is_gathered(item)] for item in cut], dtype=torch.int32, device="cpu"
         )
         exchange.all_reduce_max(seen)
-        names = [each.name for each, both in zip(cut, seen.all(1).tolist(), strict=True) if both]
+        names = [item.name for item, both in zip(cut, seen.all(1).tolist(), strict=True) if both]
         if names:
             raise ValueError(
                 f"{names[0]}: got float moments on some ranks only, expected them on all or on none; load what all "
@@ -189,37 +187,28 @@ def _demand_alike(loaded: Sequence[_Loaded]) -> None:
             )
 
 
-def _is_gathered(each: _Loaded) -> bool:
+def _is_gathered(item: _Loaded) -> bool:
     """Whether a parameter has float moments to be coded in blocks that column shards cut."""
-    return each.entries is not None and each.spec.exchanges_columns and each.spec.has_floats(each.entries)
+    return item.entries is not None and item.spec.exchanges_columns and item.spec.has_floats(item.entries)
 
 
 def _adopted(internals: Internals, loaded: Sequence[_Loaded], failure: Exception | None) -> dict[Any, Any]:
-    """The state of all parameters, where it is to live, with sound values.
-
-    Args:
-        internals: of the optimizer.
-        loaded: its parameters.
-        failure: raised, if there was one.
-    """
+    """The state of all parameters, checked, on the device where it is to live; raises ``failure`` if there is one."""
     if failure is not None:
         raise failure
     state: dict[Any, Any] = {}
     for param, index, name, spec, entries in loaded:
         if entries:
-            own = spec.adopt(entries, internals.residency.of(param).state, name)
-            spec.check_local(own, name)
-            state[index] = Adopted(own)
+            adopted = spec.adopt(entries, internals.residency.of(param).state, name)
+            spec.check_local(adopted, name)
+            state[index] = Adopted(adopted)
         elif entries is not None:
             state[index] = {}
     return state
 
 
 def held_elements(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
-    """The elements of the model's parameters that this rank holds in flat shards: per tensor ``[start, end]`` of each.
-
-    None where no shard is flat.
-    """
+    """Per tensor, ``[start, end]`` of each flat shard that this rank holds; None if no shard is flat."""
     held = []
     for param in params:
         shard = assigned(param)
@@ -232,7 +221,7 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
     """The param groups and the parameters' state of a state dict.
 
     Raises:
-        ValueError: there are none, or a param group is no dict with a list of parameters.
+        ValueError: the state dict lacks one of the two, or a param group is no dict with a list of parameters.
     """
     fields = state_dict if isinstance(state_dict, Mapping) else {}
     groups, states = fields.get("param_groups"), fields.get("state")
@@ -257,16 +246,23 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
 
 
 def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
-    """The entries of one parameter in a state dict, or None where it has none.
+    """The entries of one parameter in a state dict, or None if there are none.
 
     Raises:
-        ValueError: it is no dict.
+        ValueError: the entries are no dict with text keys.
     """
     if entries is None or (isinstance(entries, Mapping) and all(isinstance(key, str) for key in entries)):
         return entries
     raise ValueError(
         f"{name}: got its state as {entries!r:.80}, expected a dict of entries by name; load what state_dict() gives"
     )
+
+
+def check_counts(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError unless the param groups of a state dict have as many parameters as the present ones."""
+    got, expected = ([len(group["params"]) for group in groups] for groups in (saved, present))
+    if got != expected:
+        raise ValueError(f"got a state dict with {got} parameters per param group, expected {expected}")
 
 
 @contextmanager
@@ -276,7 +272,7 @@ def reading(what: str) -> Iterator[None]:
         yield
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of operators that damaged values do not have
+    except Exception as error:  # damaged values may fail in any operator
         raise ValueError(
             f"{what}: got values that cannot be read ({type(error).__name__}: {error}), expected those that "
             "state_dict() gives; load an undamaged state"
@@ -284,25 +280,21 @@ def reading(what: str) -> Iterator[None]:
 
 
 def merged_groups(
-    optimizer: OptimizerInterface, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+    optimizer: OptimizerInterface, present: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The param groups of a state dict, completed by the present options.
 
     Args:
         optimizer: checks hyper-parameters.
-        own: the param groups that there are, of this optimizer or of one around it.
-        saved: those of the state dict, which :func:`checked_containers` let pass.
+        present: the present param groups, of this optimizer or of one around it.
+        saved: the param groups of the state dict, checked by :func:`checked_containers`.
 
     Raises:
-        ValueError: they are of other parameters, of state in another format, or have options that are out of range.
+        ValueError: the groups have other numbers of parameters, state in another format, or options out of range.
     """
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
-        raise ValueError(
-            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, "
-            f"expected {[len(group['params']) for group in own]}"
-        )
+    check_counts(saved, present)
     groups = []
-    for number, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
+    for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
         what = f"param group {number}"
         with reading(what):
             try:

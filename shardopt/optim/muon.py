@@ -53,19 +53,18 @@ _SCALES: Mapping[str, Callable[[int, int], float]] = {
 class Muon(ShardedOptimizer):
     """Muon (https://kellerjordan.github.io/posts/muon): each matrix moves by its orthogonalized momentum.
 
-    A param group says by ``algorithm`` who steps its parameters: "muon" those of two dimensions or more (convolutions
-    as ``(out, everything else)``), "adamw" or "lion" the others: embeddings, output heads, norms, biases.
+    A param group names the rule of its parameters by ``algorithm``: "muon" for two dimensions or more (convolutions
+    as ``(out, everything else)``), "adamw" or "lion" for the others: embeddings, output heads, norms, biases.
     :func:`shardopt.muon_groups` makes such groups of a model.
 
     Every matrix is computed whole on one rank, by the same calls whatever the sharding: under FSDP, tensor parallel and
     ZeRO each element of its bfloat16 direction is sent there and back once. Matrices go in waves, and the next wave
-    travels while one is computed. Of ranks that hold copies (DistributedDataParallel), each computes some matrices if
-    the groups were made from the wrapped model, or after ``attach(model)``; all of them otherwise. Results have the
-    same bits on any number of ranks, but not on other kinds of devices, nor with other versions of PyTorch and the
-    libraries that multiply its matrices.
+    travels while one is computed. Ranks that hold copies (DistributedDataParallel) divide the matrices if the groups
+    were made from the wrapped model, or after ``attach(model)``; otherwise each rank computes all of them. Results have
+    the same bits on any number of ranks, but not on other kinds of devices, nor with other versions of PyTorch and of
+    its libraries for multiplying matrices.
 
-    The ranks exchange every matrix of the optimizer in every step, also those without gradient: do not give it frozen
-    parameters.
+    Do not give Muon frozen parameters: the ranks exchange every matrix in every step, with or without a gradient.
 
     Bytes of state per parameter of a matrix: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128.
 
@@ -75,23 +74,23 @@ class Muon(ShardedOptimizer):
         weight_decay: decay per unit of lr, whatever ``adjust_lr_fn`` says.
         momentum: decay rate of the momentum.
         nesterov: look ahead.
-        ns_coefficients: of the Newton-Schulz iteration: three numbers, or three for each step, of which further steps
-            take the last; or "polar_express" (arXiv 2505.16932).
-        eps: the least norm that a matrix is divided by; in groups for AdamW what is added to the root of the second
-            moment, 1e-8 unless they say so.
+        ns_coefficients: coefficients of the Newton-Schulz iteration: three numbers, or three for each step (further
+            steps take the last three); or "polar_express" (arXiv 2505.16932).
+        eps: the least norm that a matrix is divided by; in groups for AdamW the number added to the root of the second
+            moment, by default 1e-8.
         ns_steps: how many steps the iteration has.
-        ns_method: "standard", or "gram" for an iteration on XX' in float16 where that takes fewer multiplications:
-            for 5 steps, where one dimension is more than 1.5 times the other.
+        ns_method: "standard", or "gram" for an iteration on XX' in float16 if that takes fewer multiplications: for
+            5 steps, if one dimension is more than 1.5 times the other.
         adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
             ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
             decay carry over; "spectral_norm" for ``sqrt(m / n)``.
         algorithm: "muon", "adamw" or "lion".
-        split: where a parameter is several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries,
-            keys and values; or "each" for stacks of three dimensions or more, as those of experts.
-        betas: of AdamW and Lion.
-        orthogonalize_memory: bytes that directions and what is computed of them may take at a time: a whole number, or
-            a text such as "512MiB". Where the largest parameters need more, they get it: three may be in memory at a
-            time, one that arrives, one that is computed and one that returns.
+        split: divides a parameter into several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries,
+            keys and values; or "each" for stacks of three dimensions or more, such as experts.
+        betas: decay rates of AdamW and Lion.
+        orthogonalize_memory: bytes for directions and intermediate matrices at a time: a whole number, or a text such
+            as "512MiB". The largest parameters get more if they need it: three may be in memory at a time, one that
+            arrives, one that is computed and one that returns.
         **options: see :class:`shardopt.state.options.Options`. ``offload="step"`` is not possible.
 
     Raises:
@@ -175,11 +174,12 @@ class Muon(ShardedOptimizer):
         super().check_group(group)
         check_number(group, "momentum", most=1.0)  # an average of gradients
         check_flag(group, "nesterov")
-        check_number(group, "momentum", 1.0)
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["algorithm"] == "muon" and group["eps"] == 0:
-            raise ValueError("eps: got 0 for Muon, by which a gradient of zeros would be divided, expected more")
+            raise ValueError(
+                "eps: got 0 for Muon, by which a gradient of zeros would be divided, expected a number above 0"
+            )
         if get_codec(group["codec"]).shared:
             raise ValueError(
                 f"codec: got {group['codec']!r} for a group of Muon, which does not repay what it loses, expected "
@@ -232,7 +232,7 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
     """The coefficients of each step.
 
     Raises:
-        ValueError: they are none.
+        ValueError: ``coefficients`` is not three finite numbers, several threes, or a known name.
     """
     given = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
     try:
@@ -255,7 +255,7 @@ def _check_split(split: Any) -> None:
 
 
 def _global_shapes(name: str, param: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the model's parameters in one of the optimizer's, as far as known before the first step."""
+    """Names and shapes of the model's parameters in an optimizer tensor, as far as known before the first step."""
     if hasattr(param, "ds_shape"):  # ZeRO 3 has partitioned it
         yield name, tuple(param.ds_shape)
         return

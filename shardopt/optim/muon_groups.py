@@ -1,4 +1,4 @@
-"""Param groups for Muon: matrices, and what is stepped by another rule."""
+"""Param groups for Muon: hidden matrices, and the parameters that another rule steps."""
 
 from __future__ import annotations
 
@@ -29,29 +29,33 @@ def muon_groups(
 ) -> ParamGroups:
     """The parameters of a model as param groups for :class:`shardopt.Muon`: hidden matrices by Muon, the rest by AdamW.
 
-    The rest are parameters of one dimension (biases, norms); embeddings, that is weights of ``torch.nn.Embedding`` and
-    what is tied to them; the output head, that is the last linear layer if it has as many outputs as the first
-    embedding has entries; whatever has "embed" or "lm_head" anywhere in its name (the matrices of a module "embedder",
-    too), or a module or parameter named "head", "wte" or "wpe"; and what ``exclude`` names.
-    When and how to call it, and its patterns, are as for :func:`shardopt.param_groups`. Look at ``table()`` of the
-    result.
+    The rest are
+
+    - parameters of one dimension: biases, norms;
+    - embeddings: weights of ``torch.nn.Embedding`` and parameters tied to them;
+    - the output head: the last linear layer, if it has as many outputs as the first embedding has entries;
+    - parameters with "embed" or "lm_head" anywhere in their names (the matrices of a module "embedder", too), or with
+      a module or parameter "head", "wte" or "wpe" in them;
+    - parameters that match ``exclude``.
+
+    Calls and patterns are as for :func:`shardopt.param_groups`. Look at ``table()`` of the result.
 
     Args:
         model: the model.
         lr: learning rate of Muon.
-        adamw_lr: that of the rest.
+        adamw_lr: learning rate of the rest.
         exclude: patterns of further parameters that are not for Muon.
         split: by pattern, how parameters are divided into matrices; see :class:`shardopt.Muon`.
         no_decay: patterns of parameters with ``weight_decay=0``.
-        other: who steps the rest.
-        overrides: by pattern, options and hyper-parameters, which win over those that this function gives. With
-            another ``algorithm`` goes the learning rate that this function gives to it.
+        other: the rule for the rest.
+        overrides: by pattern, options and hyper-parameters, which win over those that this function gives. A pattern
+            with another ``algorithm`` brings that algorithm's learning rate with it.
 
     Returns:
-        A list of param groups; ``table()`` says who steps each parameter.
+        A list of param groups; ``table()`` says which rule steps each parameter.
 
     Raises:
-        TypeError: it is no model.
+        TypeError: ``model`` is no Module.
         ValueError: a pattern matches no parameter or none of Muon's, an option is unknown, or one flat parameter (FSDP1
             with ``use_orig_params=False``) has parts for both.
     """
@@ -66,13 +70,13 @@ def muon_groups(
     options: dict[str, dict[str, Any]] = {}
     for pattern in (*given, *(split or {})):
         if not any(_matches(parameter, [pattern]) for parameter in parameters):
-            param_groups(model, {pattern: {}})  # raises, and names what it may have meant
+            param_groups(model, {pattern: {}})  # raises, and suggests names
     for parameter in parameters:
         is_matrix = len(parameter.shape) > 1 and not _matches(parameter, [*excluded, *given])
         for pattern, of_pattern in (overrides or {}).items():
             if "algorithm" in of_pattern and _matches(parameter, [pattern]):
                 is_matrix = of_pattern["algorithm"] == "muon"
-        own: dict[str, Any] = {"algorithm": "muon", "lr": lr} if is_matrix else dict(of_rest)
+        chosen: dict[str, Any] = {"algorithm": "muon", "lr": lr} if is_matrix else dict(of_rest)
         for pattern, value in (split or {}).items():
             if _matches(parameter, [pattern]):
                 if not is_matrix:
@@ -80,8 +84,8 @@ def muon_groups(
                         f"split[{pattern!r}]: got a pattern that matches {parameter.names[0]} of shape "
                         f"{parameter.shape}, expected matrices for Muon only; correct the pattern"
                     )
-                own["split"] = value
-        options[escape(parameter.names[0])] = own
+                chosen["split"] = value
+        options[escape(parameter.names[0])] = chosen
     for pattern, of_pattern in (overrides or {}).items():
         options[pattern] = {**options.pop(pattern, {}), **of_pattern}
     return param_groups(model, options, no_decay)

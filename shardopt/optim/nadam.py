@@ -21,9 +21,9 @@ class NAdam(AdamKin):
     """NAdam as in torch: Adam with Nesterov's momentum, whose decay rate rises to ``betas[0]``.
 
     Bytes of state as for :class:`shardopt.AdamW`. torch's ``mu_product``, the product of the decay rates of all steps,
-    follows from the step count and ``betas[0]``. Where a scheduler changes that, param groups have ``past_mu``: the
-    number of steps before the last change, their product, and the value since. A parameter that lacks some of these
-    steps is stepped as if ``betas[0]`` had never changed.
+    follows from the step count and ``betas[0]``. Param groups record changes of ``betas[0]`` by a scheduler in
+    ``past_mu``: the number of steps before the last change, their product, and the value since. A parameter with fewer
+    steps than that is stepped as if ``betas[0]`` had never changed.
 
     Args:
         params: parameters or param groups, as for torch.optim.
@@ -108,7 +108,7 @@ def _decay_base(group: Mapping[str, Any]) -> float:
 
 
 def _product(group: Mapping[str, Any], steps: int) -> float:
-    """The product of the first decay rates of so many steps."""
+    """The product of the first decay rates of this many steps."""
     past, product, beta1 = group["past_mu"]
     if steps < past:
         past, product = 0, 1.0

@@ -20,16 +20,17 @@ from shardopt.optim.u_mup import KindPatterns, UMup
 from shardopt.state.options import DEFAULTS
 
 _Options = dict[str, Any]
+_Patterns = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 class GroupedParameter(NamedTuple):
-    """A parameter of the model, and what became of it.
+    """A parameter of the model with its param group.
 
     Attributes:
         names: its names in the bare model; a shared parameter has several.
         shape: its global shape.
         group: index of its param group.
-        options: those of its param group.
+        options: the param group's options.
         notes: "frozen", "float32 state (StableEmbedding)".
     """
 
@@ -45,7 +46,7 @@ class ParamGroups(list[dict[str, Any]]):
 
     Attributes:
         parameters: all parameters of the model, in its order.
-        copies: those of which other ranks hold copies.
+        copies: the parameters of which other ranks hold copies.
     """
 
     def __init__(
@@ -88,13 +89,6 @@ class _Rule(NamedTuple):
     weight_decay: float
 
 
-class _Choice(NamedTuple):
-    """Options by pattern, of which later ones win, and the rule for learning rates."""
-
-    patterns: Sequence[tuple[str, Mapping[str, Any]]]
-    rule: _Rule | None
-
-
 def param_groups(
     model: Module,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
@@ -107,16 +101,16 @@ def param_groups(
 ) -> ParamGroups:
     """The parameters of a model as param groups, with options by patterns over their names.
 
-    To be called for the whole model, before it is wrapped or sharded or afterwards: patterns are matched against the
-    names in the bare model, without what DistributedDataParallel, FSDP, torch.compile and activation checkpointing add.
-    FSDP replaces parameters, so make the groups after it; DeepSpeed takes groups that were made before
+    Call this for the whole model, before or after wrapping and sharding: patterns are matched against the names in the
+    bare model, without the prefixes of DistributedDataParallel, FSDP, torch.compile and activation checkpointing. FSDP
+    replaces parameters, so make the groups after it; DeepSpeed takes groups that were made before
     ``deepspeed.initialize``.
 
     Patterns are those of :mod:`fnmatch`: ``*`` stands for any characters, dots too. Upper and lower case differ. Of
     several patterns that give a parameter the same option, the last one in ``overrides`` wins, and any of them wins
     over ``no_decay``. Parameters with the same options are one group; the groups are in the order of their first
     parameters, alike on all ranks. A shared parameter appears once, and is matched by all of its names. Frozen
-    parameters are included, as by ``model.parameters()``: they take no state until they get a gradient.
+    parameters are included, as in ``model.parameters()``: they take no state until they get a gradient.
 
     ``rule="u-mup"`` sets ``lr`` and ``weight_decay`` of every parameter, for Adam's kin and other rules whose updates
     have elements of about ``lr`` (arXiv 2407.17465, table 2). The rate is ``lr`` times ``fan_in ** -0.5`` for matrices
@@ -133,15 +127,14 @@ def param_groups(
         rule: None, or how learning rates follow from kinds and shapes.
         lr: with a rule, the global learning rate at its peak.
         weight_decay: with a rule, the share that a step at the peak subtracts (default: 0).
-        kinds: with a rule, by pattern, the kind of parameters where modules do not say it, or another one: "weight",
+        kinds: with a rule, by pattern, the kind of parameters whose modules do not say it, or say another: "weight",
             "bias", "norm" or "output"; or a kind and the depth of the stack around them, ``("weight", 12)``.
 
     Returns:
-        A list of dicts with ``params``, ``param_names`` and the options. ``table()`` says what became of each
-        parameter.
+        A list of dicts with ``params``, ``param_names`` and the options. ``table()`` lists the parameters.
 
     Raises:
-        TypeError: it is no model.
+        TypeError: ``model`` is no Module.
         ValueError: a pattern matches no parameter; an option is unknown; a parameter is uninitialized; the parts of one
             flat parameter would have different options (FSDP1 with ``use_orig_params=False``); or there is a rule and
             no positive ``lr``, a negative ``weight_decay``, or a parameter of unknown kind.
@@ -154,10 +147,9 @@ def param_groups(
     overrides = {} if overrides is None else overrides
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
-    patterns: list[tuple[str, Mapping[str, Any]]] = [(pattern, {"weight_decay": 0.0}) for pattern in no_decay]
-    patterns += overrides.items()
+    patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *overrides.items()]
     _check_options(overrides)
-    choice = _Choice(patterns, _rule(model, rule, lr, weight_decay, kinds))
+    rates = _rule(model, rule, lr, weight_decay, kinds)
     read_model(model)
     number_parameters(model)
     named = all_parameter_names(model)
@@ -174,7 +166,7 @@ def param_groups(
     options_of: list[_Options] = []
     parameters = []
     for param, parts in tensors.items():
-        options = _common_options(param, parts, choice)
+        options = _common_options(param, parts, patterns, rates)
         index = next((i for i, known in enumerate(options_of) if _is_same(known, options)), len(groups))
         if index == len(groups):
             groups.append({"params": [], "param_names": [], **options})
@@ -195,7 +187,7 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
             _Part((name, *shard.aliases.get(name, ())), part.global_shape, part.float32_state)
             for name, _, part, _ in shard.segments
         ]
-    # Parameters that ZeRO 3 has partitioned are empty, and say their shapes.
+    # Parameters that ZeRO 3 has partitioned are empty, with their shapes in an attribute.
     shape = tuple(getattr(param, "ds_shape", param.shape)) if shard is None else shard.global_shape
     return [_Part(tuple(names), shape, keeps_float32_state(param))]
 
@@ -223,29 +215,28 @@ def _rule(
     return _Rule(UMup(model, kinds or {}), lr, decay)
 
 
-def _options(param: Tensor, part: _Part, choice: _Choice) -> _Options:
-    found: _Options = {}
-    rule = choice.rule
+def _options(param: Tensor, part: _Part, patterns: _Patterns, rule: _Rule | None) -> _Options:
+    options: _Options = {}
     if rule:
-        found["lr"] = rule.lr * rule.multipliers.multiplier(param, part.names, part.shape)
-    for pattern, options in choice.patterns:
+        options["lr"] = rule.lr * rule.multipliers.multiplier(param, part.names, part.shape)
+    for pattern, of_pattern in patterns:  # later ones win
         if any(fnmatchcase(name, pattern) for name in part.names):
-            found.update(options)
-    if rule and "weight_decay" not in found:
-        found["weight_decay"] = rule.weight_decay / float(found["lr"]) if found["lr"] else 0.0
-    return dict(sorted(found.items()))
+            options.update(of_pattern)
+    if rule and "weight_decay" not in options:
+        options["weight_decay"] = rule.weight_decay / float(options["lr"]) if options["lr"] else 0.0
+    return dict(sorted(options.items()))
 
 
-def _common_options(param: Tensor, parts: Sequence[_Part], choice: _Choice) -> _Options:
+def _common_options(param: Tensor, parts: Sequence[_Part], patterns: _Patterns, rule: _Rule | None) -> _Options:
     """The options of all parts of one tensor.
 
     Raises:
-        ValueError: they are different.
+        ValueError: two parts have different options.
     """
     first, *others = parts
-    options = _options(param, first, choice)
+    options = _options(param, first, patterns, rule)
     for other in others:
-        of_other = _options(param, other, choice)
+        of_other = _options(param, other, patterns, rule)
         if not _is_same(options, of_other):
             raise ValueError(
                 f"got {first.names[0]} with {_shown(options)} and {other.names[0]} with {_shown(of_other)} in one flat "
@@ -267,7 +258,7 @@ def _is_same(one: _Options, other: _Options) -> bool:
 
 
 def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
-    """Checks the names of options; their values are checked by the optimizer."""
+    """Checks the names of options; the optimizer checks the values."""
     known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)}
     for pattern, options in overrides.items():
         if not isinstance(options, Mapping):
@@ -280,13 +271,13 @@ def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _hyper_parameters(base: type[Optimizer]) -> set[str]:
-    """The hyper-parameters of all optimizers that there are, the user's own included."""
-    found: set[str] = set()
+    """The hyper-parameters of all optimizers that exist, the user's own included."""
+    names: set[str] = set()
     for kind in base.__subclasses__():
         parameters = () if inspect.isabstract(kind) else inspect.signature(kind).parameters.values()
-        found |= {p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD}
-        found |= _hyper_parameters(kind)
-    return found
+        names |= {p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD}
+        names |= _hyper_parameters(kind)
+    return names
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -300,11 +291,11 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _near(pattern: str, names: Sequence[str]) -> list[str]:
-    """Up to three names that resemble a pattern, in whole or by one of the parts between their dots, best first."""
+    """Up to three names that resemble a pattern, as wholes or in one of their dotted parts, best first."""
     text = pattern.strip("*.")
 
     def likeness(name: str) -> float:
         return max(SequenceMatcher(None, text, part).ratio() for part in (name, *name.split(".")))
 
-    found = sorted(((likeness(name), -place) for place, name in enumerate(names)), reverse=True)
-    return [names[-place] for ratio, place in found[:3] if ratio >= 0.6]
+    ranked = sorted(((likeness(name), -place) for place, name in enumerate(names)), reverse=True)
+    return [names[-place] for ratio, place in ranked[:3] if ratio >= 0.6]

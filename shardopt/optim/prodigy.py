@@ -40,10 +40,10 @@ class Prodigy(ShardedOptimizer):
     that share them, and the host reads the sums, for which it waits for the device. Gradients cannot be released, nor
     a step be captured into a CUDA graph.
 
-    ``d`` is one number for all param groups, and stands in each of them (``group["d"]``), with all that the estimate
-    needs (``d_max``, ``d_numerator``, ``k``): state dicts and checkpoints have it. A param group with ``lr=0`` is left
-    as it is and takes no part in the sums; the other groups must have the same ``lr``. Elements that are skipped
-    (``nonfinite``) take no part, either; where a sum is NaN or infinite, ``d`` stays as it is.
+    All param groups have the same ``d`` (``group["d"]``), along with the estimate's other numbers (``d_max``,
+    ``d_numerator``, ``k``): state dicts and checkpoints carry them. A param group with ``lr=0`` stays as it is and
+    takes no part in the sums; the other groups must have the same ``lr``. Skipped elements (``nonfinite``) take no
+    part, either; if a sum is NaN or infinite, ``d`` stays as it is.
 
     ``d`` is common to the ranks that share parameters. Ranks with other parameters, such as pipeline stages, have a
     ``d`` of their own.
@@ -64,7 +64,7 @@ class Prodigy(ShardedOptimizer):
         safeguard_warmup: leave ``lr`` out of the slow average, for a schedule with a warm-up.
         d0: the estimate to begin with.
         d_coef: factor of the estimate: 0.5 for smaller steps, 2 for larger ones.
-        growth_rate: most that ``d`` may grow by in a step, as a factor, after the first time that it grows.
+        growth_rate: largest factor by which ``d`` may grow in a step, after its first growth.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -171,7 +171,7 @@ class Prodigy(ShardedOptimizer):
         """The learning rate.
 
         Raises:
-            ValueError: param groups differ in what all of them share.
+            ValueError: param groups differ in an option of the estimate, or in an ``lr`` other than 0.
         """
         first, rates = self.param_groups[0], [float(group["lr"]) for group in self.param_groups]
         lr = max(rates)

@@ -38,9 +38,9 @@ class RMSprop(ShardedOptimizer):
         eps: added to the root.
         weight_decay: L2 penalty, part of the gradient.
         momentum: decay rate of the momentum buffer.
-        centered: divide by the root of the variance (Graves, arXiv 1308.0850). It is the difference of two averages,
-            which rounding makes wrong where it is small: unless ``codec="fp32"``, it counts as 2^-10 of the mean square
-            where it is less.
+        centered: divide by the root of the variance (Graves, arXiv 1308.0850). The variance is the difference of two
+            averages, and rounding spoils small differences: unless ``codec="fp32"``, it is at least 2^-10 of the mean
+            square.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:

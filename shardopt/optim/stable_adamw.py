@@ -20,10 +20,10 @@ _STABLE_ADAMW = Rule("stable_adamw", (Moment("exp_avg", signed=True), Moment("ex
 class StableAdamW(ShardedOptimizer):
     """StableAdamW (arXiv 2304.13013, algorithm 2): AdamW with Adafactor's clipping of updates.
 
-    The learning rate of a parameter, and with it its decay, is divided by the root mean square of its gradient over the
-    root of the second moment, where that is above 1. The mean is that of the whole parameter, exact to the last bit
-    however it is sharded: a step takes a second pass over the parameters, and one all-reduce per step among the ranks
-    that share them (with released gradients, one per parameter).
+    The learning rate of a parameter, and with it the decay, is divided by the root mean square of gradient over root of
+    the second moment, if that is above 1. The mean runs over the whole parameter, exact to the last bit however it is
+    sharded: a step takes a second pass over the parameters, and one all-reduce per step among the ranks that share them
+    (with released gradients, one per parameter).
 
     Bytes of state as for :class:`shardopt.AdamW`.
 

@@ -17,7 +17,8 @@ class StableEmbedding(Embedding):
 
     Every optimizer of this package keeps the moments of ``weight`` in float32, whatever its options or param groups
     say, under every sharding that shardopt knows: 8 bytes per element for Adam instead of about 2. Other optimizers
-    treat the parameter as any other; so are parameters that a parametrization puts in its place (``weight_norm``).
+    treat ``weight`` like any parameter. Parameters that a parametrization (``weight_norm``) puts in the place of
+    ``weight`` are quantized as usual.
 
     The layer norm belongs directly behind the token embedding: add position embeddings to its output. State dicts have
     ``weight``, ``norm.weight`` and ``norm.bias``, as those of ``bitsandbytes.nn.StableEmbedding``.
@@ -76,15 +77,14 @@ class StableEmbedding(Embedding):
         normed: Tensor = self.norm(embedded.to(self.norm.weight.dtype))
         return normed.to(embedded.dtype)
 
-    # Wrappers put other tensors in the place of the weight: FSDP2 a DTensor, to_empty() one with memory. Whatever
-    # becomes the weight is marked.
+    # Wrappers replace the weight: FSDP2 by a DTensor, to_empty() by a tensor with memory. Every new weight is marked.
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         super().register_parameter(name, param)
         self._mark_weight()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As that of Module, which calls :meth:`register_parameter`; FSDP2 writes past classes without one."""
+        """Module's, which calls :meth:`register_parameter`; FSDP2 bypasses classes that define no ``__setattr__``."""
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StableEmbedding:

@@ -33,7 +33,7 @@ _PACKAGE_STACKS = ("DepthModuleList", "DepthSequential")
 
 
 class _Known(NamedTuple):
-    """Kind of a parameter, and residual blocks in the stack around it; None where unknown, or where there is none."""
+    """Kind of a parameter, None if unknown, and residual blocks in the stack around it, None without a stack."""
 
     kind: str | None
     depth: int | None
@@ -43,10 +43,10 @@ class UMup:
     """Learning-rate multipliers of a model's parameters.
 
     Kinds come from patterns first, then from the attributes ``mup_type`` and ``mup_scaling_depth`` of a parameter
-    (unit-scaling's; ``fully_shard`` drops them), then from the module that holds it: its attribute ``mup_types``, or
-    its class where that is one of unit-scaling's. Depth comes likewise: in the last place, from the innermost module
-    around it with an attribute ``mup_depth``, or from the length of unit-scaling's ``DepthModuleList`` or
-    ``DepthSequential``.
+    (unit-scaling's; ``fully_shard`` drops them), then from the module around the parameter: the module's attribute
+    ``mup_types``, or its class if that is one of unit-scaling's. Depth comes from patterns and attributes likewise, and
+    at last from the innermost module around the parameter with an attribute ``mup_depth``, or from the length of
+    unit-scaling's ``DepthModuleList`` or ``DepthSequential``.
 
     Args:
         model: bare, wrapped or sharded.
@@ -70,21 +70,21 @@ class UMup:
         """Share of the global learning rate for a parameter.
 
         Args:
-            param: the tensor that stands for it in the model.
-            names: all of its names.
-            shape: its global shape.
+            param: the tensor that stands for the parameter in the model.
+            names: all names of the parameter.
+            shape: the parameter's global shape.
 
         Raises:
-            ValueError: its kind is unknown, or its names have different kinds.
+            ValueError: the kind is unknown, or the names have different kinds.
         """
-        found = {self._known(param, name) for name in names}
-        if len(found) > 1:
+        distinct = {self._known(param, name) for name in names}
+        if len(distinct) > 1:
             shown = ", ".join(f"{name} ({self._known(param, name).kind})" for name in names)
             raise ValueError(
                 f"got one parameter with the names {shown}, expected one kind; say which by kinds=..., with a pattern "
                 "for each name, or do not share the parameter"
             )
-        (known,) = found
+        (known,) = distinct
         if known.kind is None:
             raise ValueError(
                 f"got parameter {names[0]} of unknown kind, expected one of a module of shardopt.unit or unit_scaling; "

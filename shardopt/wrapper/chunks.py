@@ -17,14 +17,14 @@ BYTES_PER_ELEMENT = 32
 
 
 class TransferUnit(NamedTuple):
-    """A parameter of the model, or this rank's part of it, and how the inner optimizer is to see it.
+    """A parameter of the model, or this rank's part of it: an optimizer tensor, or a slice of one.
 
     Attributes:
-        group: index of the param group of the optimizer's tensor that the unit is, or is a slice of.
-        position: that tensor's index there.
-        param: that tensor.
-        shard: the part of a parameter that the unit is.
-        stands_in: whether the inner optimizer is given the plain local tensor instead.
+        group: index of the optimizer tensor's param group.
+        position: index of the optimizer tensor in the group.
+        param: the optimizer tensor.
+        shard: the part of a parameter that the unit holds.
+        stands_in: whether the inner optimizer gets a stand-in, the plain local tensor.
         segment: the slice, if the tensor is a flat buffer of several parameters.
     """
 
@@ -37,7 +37,7 @@ class TransferUnit(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of state entries that are like the parameter."""
+        """The shape of state entries with one element per element of the parameter."""
         return tuple(self.param.shape) if self.segment is None else self.shard.local_shape
 
     @property
@@ -63,8 +63,8 @@ class TransferUnit(NamedTuple):
 
     def state_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The unit's entries; the state of a flat buffer has one dict per parameter name."""
-        own = state if self.segment is None else state.get(self.segment.name)
-        return dict(own) if isinstance(own, Mapping) else {}
+        entries = state if self.segment is None else state.get(self.segment.name)
+        return dict(entries) if isinstance(entries, Mapping) else {}
 
     def put_state(self, states: MutableMapping[Any, Any], state: Mapping[str, Any]) -> None:
         """Replaces the unit's entries in a dict of states by the optimizer's tensors."""
@@ -74,13 +74,13 @@ class TransferUnit(NamedTuple):
             states.setdefault(self.param, {})[self.segment.name] = dict(state)
 
     def to_target(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the unit as that of the target."""
+        """The unit's state in the form that the target needs."""
         if not self.stands_in:
             return dict(state)
         return {key: self.shard.local(x) if hasattr(x, "to_local") else x for key, x in state.items()}
 
     def from_target(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the target as that of the unit."""
+        """The target's state in the form that the unit needs."""
         if not self.stands_in:
             return dict(state)
         local = self.shard.local_shape
@@ -90,23 +90,20 @@ class TransferUnit(NamedTuple):
         }
 
     def present_in(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The unit's entries, from quantized state or from the bare optimizer's; None if there are none.
-
-        Those of a slice in the bare optimizer's state are copies.
-        """
+        """The unit's entries, from quantized state or from the bare optimizer's (copies, for a slice); None if none."""
         if self.segment is None or not is_bare(state):
             return self.state_in(state) or None
         if not math.prod(self.shape):
             return None
-        of_tensor = {key: x for key, x in state.items() if isinstance(x, Tensor)}
-        own = {key: self.segment.of(x) if x.shape == self.param.shape else x for key, x in of_tensor.items()}
-        return {**state, **{key: x.detach().clone() for key, x in own.items()}}
+        tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
+        slices = {key: self.segment.of(x) if x.shape == self.param.shape else x for key, x in tensors.items()}
+        return {**state, **{key: x.detach().clone() for key, x in slices.items()}}
 
     def add_to_bare(self, state: MutableMapping[str, Any], floats: Mapping[str, Any]) -> None:
-        """Adds the unit's state in floats to that of the bare optimizer's tensor, in which padding has zeros.
+        """Adds the unit's state in floats to the state of the bare optimizer's tensor; padding becomes zeros.
 
         Raises:
-            RuntimeError: slices of the tensor have different numbers, of which the tensor has one.
+            RuntimeError: slices differ in an entry of which the tensor has only one, such as ``step``.
         """
         for key, x in floats.items():
             if self.segment is None:
@@ -131,17 +128,17 @@ def units_of(groups: Sequence[Mapping[str, Any]], *, local: bool) -> list[Transf
 
     Args:
         groups: the param groups.
-        local: whether the inner optimizer is element by element, so that it can be given the local tensors of DTensors.
+        local: whether the inner optimizer is element by element, so that it can step the local tensors of DTensors.
 
     Raises:
-        UnknownShardError: nothing says what part of a parameter a tensor is.
+        UnknownShardError: the shard of a tensor is unknown.
     """
     units = []
     for number, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             shard = shard_of(param)
             if isinstance(shard, FlatBuffer):
-                units += [TransferUnit(number, position, param, each.shard, True, each) for each in shard.segments]
+                units += [TransferUnit(number, position, param, part.shard, True, part) for part in shard.segments]
             else:
                 units.append(TransferUnit(number, position, param, shard, local and not shard.plain))
     return units

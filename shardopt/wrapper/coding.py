@@ -1,4 +1,4 @@
-"""State of a chunk in codes and in floats. Ranks put together the blocks that their shards cut."""
+"""A chunk's state in codes and in floats. Ranks exchange the extremes of the blocks that their shards cut."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from shardopt.wrapper.entries import Entries
 
 _CODES, _SCALES, DTYPE = "_codes", "_scales", "_dtype"
 
-#: Stands for no number in a maximum of int32.
+#: Sentinel for no number in a maximum of int32.
 _NONE = -(2**31)
 
 State = dict[str, Any]
 
-
-#: The names of codes and scales end with these.
+#: Suffixes of the names of codes and scales.
 CODING_ENDS = (_CODES, _SCALES)
 
 
@@ -34,12 +33,12 @@ def coded_names(state: Mapping[str, Any]) -> list[str]:
 
 
 def coding_keys(state: Mapping[str, Any]) -> set[str]:
-    """The keys of what stands for entries in floats: codes, scales, and the dtype where it is not the parameter's."""
+    """The keys of codes, scales, and dtypes other than the parameter's, which together encode entries in floats."""
     return {name + end for name in coded_names(state) for end in (_CODES, _SCALES, DTYPE)} & state.keys()
 
 
 def decoded(entries: Entries, unit: TransferUnit, state: Mapping[str, Any]) -> State:
-    """The state of a tensor in floats, as the optimizer left it, up to the error of the codes."""
+    """The state of a tensor in floats: as the optimizer left it, up to rounding errors of the codec."""
     coding = coding_keys(state)
     floats: State = {}
     for key, value in state.items():
@@ -73,15 +72,14 @@ def encoded(
     Ranks that hold parts of the same cut blocks must all call this, with the same tensors.
 
     Args:
-        entries: says which entries are quantized.
+        entries: decides which entries are quantized.
         units: the tensors.
-        states: their states in floats; None where there is none.
-        stored: their former states, whose memory is used again.
-        failure: raised here, and on the ranks that would wait for this one, if there was one.
+        states: the tensors' states in floats; None for no state.
+        stored: the tensors' former states, whose memory is used again.
+        failure: an error to raise here; ranks that would wait for this one raise, too.
 
     Raises:
-        ValueError: an entry that was declared or is known to be unsigned has a value below zero; or other ranks have
-            other entries.
+        ValueError: an unsigned entry has a value below zero; or ranks have different entries.
         RuntimeError: another rank failed.
     """
     names = [[] if state is None else entries.names(unit, state) for unit, state in zip(units, states, strict=True)]
@@ -113,7 +111,7 @@ def encoded(
 
 
 def placed(entries: Entries, unit: TransferUnit, spec: SliceSpec, coded: Mapping[str, Tensor]) -> State:
-    """Local codes and scales as the state has them: sharded as the parameter is, where they are to live."""
+    """Local codes and scales in the form of the state: sharded like the parameter, on the state's device."""
     result = {}
     for key, local in coded.items():
         if entries.options["offload"] == "state" and unit.param.device.type != "cpu":
@@ -127,7 +125,7 @@ def placed(entries: Entries, unit: TransferUnit, spec: SliceSpec, coded: Mapping
 def _stored(
     entries: Entries, unit: TransferUnit, spec: SliceSpec, coded: Mapping[str, Tensor], old: Mapping[str, Any]
 ) -> State:
-    """Local codes and scales as the state has them, in the memory of the former ones."""
+    """Local codes and scales in the form of the state, in the memory of the former ones."""
     if not coded.keys() <= old.keys():
         return placed(entries, unit, spec, coded)
     for key, local in coded.items():
@@ -137,14 +135,14 @@ def _stored(
 
 def _check_signs(entries: Entries, states: Sequence[State | None], names: Sequence[Sequence[str]]) -> None:
     """Reads one number per chunk and device unless something is wrong."""
-    found: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for state, own in zip(states, names, strict=True):
-        for name in own:
+    minima: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for state, quantized in zip(states, names, strict=True):
+        for name in quantized:
             assert state is not None
             local = state[name].to_local() if hasattr(state[name], "to_local") else state[name]
             if not entries.moment(name).signed and local.numel():
-                found.setdefault(local.device, []).append((name, local.amin().float()))
-    for least in found.values():
+                minima.setdefault(local.device, []).append((name, local.amin().float()))
+    for least in minima.values():
         lowest = torch.stack([x for _, x in least])
         if (lowest < 0).any():
             name, value = next((name, float(x)) for name, x in least if x < 0)
@@ -155,14 +153,14 @@ def _check_signs(entries: Entries, states: Sequence[State | None], names: Sequen
 
 
 class _Cut(NamedTuple):
-    """A tensor with blocks that several ranks hold parts of."""
+    """A tensor with cut blocks: its index, and whether column shards cut them, so that ranks exchange columns."""
 
     number: int
     gathers: bool
 
 
 def _cuts(entries: Entries, units: Sequence[TransferUnit]) -> dict[Exchange, list[_Cut]]:
-    """The tensors with cut blocks, by those who hold them; the same on all of these ranks."""
+    """The tensors with cut blocks by the exchange of the ranks that hold them; alike on all of these ranks."""
     cuts: dict[Exchange, list[_Cut]] = {}
     for index, unit in enumerate(units):
         if not unit.shard.cuts_rows or unit.shard.holders is None or not entries.is_quantized(unit.shard):
@@ -176,25 +174,26 @@ def _cuts(entries: Entries, units: Sequence[TransferUnit]) -> dict[Exchange, lis
 def _agreed_counts(
     entries: Entries, units: Sequence[TransferUnit], names: Sequence[Sequence[str]], failure: Exception | None
 ) -> dict[int, int]:
-    """The number of entries to exchange of each tensor with cut blocks: a rank without elements may have no state.
+    """The number of entries to exchange per tensor with cut blocks: a rank without elements may have no state.
 
     Raises:
         ValueError: ranks have different entries.
-        RuntimeError: another rank failed; on this one, its own ``failure``.
+        RuntimeError: another rank failed. If this one failed, it raises ``failure`` instead.
     """
     counts: dict[int, int] = {}
     error: Exception | None = None  # raised at the end: the ranks of the next exchange wait for this one
     for exchange, cut in _cuts(entries, units).items():
         rows = [[0, int(failure is not None), 0, 0]]
         for index, gathers in cut:
-            own = names[index]
-            key = crc32(",".join(sorted(own)).encode()) >> 1
-            rows.append([len(own), -len(own), key, -key] if own or gathers else [0, _NONE, 0, _NONE])
+            quantized = names[index]
+            key = crc32(",".join(sorted(quantized)).encode()) >> 1
+            count = len(quantized)
+            rows.append([count, -count, key, -key] if quantized or gathers else [0, _NONE, 0, _NONE])
         agreed = torch.tensor(rows, dtype=torch.int32, device="cpu")
         exchange.all_reduce_max(agreed)
         if agreed[0, 1]:
             error = error or RuntimeError(
-                "got a step that failed on another rank, expected none; that rank's error says why"
+                "got a step that failed on another rank, expected success on all ranks; that rank's error says why"
             )
         for (index, _), (most, least, high, low) in zip(cut, agreed[1:].tolist(), strict=True):
             counts[index] = most
@@ -217,7 +216,7 @@ def _encoded_cut_blocks(
     names: Sequence[Sequence[str]],
     counts: Mapping[int, int],
 ) -> dict[tuple[int, str], State]:
-    """Codes and scales of entries under flat shards with cut blocks, after one exchange for the chunk."""
+    """Codes and scales of entries of flat shards with cut blocks, after one exchange for the whole chunk."""
     keys: list[tuple[int, str]] = []
     specs: list[SliceSpec] = []
     values: list[Sequence[Tensor] | None] = []

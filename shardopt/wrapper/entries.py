@@ -39,7 +39,7 @@ WIDE = frozenset(["exp_avg_slow"])
 #: Sizes of Rprop's steps, which grow and shrink by factors.
 STEP_SIZES = frozenset(["step_size"])
 
-#: The dtypes that entries may have to be quantized, beside the parameter's: codes mean nothing to double precision.
+#: The dtypes of entries that are quantized, beside the parameter's: double precision would be lost in codes.
 CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
@@ -47,14 +47,14 @@ CENTERED = frozenset(["grad_avg", "square_avg"])
 
 
 class Entries:
-    """Decides by name, so that all ranks decide alike.
+    """Decides by name which entries are quantized, so that all ranks decide alike.
 
     Attributes:
-        options: the options of a param group of shardopt's that say how entries are coded.
+        options: how entries are coded, as options of a param group of shardopt's.
         unsigned: names of entries that are never below zero.
-        kept: names of entries that stay as they are; copies of weights are added as they are found.
+        kept: names of entries that stay as they are; detected copies of weights are added.
         given: names that the user gave.
-        looks_for_copies: whether copies of weights are looked for: in an optimizer that is not in shardopt's tables.
+        looks_for_copies: whether to detect copies of weights: for an optimizer that is not in shardopt's tables.
     """
 
     looks_for_copies = False
@@ -71,21 +71,21 @@ class Entries:
         return Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE)
 
     def spec(self, unit: TransferUnit, name: str) -> SliceSpec:
-        """The form in which the entry of that name is stored: in units of its own."""
+        """The spec of the stored entry, in units of its own."""
         return SliceSpec.of(unit.shard, torch.float32, self.options, (self.moment(name),))
 
     def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options with others in their place.
+        """The options, updated.
 
         Raises:
-            ValueError: one is not allowed.
+            ValueError: an option is out of range.
         """
         changed = {**self.options, **options}
         check_options(changed)
         return changed
 
     def is_quantized(self, shard: Shard) -> bool:
-        """Whether entries of a parameter's shape are quantized: its global shape says so, and StableEmbedding."""
+        """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
     def names(self, unit: TransferUnit, state: Mapping[str, Any]) -> list[str]:
@@ -112,12 +112,12 @@ class Entries:
         """Keeps entries that begin as copies of the weights.
 
         Args:
-            unit: the tensor, after its first step; not a shard, of which other ranks could think otherwise.
+            unit: the tensor, after its first step; no shard, as ranks could decide differently about shards.
             state: its new state.
             before: the tensor before that step.
         """
         for name in set(self.names(unit, state)) - MOMENTS - self.unsigned:
             value = state[name]
             equal = any(torch.equal(value, x.to(value.dtype)) for x in (before, unit.param.detach()))
-            if equal and value.any():  # zeros are as likely a moment of a parameter of zeros
+            if equal and value.any():  # zeros may as well be a moment of a parameter of zeros
                 self.kept.add(name)

@@ -1,4 +1,4 @@
-"""State dicts: of quantized state, and from and to those of the bare optimizer."""
+"""State dicts: quantized ones, and conversions from and to those of the bare optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.optim.loading import HELD, checked_entries, held_elements
+from shardopt.optim.loading import HELD, check_counts, checked_entries, held_elements
 from shardopt.state.loaded_entries import check_dense, check_entry, check_moment, copy_to
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
@@ -16,10 +16,10 @@ from shardopt.wrapper.chunks import TransferUnit, is_bare
 from shardopt.wrapper.coding import CODING_ENDS, DTYPE, State, coded_names, coding_keys, decoded, encoded, placed
 from shardopt.wrapper.entries import CODED_DTYPES, Entries
 
-#: Options in the param groups of a state dict: the codes mean nothing without them.
+#: Options in the param groups of a state dict, without which codes cannot be decoded.
 _FORMAT = ("codec", "block_size", "min_quantized_numel")
 
-#: Also there: the names of all entries that are never below zero, the same on all ranks.
+#: Key in the param groups of a state dict: the names of all entries that are never below zero, alike on all ranks.
 UNSIGNED = "unsigned"
 
 _BY_ENTRY = " by entry"
@@ -33,14 +33,14 @@ class Whole:
 
 
 def unwrapped(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A state without :class:`Whole` in it."""
+    """The state with every :class:`Whole` replaced by its value."""
     return {key: value.value if isinstance(value, Whole) else value for key, value in state.items()}
 
 
 def format_of(entries: Entries) -> dict[str, Any]:
     """The options in the param groups of a state dict.
 
-    The codec has another name than in those of shardopt's optimizers, which code some moments in units of others.
+    The codec's name differs from that in state of shardopt's optimizers, which code some moments in units of others.
     """
     options = {option: entries.options[option] for option in _FORMAT}
     return {**options, "codec": f"{entries.options['codec']}{_BY_ENTRY}", UNSIGNED: sorted(entries.unsigned)}
@@ -63,8 +63,8 @@ def dequantized(state_dict: State, entries: Entries, units: Sequence[TransferUni
     for unit in units:
         index = saved[unit.group]["params"][unit.position]
         if index in states:
-            own = unit.state_in(states[index])
-            floats = {key: _copied(x) if key in own else x for key, x in decoded(entries, unit, own).items()}
+            state = unit.state_in(states[index])
+            floats = {key: _copied(x) if key in state else x for key, x in decoded(entries, unit, state).items()}
             unit.add_to_bare(bare.setdefault(index, {}), floats)
     return {**state_dict, "state": {**states, **bare}}
 
@@ -78,23 +78,19 @@ def adopted(
     """A state dict with quantized state, for one of either kind. Ranks that share cut blocks must all call this.
 
     Args:
-        state_dict: the state dict, which :func:`shardopt.optim.loading.checked_containers` let pass.
+        state_dict: the state dict, checked by :func:`shardopt.optim.loading.checked_containers`.
         groups: the optimizer's param groups.
-        entries: says which entries are quantized; is told of entries that the state dict has in full.
+        entries: decides which entries are quantized; learns the entries that the state dict has in full.
         chunks: the optimizer's tensors.
 
     Returns:
-        The state dict for the optimizer inside, and the state of flat tensors, which that one would not understand.
+        The state dict for the inner optimizer, and the state of flat tensors, which the inner optimizer cannot load.
 
     Raises:
         ValueError: the state was quantized in another way, is damaged, or is of other parameters.
     """
     saved, states = state_dict["param_groups"], state_dict["state"]
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
-        raise ValueError(
-            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, expected "
-            f"{[len(group['params']) for group in groups]}"
-        )
+    check_counts(saved, groups)
     quantized = all(_has_format(group, entries) for group in saved)
     other_elements = _other_elements(groups, saved) if quantized else None
     loaded: dict[Tensor, State] = {}
@@ -122,8 +118,8 @@ def adopted(
                 unit.put_state(loaded, _boxed(unit, state))
             else:
                 coding, options = coding_keys(state), saved[unit.group]
-                own = {key: x if key in coding else on_device(unit, options, key, x) for key, x in state.items()}
-                unit.put_state(flat, own)
+                moved = {key: x if key in coding else on_device(unit, options, key, x) for key, x in state.items()}
+                unit.put_state(flat, moved)
     index_of = {
         param: index
         for group, saved_group in zip(groups, saved, strict=True)
@@ -159,7 +155,7 @@ def _state_of(unit: TransferUnit, state: Mapping[str, Any] | None, name: str, *,
 
 
 def _other_elements(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> ValueError | None:
-    """An error if the state dict is of other ranges of flat shards; None if it is not, or does not say."""
+    """An error if the state dict names other ranges of flat shards than this rank's; else None."""
     for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         held = held_elements(group["params"])
         if held is not None and saved_group.get(HELD) not in (None, held):
@@ -171,7 +167,7 @@ def _other_elements(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping
 
 
 def _boxed(unit: TransferUnit, state: Mapping[str, Any]) -> State:
-    """A state with a :class:`Whole` around what stands for floats, and around floats of a dtype of their own."""
+    """The state with a :class:`Whole` around codes, scales, and floats of another dtype than the parameter's."""
     coding = coding_keys(state)
     boxed: State = {key: Whole(value) if key in coding else value for key, value in state.items()}
     for key, value in state.items():
@@ -199,7 +195,7 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
             f"got state saved with unsigned={signs!r}, expected names of entries; load what state_dict() gives"
         )
     for option, value in format_of(entries).items():
-        if option != UNSIGNED and group.get(option) != value:  # signs matter for the entries that there are
+        if option != UNSIGNED and group.get(option) != value:  # signs are checked per entry
             raise ValueError(
                 f"got state saved with {option}={group.get(option)!r}, expected {value!r}; pass quantize_state the "
                 "options of the run that saved it, or save with state_dict(dequantize=True)"
@@ -210,15 +206,14 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
 def _checked(
     entries: Entries, unit: TransferUnit, state: Mapping[str, Any], name: str, unsigned: Collection[str] | None
 ) -> tuple[State, State]:
-    """Copies of a state's codes, scales and their dtypes, and the rest, of which floats are to be encoded.
+    """Copies of a state's codes, scales and their dtypes; and the other entries, whose floats are still to be encoded.
 
     Args:
-        entries: says which entries are quantized.
+        entries: decides which entries are quantized.
         unit: the tensor.
         state: its state in the state dict.
         name: how errors name the parameter.
-        unsigned: entries that were never below zero in the run that saved the state; None if it is the bare
-            optimizer's.
+        unsigned: entries that were never below zero in the run that saved the state; None for the bare optimizer's.
 
     Raises:
         ValueError: an entry is of another sign, shape, sharding or dtype, or its values are damaged.
@@ -256,7 +251,7 @@ def _checked(
     rest = {key: value for key, value in state.items() if key not in coding}
     floats = entries.names(unit, rest)
     if unsigned is not None:
-        entries.kept.update(floats)  # as the run that saved them found them to be copies of weights
+        entries.kept.update(floats)  # the run that saved them had detected copies of weights
     else:
         for key in floats:
             check_dense(rest[key], key, name)
@@ -277,16 +272,16 @@ def checked_dtype(dtype: object, key: str, name: str) -> object:
 
 
 def _check_sign(entries: Entries, entry: str, name: str, unsigned: Collection[str]) -> None:
-    saved, own = (("unsigned" if x else "signed") for x in (entry in unsigned, not entries.moment(entry).signed))
-    if saved != own:
+    saved, expected = (("unsigned" if x else "signed") for x in (entry in unsigned, not entries.moment(entry).signed))
+    if saved != expected:
         raise ValueError(
-            f"{name}: got {entry} saved as {saved}, expected {own}; pass quantize_state the unsigned= of the run that "
-            "saved it, or save with state_dict(dequantize=True)"
+            f"{name}: got {entry} saved as {saved}, expected {expected}; pass quantize_state the unsigned= of the run "
+            "that saved it, or save with state_dict(dequantize=True)"
         )
 
 
 def on_device(unit: TransferUnit, options: Mapping[str, Any], key: str, value: Any) -> Any:
-    """An entry that is not quantized, where the optimizer has it: as ``Optimizer.load_state_dict`` places it."""
+    """An entry that is not quantized, on the device and in the memory order of ``Optimizer.load_state_dict``."""
     if isinstance(value, list | tuple):
         return type(value)(on_device(unit, options, "", item) for item in value)
     if not isinstance(value, Tensor):

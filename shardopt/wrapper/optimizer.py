@@ -1,4 +1,4 @@
-"""The optimizer around an optimizer of the user's: torch's protocol, with the state in codes."""
+"""The wrapper around a user's optimizer: torch's optimizer protocol, with the state in codes."""
 
 from __future__ import annotations
 
@@ -35,32 +35,31 @@ def quantize_state(
 ) -> QuantizedState:
     """Keeps the state of a torch optimizer in 8 bits: any of torch.optim's, or one from elsewhere.
 
-    A step takes chunks of parameters one after another: their state is decoded, the optimizer steps them alone, and
-    their state is encoded. Use the result in place of the optimizer; the param groups are the same ones.
+    A step takes chunks of parameters one after another: it decodes a chunk's state, lets the optimizer step these
+    parameters alone, and encodes the state. Use the result in place of the optimizer; both have the same param groups.
 
-    State entries of the parameter's shape are quantized, if the parameter has as many elements as the options say, and
-    rows of 32 at least. Copies of weights, matrices, rows and scalars stay as they are; slow averages have 16 bits.
+    State entries of the parameter's shape are quantized if the parameter has ``min_quantized_numel`` elements and rows
+    of 32 at least. Copies of weights, matrices, rows and scalars stay as they are; slow averages have 16 bits.
 
     Args:
-        optimizer: the optimizer, best before its first step: state that is there already is quantized now.
+        optimizer: the optimizer, best before its first step: existing state is quantized now.
         codec: "log8", "companded8" or "dynamic8".
         block_size: elements that share a scale.
         min_quantized_numel: parameters with fewer elements (globally) keep their state as it is.
         unsigned: names of state entries that are never below zero, beside those in shardopt's table: averages of
-            squares. They are then coded with the same relative error for small values as for large ones. Other entries
-            are signed.
+            squares. Unsigned entries are coded with the same relative error for small values as for large ones.
         keep: names of state entries that are not to be quantized, such as copies of weights.
         working_memory: bytes for the decoded state and temporaries of a chunk, as 268435456 or "256MiB". The largest
             parameter is stepped even if it takes more (32 bytes per element). The codec takes up to 64 MiB beside it.
-            None: all parameters are stepped together, which optimizers need that look at all of them, and takes as much
-            memory during a step as state that is not quantized.
+            None: all parameters are stepped together, for optimizers that look at all of them; a step then takes as
+            much memory as state that is not quantized.
         offload: None, or "state": codes and scales of parameters on a GPU live in the host's memory.
 
     Raises:
         TypeError: the optimizer cannot be quantized, or is already.
-        ValueError: an option is out of range, or the optimizer has to step all parameters together, and
-            ``working_memory`` is not None; or state that is there is below zero in an unsigned entry.
-        RuntimeError: the parameters are sharded in a way that the optimizer cannot be used with.
+        ValueError: an option is out of range; the optimizer has to step all parameters together, and
+            ``working_memory`` is not None; or existing state is below zero in an unsigned entry.
+        RuntimeError: the optimizer cannot step parameters that are sharded in this way.
     """
     refuse(optimizer)
     for what, names in (("unsigned", unsigned), ("keep", keep)):
@@ -68,7 +67,7 @@ def quantize_state(
             raise TypeError(f"{what}: got {names!r}, expected names of state entries; pass ({names!r},)")
     options = {"codec": codec, "block_size": block_size, "min_quantized_numel": min_quantized_numel, "offload": offload}
     check_options({**DEFAULTS, **options})
-    blockwise = [name for name, each in CODECS.items() if each.blockwise and not each.shared]
+    blockwise = [name for name, known in CODECS.items() if known.blockwise and not known.shared]
     if codec not in blockwise:
         raise ValueError(f"codec: got {codec!r}, expected one of {', '.join(map(repr, blockwise))}")
     if offload not in (None, "state"):
@@ -86,12 +85,12 @@ class QuantizedState(Optimizer):
     """An optimizer whose state is quantized; made by :func:`quantize_state`.
 
     ``state[param]`` has ``NAME_codes`` (uint8, of the parameter's shape; slow averages have a last dimension of 2) and
-    ``NAME_scales`` for each quantized entry, and the other entries as the optimizer has them. Hooks belong on this
-    optimizer: those of the one inside run once per chunk. The methods of that one, such as ``train()`` and ``eval()``,
-    are methods of this one, too.
+    ``NAME_scales`` for each quantized entry, and the other entries as the inner optimizer has them. Register hooks on
+    the wrapper: hooks of the inner optimizer run once per chunk. The wrapper has all methods of the inner optimizer,
+    such as ``train()`` and ``eval()``.
     """
 
-    #: torch.amp.GradScaler is to unscale gradients by itself: the optimizer inside does not see its scale.
+    #: torch.amp.GradScaler must unscale gradients by itself: the inner optimizer does not see the scale.
     _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Optimizer, entries: Entries, working_memory: int | None) -> None:
@@ -111,7 +110,7 @@ class QuantizedState(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The param groups of the optimizer inside."""
+        """The param groups of the inner optimizer."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -120,7 +119,7 @@ class QuantizedState(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state by parameter, quantized; the optimizer inside has the same one."""
+        """The quantized state by parameter, the same object as the inner optimizer's."""
         return self._inner.state
 
     @state.setter
@@ -134,18 +133,18 @@ class QuantizedState(Optimizer):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether the optimizer inside is known to update each element by itself, so that it can step flat tensors."""
+        """Whether the inner optimizer is known to update each element by itself, so that it can step flat tensors."""
         return self._is_elementwise
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._inner!r}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group to the optimizer inside.
+        """Adds a param group to the inner optimizer.
 
         Raises:
-            ValueError: as :func:`quantize_state` does; nothing was added.
-            RuntimeError: the same.
+            ValueError: for the reasons of :func:`quantize_state`; nothing was added.
+            RuntimeError: for the reasons of :func:`quantize_state`; nothing was added.
         """
         self._inner.add_param_group(param_group)
         try:
@@ -162,8 +161,8 @@ class QuantizedState(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step, chunk by chunk.
 
-        If it fails, the chunks before are stepped, and state in codes of the failing chunk is that from before. Its
-        weights and other state, and counters, stay as far as the optimizer inside has come: load a checkpoint to repeat
+        After a failure, the chunks before the failing one are stepped, and the failing chunk has its former codes. Its
+        weights and other state, and counters, stay where the inner optimizer has left them: load a checkpoint to repeat
         the step.
 
         Args:
@@ -204,7 +203,7 @@ class QuantizedState(Optimizer):
         """The optimizer's state.
 
         Args:
-            dequantize: give the state in floats, as the bare optimizer has it and can load it.
+            dequantize: give the state in floats, in the form that the bare optimizer loads.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -262,11 +261,11 @@ class QuantizedState(Optimizer):
         super().__setstate__({})
 
     def _checked_kind(self, groups: Sequence[Mapping[str, Any]]) -> Kind:
-        """The kind of the optimizer inside, if it has or is to have these options.
+        """The kind of the inner optimizer with these param groups.
 
         Raises:
-            ValueError: it cannot be quantized with them, or has to step all parameters together.
-            RuntimeError: it cannot be used on the shards that there are.
+            ValueError: an option cannot be quantized, or the optimizer has to step all parameters together.
+            RuntimeError: the optimizer cannot step the parameters' shards.
         """
         refuse_options(groups)
         kind, name = kind_of(self._inner, groups), type(self._inner).__name__

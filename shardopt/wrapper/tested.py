@@ -12,7 +12,7 @@ from shardopt.wrapper.coding import coded_names
 
 
 class Kind(Enum):
-    """The elements that the update of an element depends on."""
+    """Elements on which the update of an element depends, beside itself."""
 
     ELEMENTWISE = "no others"
     BY_PARAMETER = "others of the parameter, through norms or products of matrices"
@@ -45,7 +45,7 @@ pytorch_optimizer.optimizer: adams.AdamS dadapt.DAdaptAdaGrad dadapt.DAdaptAdam 
 prodigyopt: prodigy.Prodigy
 """
 
-#: Options with which an optimizer that is otherwise element by element is not.
+#: Options that make an elementwise optimizer depend on the whole parameter.
 _BY_PARAMETER_OPTIONS = ("adanorm", "caution", "cautious", "orthograd", "stable_adamw", "use_gc")
 
 _REFUSED = {
@@ -72,18 +72,18 @@ KINDS = {
 
 
 def kind_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None = None) -> Kind:
-    """The kind of an optimizer with its options: classes count by their full names, and subclasses are untested.
+    """The kind of an optimizer with its options. Classes are listed by full name; subclasses are untested.
 
     Args:
         optimizer: the optimizer.
-        groups: param groups that it is to have; None for those that it has.
+        groups: the param groups that it is to have; None for the present ones.
     """
     groups = optimizer.param_groups if groups is None else groups
     if _clips_all(optimizer, groups):
         return Kind.TOGETHER
     kind = KINDS.get(full_name(optimizer), Kind.UNKNOWN)
     options: list[Mapping[str, Any]] = [*groups, vars(optimizer)]
-    if kind is Kind.ELEMENTWISE and any(each.get(name) for each in options for name in _BY_PARAMETER_OPTIONS):
+    if kind is Kind.ELEMENTWISE and any(values.get(name) for values in options for name in _BY_PARAMETER_OPTIONS):
         return Kind.BY_PARAMETER
     return kind
 
@@ -105,10 +105,11 @@ def _clips_all(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> boo
 
 
 def refuse(optimizer: object) -> None:
-    """Raises for what is no optimizer whose state can be quantized.
+    """Checks that the state of an optimizer can be quantized.
 
     Raises:
-        TypeError: it is none, quantized already, around another one, or of a kind that cannot be taken apart.
+        TypeError: ``optimizer`` is no torch.optim.Optimizer, is quantized already, wraps another optimizer, or is of a
+            class whose step or state cannot be divided by parameters.
     """
     name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
     if not isinstance(optimizer, Optimizer):
@@ -140,10 +141,6 @@ def refuse(optimizer: object) -> None:
 
 
 def refuse_options(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises for param groups with an option that state in codes cannot have.
-
-    Raises:
-        ValueError: they are differentiable.
-    """
+    """Raises ValueError if a param group is differentiable, which state in codes cannot be."""
     if any(group.get("differentiable") for group in groups):
         raise ValueError("differentiable: got True, which quantized state cannot be; leave the option out")
