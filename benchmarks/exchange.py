@@ -4,22 +4,19 @@ Steps with ``exact_cut_blocks=True`` and ``False`` take turns on the same model;
 rank's time. After it, or without torchrun, the same is counted for 70 billion parameters on 512 ranks: torch's FSDP1
 and shardopt run as they would there, on tensors without data.
 
-    torchrun --nproc_per_node 4 benchmarks/exchange.py --json exchange.json
+    torchrun --nproc_per_node 4 benchmarks/exchange.py --json
     python benchmarks/exchange.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import results as figures
 import shardopt
 from decoder import Architecture, Decoder, set_gradients
-from results import commit, machine
+from results import Cell, Column, commit, machine
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.exchange import RanksExchange
@@ -206,7 +204,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--paper", action=argparse.BooleanOptionalAction, default=True, help="also count 512 ranks")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    figures.add_argument(parser)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 
@@ -229,11 +227,18 @@ def main() -> None:
         print(f"{'exact_cut_blocks=False':32}{times.not_exact * 1e3:10.3f} ms per step")
         print(f"{'collectives':32}{times.collectives * 1e3:10.3f} ms on the rank that waits least for the others")
         print(f"{'':32}{times.collectives_waiting * 1e3:10.3f} ms on the one that waits most")
-    if args.json:
-        header = {"machine": machine(), "commit": commit(), "command": sys.argv, "rounds": args.rounds}
-        rows = [{**asdict(c), "messages": c.messages, "sent_bytes": c.sent_bytes} for c in counts]
-        result = {**header, "counts": rows, "times": asdict(times) if times else None}
-        args.json.write_text(json.dumps(result, indent=2))
+    columns = [Column(""), Column("cut blocks", digits=0), Column("a round", "bytes", 0), Column("rounds", digits=0)]
+    columns += [Column(name, "ms", 1) for name in ("exact step", "not exact", "collectives")]
+    rows: list[list[Cell]] = []
+    for c in counts:
+        taken = times if c is counts[0] else None
+        in_ms: list[Cell] = [None] * 3
+        if taken:
+            in_ms = [1e3 * taken.exact, 1e3 * taken.not_exact, 1e3 * taken.collectives]
+        rows.append([f"{c.ranks} ranks, {c.model}", c.cut_blocks, c.round_bytes, c.rounds, *in_ms])
+    notes = [f"FSDP1, log8, medians of {args.rounds} rounds. Collectives: on the rank that waits least."]
+    threads = torch.get_num_threads()
+    figures.write(args.json, "exchange", "The exchange of cut blocks", columns, rows, threads=threads, notes=notes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times the step of every optimizer on the CPU, beside torch.optim's of the same name, and measures 8-bit drift.
 
-    python benchmarks/optimizers.py [--numel N] [--rounds N] [--threads N] [--drift-steps N]
+    python benchmarks/optimizers.py [--numel N] [--rounds N] [--threads N] [--drift-steps N] [--json]
 
 Steps are interleaved: each round takes one step of every optimizer. Per optimizer it prints the median time of a step
 with log8 in ns per float32 parameter, its ratio to AdamW8bit's in the same run, the time of torch.optim's (fused where
@@ -21,7 +21,9 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+import results
 import shardopt
+from results import Cell, Column
 
 #: Class, and the options of a variant.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,6 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--drift-steps", type=int, default=200)
+    results.add_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     times = {
@@ -131,12 +134,23 @@ def main() -> None:
     }
     print("| optimizer | ns per parameter | to AdamW8bit | torch.optim, ns | bytes of state | drift |")
     print("| --- | --- | --- | --- | --- | --- |")
+    columns = [
+        Column("optimizer"),
+        Column("ns per parameter", digits=2),
+        Column("to AdamW8bit", digits=2),
+        Column("torch.optim", "ns", 2),
+        Column("state", "bytes", 3),
+        Column("drift", digits=3),
+    ]
+    rows: list[list[Cell]] = []
     for case, (name, options) in CASES.items():
-        theirs = f"{times[f'torch {case}']:.2f}" if f"torch {case}" in times else ""
+        figures = [times[case], times[case] / times["AdamW"], times.get(f"torch {case}"), state_bytes(name, options)]
+        rows.append([case, *figures, drift(name, options, args.drift_steps)])
         print(
-            f"| {case} | {times[case]:.2f} | {times[case] / times['AdamW']:.2f} | {theirs} | "
-            f"{state_bytes(name, options):.3f} | {drift(name, options, args.drift_steps):.3f} |"
+            f"| {' | '.join(column.text(cell) for column, cell in zip(columns, rows[-1], strict=True))} |", flush=True
         )
+    notes = [f"log8, {args.numel:,} float32 parameters each; drift after {args.drift_steps} free-running steps."]
+    results.write(args.json, "optimizers", "Every optimizer", columns, rows, threads=args.threads, notes=notes)
 
 
 if __name__ == "__main__":

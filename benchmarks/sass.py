@@ -20,7 +20,6 @@ of its bytes alone; scales are left out.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
@@ -28,10 +27,13 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+
+import results
+from results import Cell, Column, Goal
 
 ROOT = Path(__file__).resolve().parents[1]
 ELEMENTS = 16  # of a lane in a turn of the loop: kEach in csrc/step/cuda_aligned.h
@@ -266,7 +268,7 @@ def main() -> None:
         "--columns", type=int, nargs="+", default=[], help="lengths of staged rows to count, up to 1056"
     )
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="also write the counts there")
+    results.add_argument(parser)
     args = parser.parse_args()
     nvdisasm = find_nvdisasm()
     if shutil.which("nvcc") is None or nvdisasm is None:
@@ -292,8 +294,26 @@ def main() -> None:
         for row in args.columns:
             ratios = (f"{x:.2f}" for x in (s.per_element(row) / c.instructions, s.sectors(row), s.local))
             print_row(c.arch, c.rule, c.codec, c.weights, row, f"{s.per_element(row):.1f}", *ratios)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(c) for c in found], indent=2))
+    heads = [Column("rule, codec, weights"), Column("instructions", digits=1)]
+    heads += [Column(name, digits=2) for name in ("LDS", "LDGSTS", "STG", "SHFL")]
+    heads += [Column("registers", digits=0), Column("spilled", "bytes", 0)]
+    rows: list[list[Cell]] = [
+        [
+            f"{c.rule}, {c.codec}, {c.weights}{'' if c.arch == 90 else f', sm_{c.arch}'}",
+            *(c.instructions, c.shared_loads, c.copies, c.stores, c.shuffles, c.registers, c.spilled),
+        ]
+        for c in found
+    ]
+    goals = []
+    for c in found:
+        goal = GOALS.get((c.rule, c.codec, c.weights)) if c.arch == 90 else None
+        if goal is not None:
+            text = f"{c.rule}, {c.codec}, {c.weights} {c.instructions:.1f}, at most {goal:g}, no spills in the loop"
+            goals.append(Goal(text, c.instructions <= goal and c.local == 0))
+    release = re.findall(r"release (\d+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout)
+    notes = ["By nvdisasm, in the loop over aligned blocks; no GPU was used."]
+    title = "CUDA: instructions per element"
+    results.write(args.json, "sass", title, heads, rows, goals=goals, notes=notes, device=f"CUDA {release[0]}, no GPU")
     sys.exit(1 if missed else 0)
 
 

@@ -6,7 +6,7 @@ objects again and again; "fresh" with new ones in every step, as a training loop
 Contenders take turns there, as in step_cpu.py, so that each finds cold caches; "alone" is the same as "same", but each
 contender by itself with warm ones. Medians are reported.
 
-    python benchmarks/step_overhead.py --threads 1 2
+    python benchmarks/step_overhead.py --threads 1 2 --json
     python benchmarks/step_overhead.py --threads 1 --params plain dtensor
 """
 
@@ -25,8 +25,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import results
 import shardopt
-from results import commit, machine
+from results import Cell, Column, commit, machine
 from step_cpu import CONTENDERS, Params
 
 Step = Callable[[], object]
@@ -132,7 +133,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--params", choices=PARAMS, nargs="+", default=list(PARAMS))
+    results.add_argument(parser)
     args = parser.parse_args()
+    rows: list[list[Cell]] = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(f"{machine()}, commit {commit()}, medians of {args.rounds} rounds")
     for threads in args.threads:
@@ -144,7 +147,19 @@ def main() -> None:
             for name in NAMES:
                 same, fresh, alone = (found[kind, name, which] * 1e6 for which in ("same", "fresh", "alone"))
                 print(f"{kind + ', ' + name:26}{same:16.1f}{fresh:17.1f}{alone:14.1f}")
+                rows.append([f"{kind}, {name}{f', {threads} threads' if threads > 1 else ''}", same, fresh, alone])
     dist.destroy_process_group()
+    columns = [Column(""), *(Column(name, "us", 0) for name in ("same gradients", "new gradients", "alone"))]
+    same, alone = ({str(row[0]): float(row[at]) for row in rows} for at in (1, 3))  # type: ignore[arg-type]
+    ours, fused = "plain, shardopt log8", "plain, torch fused"
+    goals = [
+        results.at_most("a step alone, in microseconds", alone.get(ours), 40),
+        results.at_least("torch fused's time over log8's", results.ratio(same.get(fused), same.get(ours)), 1.5),
+    ]
+    notes = [
+        f"{args.tensors} tensors of {args.numel} elements. The first two columns are interleaved, so with cold caches."
+    ]
+    results.write(args.json, "step_overhead", "Calling a step", columns, rows, threads=1, goals=goals, notes=notes)
 
 
 if __name__ == "__main__":

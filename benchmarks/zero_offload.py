@@ -6,7 +6,7 @@ on a core (that is without what other processes took, and without waiting for ot
 which also clips, copies and gathers; then bytes per parameter that a rank owns: of the optimizer's state, and of
 resident memory that the first step added, and at most what later ones took and gave back.
 
-    torchrun --nproc_per_node 2 benchmarks/zero_offload.py --json zero_offload.json
+    torchrun --nproc_per_node 2 benchmarks/zero_offload.py --json
     python benchmarks/zero_offload.py --first-use     # seconds to the first step; DeepSpeed compiles for minutes
 """
 
@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import results as figures
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
-from results import commit, machine
+from results import Cell, Column, commit, machine
 
 #: By the name that the results give them: config types. DeepSpeed makes of AdamW its DeepSpeedCPUAdam.
 TYPES = {"shardopt AdamW8bit": "AdamW8bit", "DeepSpeedCPUAdam": "AdamW"}
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--length", type=int, default=33, help="tokens of a batch")
     parser.add_argument("--first-use", action="store_true", help="measure only the time to the first step")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    figures.add_argument(parser)
     args = parser.parse_args()
     header: dict[str, Any] = {"machine": machine(), "commit": commit(), "command": sys.argv}
     if args.first_use:
@@ -258,9 +258,28 @@ def main() -> None:
     print(f"{header['machine']}, commit {header['commit']}, {' '.join(sys.argv)}, medians of {args.rounds} rounds")
     print(f"{numel:,} parameters in {args.dtype}, ZeRO-2, optimizer offloaded, {ranks} ranks, {threads} threads each")
     print_table(results)
-    if args.json:
-        header |= {"numel": numel, "ranks": ranks, "threads": threads, "dtype": args.dtype}
-        args.json.write_text(json.dumps({**header, "results": [asdict(r) for r in results]}, indent=2))
+    columns = [
+        Column("optimizer"),
+        *(Column(name, "ms", 1) for name in ("optimizer's step", "fastest", "CPU time", "engine step")),
+        *(Column(name, "bytes", 3) for name in ("state per parameter", "resident", "peak")),
+    ]
+    rows: list[list[Cell]] = [
+        [
+            r.contender,
+            *(r.optimizer_ms, r.fastest_optimizer_ms, r.cpu_ms, r.engine_step_ms),
+            *(r.state_bytes_per_parameter, r.resident_bytes_per_parameter, r.peak_bytes_per_parameter),
+        ]
+        for r in results
+    ]
+    ours, base = results[0], results[-1]
+    state = ours.state_bytes_per_parameter / base.state_bytes_per_parameter
+    goals = [
+        figures.at_most("ratio of the optimizers' times", ours.optimizer_ms / base.optimizer_ms, 1.0),
+        figures.at_most("state, of theirs,", state, 0.27),
+    ]
+    title = "DeepSpeed ZeRO-2 with offload of the optimizer"
+    notes = [f"{numel:,} parameters in {args.dtype}, {ranks} ranks; medians of {args.rounds} rounds."]
+    figures.write(args.json, "zero_offload", title, columns, rows, threads=threads, goals=goals, notes=notes)
 
 
 if __name__ == "__main__":
