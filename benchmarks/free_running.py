@@ -1,6 +1,7 @@
 """How far 8-bit optimizers drift from float32 ones when both run freely on the same gradients.
 
     python benchmarks/free_running.py [--rule NAME ... | all] [--codec NAME ...] [--elements N] [--scenario NAME ...]
+        [--json]
 
 For each rule, codec and scenario two figures after 200 steps:
 
@@ -30,8 +31,10 @@ from torch import Generator, Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+import results
 import shardopt
 from optimizers import CASES, torch_class
+from results import Cell, Column
 
 COLS = 512
 STEPS = 200
@@ -207,11 +210,11 @@ def figure(x: float, digits: int) -> str:
     return f"{x:.{digits}f}" if x < 100 else f"{x:.1e}"
 
 
-def table(rule: str, results: dict[str, dict[str, Drift]]) -> str:
+def table(rule: str, drifts_in: dict[str, dict[str, Drift]]) -> str:
     """A line per codec, a column per scenario; in Markdown, without a head."""
     lines = []
-    for row in next(iter(results.values())):
-        drifts = [results[scenario][row] for scenario in results]
+    for row in next(iter(drifts_in.values())):
+        drifts = [of_codecs[row] for of_codecs in drifts_in.values()]
         cells = [f"{figure(drift.mean, 4)}, {figure(drift.worst, 2)}" for drift in drifts]
         lines.append(f"| {' | '.join([rule, row, *cells])} |")
     return "\n".join(lines)
@@ -223,6 +226,7 @@ def main() -> None:
     parser.add_argument("--codec", nargs="+", choices=CODECS, default=list(CODECS))
     parser.add_argument("--elements", type=int, default=262144, help="parameters (default: %(default)s)")
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    results.add_argument(parser)
     arguments = parser.parse_args()
     if HAS_PEER:
         peer = f"bitsandbytes {importlib.metadata.version('bitsandbytes')}"
@@ -230,12 +234,21 @@ def main() -> None:
         peer = "bitsandbytes is not installed, so its rows are left out"
     print(f"{STEPS} steps, {arguments.elements:,} parameters, blocks of 128; torch {torch.__version__}; {peer}\n")
     print(f"| rule | codec | {' | '.join(arguments.scenario)} |\n{'| --- ' * (2 + len(arguments.scenario))}|")
+    rows: list[list[Cell]] = []
     for rule in RULES if "all" in arguments.rule else arguments.rule:
-        results = {
+        drifts = {
             name: measure(SCENARIOS[name], arguments.elements, rule=rule, codecs=arguments.codec)
             for name in arguments.scenario
         }
-        print(table(rule, results), flush=True)
+        print(table(rule, drifts), flush=True)
+        for codec in next(iter(drifts.values())):
+            rows.append([f"{rule}, {codec}", *(x for of_codecs in drifts.values() for x in of_codecs[codec])])
+    columns = [Column("")]
+    for name in arguments.scenario:
+        columns += [Column(name, digits=4), Column(f"{name}, worst", digits=2)]
+    notes = [f"{STEPS} steps, {arguments.elements:,} parameters; {peer}. First the mean difference to float32."]
+    title = "Drift of free-running 8-bit optimizers"
+    results.write(arguments.json, "free_running", title, columns, rows, notes=notes)
 
 
 if __name__ == "__main__":
