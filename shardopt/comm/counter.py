@@ -63,7 +63,7 @@ class Counter:
         Args:
             terms: as in :func:`add_up`; none if all have been pushed.
             layout: of each.
-            mean: gets it, rounded once to its dtype.
+            mean: gets the quotient, rounded once to the dtype of ``mean``.
             divisor: of the sum.
             level: of the terms.
         """

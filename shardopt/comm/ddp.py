@@ -27,7 +27,7 @@ class DdpReducer:
     """Sums of the gradients of a DistributedDataParallel: each rank owns some rows of each parameter.
 
     Args:
-        replica: the module. It has no communication hook yet.
+        replica: the module, which has no communication hook yet.
         progress: of the model.
         wire: the format that gradients travel in.
     """
@@ -74,13 +74,13 @@ class DdpReducer:
         reduction = self._reduction_of(params)
         size = self._group.size()
         chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads], dim=0, num_chunks=size)
-        own = chunks[self._group.rank()]
-        reduction.push(chunks, own)
+        chunk = chunks[self._group.rank()]
+        reduction.push(chunks, chunk)
         if not self._progress.is_last:
             bucket.buffer().zero_()
             return
-        total = own.new_empty(size * reduction.wire.numel)
-        _all_gather(total, own, group=self._group)
+        total = chunk.new_empty(size * reduction.wire.numel)
+        _all_gather(total, chunk, group=self._group)
         total = total.view(size, -1)
         for param, grad in zip(params, grads, strict=True):
             rows = total[:, self._of[param][1]].reshape(-1)
@@ -91,19 +91,19 @@ class DdpReducer:
     def _reduction_of(self, params: Sequence[Tensor]) -> Reduction:
         """The sums of a bucket, which take over the sums of the buckets before DDP arranges them anew."""
         key = tuple(map(id, params))
-        found = self._buckets.get(key)
-        if found is None:
+        bucket_sums = self._buckets.get(key)
+        if bucket_sums is None:
             size = self._group.size()
             wholes = [rows_of(param.shape) for param in params]
             parts = [(-(-rows // size), row_numel) for rows, row_numel in wholes]
-            found = self._buckets[key] = Reduction(self._progress, Wire(self._format, parts), self._group, None)
+            bucket_sums = self._buckets[key] = Reduction(self._progress, Wire(self._format, parts), self._group, None)
             before = [self._of[param] for param in params if param in self._of]
             if self._progress.first:
-                found.counter = Counter.of_parts([(reduction.counter, place) for reduction, place in before])
+                bucket_sums.counter = Counter.of_parts([(reduction.counter, place) for reduction, place in before])
             start = 0
             for param, (rows, row_numel) in zip(params, parts, strict=True):
-                self._of[param] = found, slice(start, start := start + rows * row_numel)
-        return found
+                self._of[param] = bucket_sums, slice(start, start := start + rows * row_numel)
+        return bucket_sums
 
     def reductions(self) -> list[Reduction]:
         return list(self._buckets.values())
@@ -118,7 +118,7 @@ class DdpReducer:
                 "not its module, outside of no_sync()"
             )
         current = {id(reduction) for reduction, _ in self._of.values()}
-        self._buckets = {key: found for key, found in self._buckets.items() if id(found) in current}
+        self._buckets = {key: bucket_sums for key, bucket_sums in self._buckets.items() if id(bucket_sums) in current}
         for reduction in self._buckets.values():
             reduction.end()
         if is_last:
@@ -128,9 +128,9 @@ class DdpReducer:
 
 
 def _found(reducer: weakref.ref[DdpReducer]) -> DdpReducer:
-    found = reducer()
-    assert found is not None
-    return found
+    alive = reducer()
+    assert alive is not None
+    return alive
 
 
 def _reduce(reducer: weakref.ref[DdpReducer], bucket: GradBucket) -> Future[Tensor]:

@@ -30,10 +30,10 @@ class Mesh:
     """The ranks of a module's data parallelism.
 
     Attributes:
-        shards: those that own a shard each.
-        replicas: HSDP's, None without.
-        size: how many they are.
-        rank: this one, in the order that DistributedSampler deals micro-batches out.
+        shards: the ranks that own a shard each.
+        replicas: HSDP's ranks that hold copies of one shard; None without HSDP.
+        size: the number of ranks.
+        rank: the number of this rank, in the order that DistributedSampler deals micro-batches out.
     """
 
     def __init__(self, group: Any) -> None:

@@ -150,13 +150,13 @@ def _ranks_of(
 
 
 def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:
-    own = {"micro_batches": micro_batches, "wire": wire}
+    settings = {"micro_batches": micro_batches, "wire": wire}
     for group in groups:
         every: list[object] = [None] * group.size()
-        dist.all_gather_object(every, own, group=group)
+        dist.all_gather_object(every, settings, group=group)
         for rank, other in enumerate(every):
-            if other != own:
+            if other != settings:
                 raise ValueError(
-                    f"got {own} here and {other} on rank {rank} of the group, expected one for all ranks; call "
+                    f"got {settings} here and {other} on rank {rank} of the group, expected one for all ranks; call "
                     "ordered_gradients with the same arguments everywhere"
                 )

@@ -21,10 +21,10 @@ _Written = tuple[int, int]
 
 
 class Sums(Protocol):
-    """Of micro-batches' gradients.
+    """Sums of micro-batches' gradients.
 
     Attributes:
-        is_behind: no gradient of the running pass is in them.
+        is_behind: no gradient of the running pass is in the sums.
     """
 
     is_behind: bool
@@ -33,7 +33,7 @@ class Sums(Protocol):
     def tensors(self) -> Iterable[Tensor]: ...
 
     def reset(self) -> None:
-        """Forgets them."""
+        """Forgets the sums."""
 
 
 class Reducer(Protocol):
@@ -51,7 +51,7 @@ class Progress:
     Args:
         params: the model's parameters, as an optimizer has them, by name.
         micro_batches: per step, over all ranks.
-        ranks: how many there are.
+        ranks: the number of ranks.
 
     Attributes:
         first: the number of the running backward pass's first micro-batch.

@@ -19,7 +19,7 @@ class Reduction:
     """The sum of a step's micro-batches in this rank's chunk.
 
     Args:
-        progress: which micro-batch it is.
+        progress: tells the number of the running micro-batch.
         wire: a chunk's parts.
         shards: the ranks that own a chunk each; None for this rank alone.
         replicas: HSDP's ranks that have one and the same chunk, and own a part of it each; None without.
@@ -73,8 +73,8 @@ class Reduction:
             mean = out.new_empty(self._own)
         self.counter.finish(terms, layout, mean, self._progress.micro_batches, level)
         if self._replicas is not None:
-            own = out.zero_()[self._replicas.rank() * self._own :][: self._own]
-            own.copy_(mean[: len(own)])
+            part = out.zero_()[self._replicas.rank() * self._own :][: self._own]
+            part.copy_(mean[: len(part)])
 
     def _from_replicas(self, pieces: Tensor) -> tuple[Tensor, list[int]]:
         """Sums this replica's micro-batches, and sends each replica its part of the sums; what it gets, and levels."""
@@ -88,7 +88,7 @@ class Reduction:
         sizes = list(map(len, levels))
         sent = [message.shape[1]] * replicas
         dist.all_to_all_single(received, message.view(-1, self._own), sizes, sent, group=self._replicas)
-        return received, [level for each in levels for level in each]
+        return received, [level for of_replica in levels for level in of_replica]
 
     @torch.no_grad()
     def finish(self, out: Tensor) -> None:

@@ -139,12 +139,12 @@ def _fsdp1_unit(forms: tuple[Form, ...], world_size: int, rank: int, itemsize: i
         begins.append(-(-end // aligned) * aligned)
         end = begins[-1] + form.numel
     size = -(-end // world_size)
-    found = []
+    ranges = []
     for begin, form in zip(begins, forms, strict=True):
         ends = equal_ends(begin, form.numel, size, world_size)
         if ends[rank] < ends[rank + 1]:
-            found.append(_range(form, ends[rank], ends[rank + 1]))
-    return size, tuple(found)
+            ranges.append(_range(form, ends[rank], ends[rank + 1]))
+    return size, tuple(ranges)
 
 
 def _fsdp1(model: Model, world_size: int, rank: int, itemsize: int) -> Held:

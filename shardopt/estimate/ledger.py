@@ -172,9 +172,9 @@ def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryRepor
     if rank is None:
         has_budget = bytes_of(setup.options.get("device_state_budget", 0)) > 0
         ranks = BACKENDS[setup.backend].ranks(setup.world_size, has_budget=has_budget)
-        found = [estimate(model, setup, rank) for rank in ranks]
-        device = max(found, key=lambda report: report.device.total)
-        return replace(device, host=max((report.host for report in found), key=lambda use: use.total))
+        reports = [estimate(model, setup, rank) for rank in ranks]
+        device = max(reports, key=lambda report: report.device.total)
+        return replace(device, host=max((report.host for report in reports), key=lambda use: use.total))
     backend, itemsize = BACKENDS[setup.backend], DTYPES[setup.dtype].itemsize
     held = backend.holds(model, setup.world_size, rank, itemsize)
     report = MemoryReport(numel=held.numel)
@@ -203,9 +203,9 @@ def _add_state(report: MemoryReport, held: Held, setup: Setup, embeddings: Colle
     counts = Counter(held.shards)
     states = {}
     for shard in counts:
-        own = {**group, **optimizer.options_of(shard.global_shape, is_hidden=shard.global_shape not in embeddings)}
-        moments = optimizer.rule(own).moments
-        states[shard] = _StateBytes.of(SliceSpec.of(shard, setup.stepped_dtype, own, moments))
+        options = {**group, **optimizer.options_of(shard.global_shape, is_hidden=shard.global_shape not in embeddings)}
+        moments = optimizer.rule(options).moments
+        states[shard] = _StateBytes.of(SliceSpec.of(shard, setup.stepped_dtype, options, moments))
     stays = counts
     if group["offload"] is not None:
         budget = Budget(bytes_of(group["device_state_budget"]))

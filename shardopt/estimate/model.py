@@ -86,10 +86,10 @@ class Model:
     @cached_property
     def units(self) -> tuple[tuple[Form, ...], ...]:
         """The parameters of each unit."""
-        found: list[list[Form]] = [[] for _ in range(max(self.unit_of) + 1)]
+        units: list[list[Form]] = [[] for _ in range(max(self.unit_of) + 1)]
         for parameter in self.parameters:
-            found[parameter.unit].append(parameter.form)
-        return tuple(tuple(forms) for forms in found)
+            units[parameter.unit].append(parameter.form)
+        return tuple(tuple(forms) for forms in units)
 
     @cached_property
     def unit_of(self) -> tuple[int, ...]:

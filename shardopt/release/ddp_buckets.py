@@ -25,7 +25,7 @@ def reduced_parameters(replica: DistributedDataParallel) -> list[Tensor]:
     """The parameters whose gradients a DDP module reduces in buckets.
 
     Raises:
-        RuntimeError: it reduces some in another way.
+        RuntimeError: the DDP module reduces some gradients in another way.
     """
     if replica._use_python_reducer or replica._delay_all_reduce_params:
         option = (
@@ -41,7 +41,7 @@ def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
     """The communication hook of a DDP module, which is registered if there is none.
 
     Raises:
-        RuntimeError: it has another one, and can have no second.
+        RuntimeError: the DDP module has another communication hook, and can have no second.
     """
     for _, state in replica._comm_hooks:
         if isinstance(state, BucketHook):
@@ -60,7 +60,7 @@ def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
 
 
 class BucketHook:
-    """The communication hook of one DDP module. It cannot be unregistered: without steps it does what DDP does alone.
+    """The communication hook of one DDP module, for good: a hook without steps reduces as DDP does alone.
 
     Args:
         replica: the DDP module.

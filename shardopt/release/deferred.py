@@ -88,7 +88,7 @@ class DeferredSteps:
             keeps: what is not to be freed before.
 
         Raises:
-            Exception: what an earlier step raised. This one is not taken.
+            Exception: an earlier step raised the exception; the new step is not taken.
         """
         with self._lock:
             self._let_go()

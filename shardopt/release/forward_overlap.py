@@ -1,7 +1,7 @@
 """Steps that go on during the next forward pass: what reads parameters waits for their own steps only.
 
 fully_shard reads them where it gathers them. Elsewhere each layer waits when it is called: the elements of the
-outermost nn.ModuleList, nn.ModuleDict and nn.Sequential. What is in no layer is waited for by all modules around it.
+outermost nn.ModuleList, nn.ModuleDict and nn.Sequential. All modules around wait for parameters in no layer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ForwardOverlap:
         return ForwardOverlap, ()
 
     def remove(self) -> None:
-        """Ends it."""
+        """Removes the hooks."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -92,18 +92,18 @@ class ForwardOverlap:
 
 def readers(model: Module, params: Collection[Tensor]) -> dict[Module, list[Tensor]]:
     """The modules that are to wait when they are called, and the parameters for which; one may have several readers."""
-    found: dict[Module, list[Tensor]] = {}
+    params_by_reader: dict[Module, list[Tensor]] = {}
 
     def walk(module: Module) -> list[Tensor]:
-        """Returns what is in no layer: modules around it may read it, too."""
-        own: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
+        """Returns the parameters that are in no layer, which the modules around may read, too."""
+        outside_layers: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
         for child in module.children():
             if isinstance(module, _CONTAINERS) and not isinstance(child, _NO_LAYERS):
-                found[child] = [param for param in child.parameters() if param in params]
+                params_by_reader[child] = [param for param in child.parameters() if param in params]
             else:
-                own += walk(child)
-        found[module] = own
-        return own
+                outside_layers += walk(child)
+        params_by_reader[module] = outside_layers
+        return outside_layers
 
     walk(model)
-    return {module: own for module, own in found.items() if own}
+    return {module: params_read for module, params_read in params_by_reader.items() if params_read}

@@ -90,7 +90,7 @@ def release_gradients(
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
 
-    What excludes it:
+    Gradient release excludes:
 
     - Gradients of several backward passes: a second one before ``optimizer.step()`` raises, and so does ``no_sync`` of
       DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass, also those

@@ -43,9 +43,9 @@ class GradientParts:
         self._groups = {param: group for group in fsdp_groups(model) for param in group.params if param in params}
         self._undo.append(model.register_forward_pre_hook(self._begin_forward).remove)
         for module in model.modules():
-            own: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
-            if own:
-                self._owners[module] = own
+            owned: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
+            if owned:
+                self._owners[module] = owned
                 self._undo.append(module.register_forward_pre_hook(self._count_call).remove)
 
     def more_may_come(self, param: Tensor) -> bool:
@@ -94,6 +94,6 @@ class GradientParts:
             uses.update(dict.fromkeys(self._owners[module], count))
         self._calls.clear()
         several = {param for param, count in uses.items() if count > 1}
-        for module, own in self._owners.items():
+        for module, owned in self._owners.items():
             if any(param in several for param in module.parameters()):
-                self._suspects.update(own)
+                self._suspects.update(owned)

@@ -13,11 +13,11 @@ from shardopt.sharding.exchange import RanksExchange
 
 def copies_in_ddp(model: Module) -> dict[Tensor, Copies]:
     """The parameters of each DistributedDataParallel in a model, with the ranks that hold them."""
-    found: dict[Tensor, Copies] = {}
+    copies: dict[Tensor, Copies] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             size = get_world_size(module.process_group)
             for name, param in module.module.named_parameters():
                 if name not in module.parameters_to_ignore and size > 1:
-                    found[param] = Copies(RanksExchange((module.process_group,), param.device), size)
-    return found
+                    copies[param] = Copies(RanksExchange((module.process_group,), param.device), size)
+    return copies

@@ -131,11 +131,11 @@ class DTensorShard(Shard):
         return self._partition_by(self._placements, self.global_shape)
 
     def scales_partition(self, grid: BlockGrid) -> Placed | None:
-        found = self._scales_partitions
-        if grid.block_size not in found:
+        partitions = self._scales_partitions
+        if grid.block_size not in partitions:
             shape = (self.global_shape[0], grid.blocks_per_row)
-            found[grid.block_size] = self._partition_by(self._scales_placements(grid), shape)
-        return found[grid.block_size]
+            partitions[grid.block_size] = self._partition_by(self._scales_placements(grid), shape)
+        return partitions[grid.block_size]
 
     def _partition_by(self, placements: Sequence[Placement], shape: Sequence[int]) -> Placed | None:
         """The partition by these placements; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
@@ -220,9 +220,9 @@ class DTensorShard(Shard):
 
     @cached_property
     def _column_ends(self) -> list[int] | None:
-        """Where the ranges of dim 1 end that the ranks hold which share rows, in order; without empty ranges.
+        """The sorted ends of the nonempty ranges of dim 1 on the ranks that share rows.
 
-        None where some rank holds no single range, or another dim is sharded, too.
+        None if a rank holds several ranges, or another dim is sharded, too.
         """
         coordinate = [0] * len(self._placements)
         ends = []

@@ -53,11 +53,11 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
     world = GroupMember.WORLD
     if world is not None and len(ranks) == get_world_size():
         return world
-    found = _joint_groups.get((world, tuple(ranks)))
-    if found is None:
-        found = new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-untyped-call]
-        _joint_groups[world, tuple(ranks)] = found
-    return found
+    joint = _joint_groups.get((world, tuple(ranks)))
+    if joint is None:
+        joint = new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-untyped-call]
+        _joint_groups[world, tuple(ranks)] = joint
+    return joint
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class RanksExchange:
 
     def gathered(self, message: bytes) -> dict[int, bytes]:
         """See :class:`shardopt.layout.Exchange`."""
-        found = {get_rank(): message}
+        messages = {get_rank(): message}
         for group in self.groups:
-            text = json.dumps({rank: known.hex() for rank, known in found.items()}).encode()
+            text = json.dumps({rank: known.hex() for rank, known in messages.items()}).encode()
             length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
             lengths = [torch.empty_like(length) for _ in range(get_world_size(group))]
             all_gather(lengths, length, group=group)
@@ -113,8 +113,8 @@ class RanksExchange:
             all_gather(texts, sent, group=group)
             for size, data in zip(lengths, texts, strict=True):
                 of_rank = json.loads(data[: int(size)].cpu().numpy().tobytes())
-                found.update((int(rank), bytes.fromhex(known)) for rank, known in of_rank.items())
-        return found
+                messages.update((int(rank), bytes.fromhex(known)) for rank, known in of_rank.items())
+        return messages
 
     def within_reach(self, tensor: Tensor) -> Tensor:
         """The tensor where the groups' back end reaches it; see :class:`shardopt.layout.Ranks`."""

@@ -1,7 +1,7 @@
 """FullyShardedDataParallel (FSDP1): every unit's parameters, flattened one after another, are cut into equal ranges.
 
-The metadata is that of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which is private; what is made of
-it is compared with what FSDP itself says of this rank's shard.
+The metadata is that of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which is private; the shards made
+of the metadata are compared with FSDP's own account of this rank's shard.
 
 The constructor of ``FullyShardedDataParallel`` is hooked: parameters remember the outermost module that was wrapped,
 which says their names and numbers. Nothing is read before one of shardopt's optimizers needs a parameter's shard.
@@ -81,12 +81,12 @@ def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], 
         for name, module, _ in handle.flat_param._param_infos:
             flattened.setdefault(id(module), []).append(name)
     flat = {id(handle.flat_param) for handle in handles}
-    found: dict[tuple[int, str], tuple[int, str]] = {}
+    originals: dict[tuple[int, str], tuple[int, str]] = {}
     for prefix, module in canonical_modules(model):
-        own = [name for name, param in module._parameters.items() if param is not None and id(param) not in flat]
-        for name in dict.fromkeys([*own, *flattened.get(id(module), [])]):
-            found[id(module), name] = (len(found), prefix + name)
-    return found
+        plain = [name for name, param in module._parameters.items() if param is not None and id(param) not in flat]
+        for name in dict.fromkeys([*plain, *flattened.get(id(module), [])]):
+            originals[id(module), name] = (len(originals), prefix + name)
+    return originals
 
 
 def _assign_unit(
@@ -131,12 +131,12 @@ def _assign_unit(
 
 def _places(flat: Any) -> list[list[tuple[Module, str]]]:
     """Modules of each original parameter, and its names there: several where the parameter is shared."""
-    found = {(id(module), name): [(module, name)] for name, module, _ in flat._param_infos}
+    places_by_name = {(id(module), name): [(module, name)] for name, module, _ in flat._param_infos}
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
-        places = found[id(first_module), first_name]
+        places = places_by_name[id(first_module), first_name]
         if (module, name) not in places:
             places.append((module, name))
-    return list(found.values())
+    return list(places_by_name.values())
 
 
 def _is_stable(module: Module, name: str) -> bool:
@@ -167,6 +167,6 @@ def _ranges(handle: Any) -> list[FlatShard]:
 
 
 def _offsets(flat: Any) -> list[int]:
-    """Where the original parameters begin in the unsharded flat parameter, of which some parts are padding."""
+    """The offsets of the original parameters in the unsharded flat parameter, which contains padding."""
     begins = [0, *itertools.accumulate(flat._numels_with_padding)]
     return [at for at, padding in zip(begins, flat._is_padding_mask, strict=False) if not padding]

@@ -19,9 +19,9 @@ class Hook(NamedTuple):
     """A hook into another package.
 
     Attributes:
-        package: its name in ``SHARDOPT_HOOKS``.
+        package: the name of the hooked package in ``SHARDOPT_HOOKS``.
         module: the module that is hooked into.
-        install: the function that does it, below ``shardopt.sharding``.
+        install: the function that installs the hook, below ``shardopt.sharding``.
         purpose: the effect on users.
     """
 

@@ -84,7 +84,7 @@ class Fragments:
         return torch.nn.functional.pad(local, (0, padding)).to(param.device)
 
     def device(self, param: Tensor, moment: str) -> torch.device:
-        """Where the state is."""
+        """The device of the state."""
         return self._moment(param, moment).local.device
 
     def set_full(self, param: Tensor, moment: str, value: Tensor) -> None:

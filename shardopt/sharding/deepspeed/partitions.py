@@ -129,7 +129,7 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where the group's back end wants its tensors."""
+    """The device on which the group's back end takes tensors."""
     on_gpu = dist.get_backend(group) != "gloo" and torch.cuda.is_available()
     return own_device("cuda" if on_gpu else "cpu", group)
 
