@@ -134,7 +134,7 @@ class Owner:
         return saved, own
 
     def has_state_here(self, item: Item) -> bool:
-        """Whether this rank has state of a parameter, if other ranks have."""
+        """Whether this rank stores state for a parameter that is stateful elsewhere."""
         return item.local.numel() > 0 or item.segment is not None or not isinstance(item.shard, FlatShard)
 
     def placed(

@@ -115,11 +115,10 @@ def async_save(
 ) -> Future[None]:
     """Copies a model and its optimizer to host memory or a local disk, and saves the copy while training goes on.
 
-    Takes as much memory as this rank's tensors, also those that other ranks hold, too, for as long as the returned
-    future exists. The next save, if it begins before that future is dropped, copies into the same memory, which takes a
-    fraction of the time that new memory takes. All ranks must call this. A save that begins while another goes on waits
-    for that one, in the background. The ranks communicate in a gloo group of their own, beside the training's
-    collectives.
+    Needs memory equal to this rank's tensors, replicated ones included, until the returned future is dropped. The next
+    save, if it begins before that future is dropped, copies into the same memory, which takes a fraction of the time
+    that new memory takes. All ranks must call this. A save that begins while another goes on waits for that one, in the
+    background. The ranks communicate in a gloo group of their own, beside the training's collectives.
 
     Args:
         path: the folder; see :func:`save` for all arguments.

@@ -126,8 +126,8 @@ class Codec(ABC):
     def rounding(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """How far rounding may have moved numbers that :meth:`encode` was given, in float32.
 
-        Half the distance to the value of a neighbouring code, of both the farther one; the whole distance in a codec
-        that rounds at random. Roots below the least code are farther away, see :meth:`at_floor`.
+        Half the larger of the distances to the two neighbouring values; the whole of that distance in a codec that
+        rounds at random. Roots below the least code are farther away, see :meth:`at_floor`.
         """
         below, above = self.neighbours(codes, signed=signed)
         low, x, high = (self.decode(c, scales, signed=signed) for c in (below, codes, above))
