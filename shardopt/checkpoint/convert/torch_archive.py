@@ -51,7 +51,7 @@ class _Storage(NamedTuple):
     numel: int
 
 
-class StoredTensor:
+class ArchivedTensor:
     """A tensor in the archive, which the objects refer to.
 
     Args:
@@ -93,7 +93,7 @@ class TorchArchive:
         with suppress(OSError):
             self._file.close()
 
-    def add(self, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[bytes | memoryview]) -> StoredTensor:
+    def add(self, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[bytes | memoryview]) -> ArchivedTensor:
         """Writes a tensor.
 
         Args:
@@ -109,13 +109,13 @@ class TorchArchive:
                 f"{self.path}: got a tensor of {dtype}, expected one of {', '.join(map(str, STORAGES))}; choose "
                 "another format"
             )
-        stored = StoredTensor(self._count, dtype, shape)
+        stored = ArchivedTensor(self._count, dtype, shape)
         self._count += 1
         self._record(f"data/{stored.storage.number}", parts, stored.storage.numel * dtype.itemsize)
         return stored
 
     def commit(self, content: Any) -> None:
-        """Writes the objects, with :class:`StoredTensor` for tensors, and completes the file."""
+        """Writes the objects, with :class:`ArchivedTensor` for tensors, and completes the file."""
         pickled = io.BytesIO()
         _Pickler(pickled, protocol=2).dump(content)
         self._record("data.pkl", [pickled.getvalue()], pickled.tell())

@@ -29,7 +29,7 @@ from shardopt.checkpoint.convert.stream import (
     pieces_of_tensor,
     refuse_quantize_state,
 )
-from shardopt.checkpoint.convert.torch_archive import StoredTensor, TorchArchive, bytes_of
+from shardopt.checkpoint.convert.torch_archive import ArchivedTensor, TorchArchive, bytes_of
 from shardopt.checkpoint.convert.torch_zip import torch_objects
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
@@ -135,7 +135,7 @@ def _optimizer_state(
     checkpoint: Checkpoint, archive: TorchArchive, numel: int, progress: Callable[[int], object]
 ) -> dict[str, Any]:
     optimizer = made_optimizer(class_named(checkpoint.optimizer, checkpoint.path), checkpoint.groups, checkpoint)
-    states: dict[int, dict[str, StoredTensor]] = {}
+    states: dict[int, dict[str, ArchivedTensor]] = {}
     groups = []
     number = 0
     for group, own in zip(checkpoint.groups, optimizer.param_groups, strict=True):
@@ -155,7 +155,7 @@ def _optimizer_state(
 
 def _moments(
     name: str, state: State, archive: TorchArchive, numel: int, progress: Callable[[int], object]
-) -> dict[str, StoredTensor]:
+) -> dict[str, ArchivedTensor]:
     """Writes the float32 moments of a parameter, which are read by turns, by way of temporary files."""
     shape = state.form.shard.global_shape
     with ExitStack() as closing:

@@ -27,7 +27,7 @@ _MAX_DIMS = 64
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class StoredTensor(NamedTuple):
+class TensorSpan(NamedTuple):
     """A tensor in a file: bytes ``begin`` to ``end``, counted from the end of the header."""
 
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class SafetensorsReader:
     ) -> None:
         self._file.close()
 
-    def _read_header(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    def _read_header(self) -> tuple[dict[str, TensorSpan], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
         if size <= HEADER_BEGIN:
             self._refuse(f"{size} bytes")
@@ -124,7 +124,7 @@ class SafetensorsReader:
             self._refuse(f"{size - self._data_begin} bytes of data, of which the header describes {end}")
         return tensors, metadata
 
-    def _stored(self, name: str, described: Any) -> StoredTensor:
+    def _stored(self, name: str, described: Any) -> TensorSpan:
         if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
             self._refuse(f"{named(name)} without dtype, shape and data_offsets, or with more")
         dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
@@ -133,7 +133,7 @@ class SafetensorsReader:
         for counts in (shape, offsets):
             if not isinstance(counts, list) or len(counts) > _MAX_DIMS or not all(map(is_count, counts)):
                 self._refuse(f"{named(name)} with {shown(counts)} for its shape or data_offsets")
-        stored = StoredTensor(_DTYPES[dtype], tuple(shape), *offsets) if len(offsets) == 2 else None
+        stored = TensorSpan(_DTYPES[dtype], tuple(shape), *offsets) if len(offsets) == 2 else None
         if stored is None or stored.end - stored.begin != math.prod(shape) * stored.dtype.itemsize:
             self._refuse(f"{named(name)} of {dtype} and shape {shown(shape)} at {shown(offsets)}")
         return stored
