@@ -55,7 +55,7 @@ class TensorFormat {
  private:
   bool take_by_python(PyObject* tensor);
   bool read_by_python(PyObject* tensor, uint64_t& address) const;
-  // What follows from the other words.
+  // Derives bytes_ and strided from the words that were read.
   void finish(int64_t itemsize, int64_t numel, bool is_negative);
 
   int64_t ndim_ = -1, offset_ = 0;
