@@ -24,7 +24,7 @@ class RanksLost(Exception):
     """Another rank is gone, through no fault of this rank."""
 
     @classmethod
-    def because(cls, error: Exception) -> RanksLost:
+    def because(cls, error: BaseException) -> RanksLost:
         """The loss of a rank that a failed collective shows; the first sentence of its error is the reason."""
         return cls(
             f"another rank is gone or did not answer in time ({one_line(error).split('. ')[0]}): see the message of "
