@@ -1,7 +1,8 @@
 """The portable checkpoint, for any sharding and number of ranks; other packages' states; a single file."""
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.foreign import ImportReport, Outcome, import_state, load_safetensors, save_safetensors
+from shardopt.checkpoint.foreign import load_safetensors, save_safetensors
+from shardopt.checkpoint.importing import ImportReport, Outcome, import_state
 from shardopt.checkpoint.index import read_header
 from shardopt.checkpoint.portable import Loaded, async_save, load, save
 

@@ -19,8 +19,7 @@ from checkpoint_runs import Small, assert_refuses, everything, same, step_with, 
 from foreign_states import by_hand, params_of
 from helpers import CODEC_NAMES
 from ranks.snapshot import assert_same, snapshot
-from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.foreign import import_state, load_safetensors, save_safetensors
+from shardopt.checkpoint import CheckpointError, import_state, load_safetensors, save_safetensors
 from shardopt.optim import ShardedOptimizer
 
 NAN, INF = math.nan, math.inf

@@ -41,7 +41,7 @@ from ranks.layouts import values
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, snapshot
-from shardopt.checkpoint.foreign import import_state
+from shardopt.checkpoint import import_state
 from shardopt.optim import ShardedOptimizer
 
 

@@ -20,7 +20,7 @@ from foreign_states import (
 )
 from helpers import everything, step
 from ranks.snapshot import assert_same
-from shardopt.checkpoint.foreign import import_state
+from shardopt.checkpoint import import_state
 from versions import adamw_names_itself
 
 

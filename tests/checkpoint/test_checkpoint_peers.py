@@ -19,7 +19,7 @@ from foreign_states import ALIGNED, MATRICES, OTHERS, SHAPES, STEP, assert_impor
 from helpers import everything, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
-from shardopt.checkpoint.foreign import import_state
+from shardopt.checkpoint import import_state
 from shardopt.optim import ShardedOptimizer
 
 

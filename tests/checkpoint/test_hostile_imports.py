@@ -19,7 +19,7 @@ from foreign_states import GROUPS, KINDS, STATES, made_up, stepped
 from helpers import everything
 from ranks.layouts import values
 from ranks.snapshot import assert_same
-from shardopt.checkpoint.foreign import import_state
+from shardopt.checkpoint import import_state
 from shardopt.optim import ShardedOptimizer
 
 #: A matrix that all packages quantize, and a vector that none does.

@@ -35,7 +35,7 @@ from helpers import everything
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, snapshot
-from shardopt.checkpoint.foreign import import_state
+from shardopt.checkpoint import import_state
 from shardopt.optim import ShardedOptimizer
 
 WRAPPED = "__bnb_optimizer_quant_state__"

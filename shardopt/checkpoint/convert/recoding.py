@@ -28,6 +28,9 @@ _CPU = torch.device("cpu")
 #: Options of state that is float32 throughout.
 FLOAT32 = {**{key: dict(DEFAULTS)[key] for key in STATE_FORMAT}, "codec": "fp32"}
 
+#: Classes that are named before others which would read the same state in the same way.
+_FIRST = ("AdamW", "SGD", "Lion")
+
 #: Entries of a checkpoint, by parameter and name.
 Entries = Mapping[str, Mapping[str, LazyTensor]]
 
@@ -91,6 +94,41 @@ def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[
             "load another checkpoint"
         )
     return {name: found[name] for name in names}
+
+
+def class_of_entries(checkpoint: Checkpoint, entries: Entries) -> str:
+    """The class whose options a checkpoint's param groups have, and whose state has these entries.
+
+    Classes that would read the state in the same way count as one: the first of them is named.
+
+    Raises:
+        CheckpointError: there is none, or there are several that would read it differently.
+    """
+    keys: set[str] = set().union(*(group["options"].keys() for group in checkpoint.groups)) - DEFAULTS.keys()
+    readings: dict[str, Any] = {}  # how a class would read the state
+    rules = [kind for kind in optim.OPTIMIZERS.values() if kind.default_codec == "fp32"]
+    for kind in sorted(rules, key=lambda kind: (kind.__name__ not in _FIRST, kind.__name__)):
+        if keys - {"initial_lr"} != class_defaults(kind).keys() - DEFAULTS.keys():
+            continue
+        trial = Checkpoint(checkpoint.path, kind.__name__, checkpoint.groups, tensors=checkpoint.tensors)
+        try:
+            of_class = forms(trial, checkpoint.groups, list(entries))
+        except CheckpointError:
+            continue
+        if all(form.entries.keys() == entries[key].keys() for key, form in of_class.items()):
+            readings[kind.__name__] = {key: (form.moments, form.codec) for key, form in of_class.items()}
+    if not readings or any(reading != next(iter(readings.values())) for reading in readings.values()):
+        raise CheckpointError(
+            f"{checkpoint.path}: got the state of {few(readings) or 'an unknown optimizer'}, whose class the "
+            "checkpoint does not name, expected one that its options and entries tell; name the class with --optimizer"
+        )
+    return next(iter(readings))
+
+
+def class_defaults(kind: type[ShardedOptimizer]) -> dict[str, Any]:
+    """The options of a class, with their defaults."""
+    made = kind([torch.empty(1, 1, device="meta")])  # type: ignore[call-arg]  # subclasses have defaults
+    return made.defaults
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.convert.guess import class_of_entries
-from shardopt.checkpoint.convert.recoding import FLOAT32, add_states, of_names
+from shardopt.checkpoint.convert.recoding import FLOAT32, add_states, class_of_entries, of_names
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike

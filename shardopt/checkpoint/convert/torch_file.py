@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.contents import model_key
-from shardopt.checkpoint.convert.bitsandbytes import is_bitsandbytes, take_bitsandbytes
 from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.recoding import class_named, made_optimizer
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, lazy_tensors, take_state_dicts
@@ -33,7 +32,8 @@ from shardopt.checkpoint.convert.torch_archive import ArchivedTensor, TorchArchi
 from shardopt.checkpoint.convert.torch_zip import torch_objects
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
-from shardopt.checkpoint.foreign.structure import check_structure
+from shardopt.checkpoint.peers.structure import check_structure
+from shardopt.checkpoint.peers.torchao import CLASSES
 from shardopt.checkpoint.wording import few, line
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import LOW_BITS
@@ -54,7 +54,7 @@ def read_torch(path: PathLike, optimizer: str | None) -> Checkpoint:
         CheckpointError: the file is damaged, has anything else, or has no model or optimizer whose names can be told.
     """
     text = os.fspath(path)
-    found = loaded(path)
+    found = loaded(path, CLASSES)
     model, states = (_first(found, keys) for keys in (_MODEL, _OPTIMIZER))
     if not isinstance(found, Mapping) or not isinstance(model, Mapping) or not isinstance(states, Mapping | None):
         got = few(found) if isinstance(found, Mapping) else type(found).__name__
@@ -73,14 +73,7 @@ def read_torch(path: PathLike, optimizer: str | None) -> Checkpoint:
         check_structure(states, frozenset())
     except ValueError as error:
         raise CheckpointError(f"{text}: {line(error)}") from error
-    if is_bitsandbytes(states["state"]):
-        take_bitsandbytes(checkpoint, tensors, states, optimizer)
-        return checkpoint
-    entries = {
-        key: {entry: lazy(x) if is_whole_tensor(x) else x for entry, x in of_key.items()}
-        for key, of_key in states["state"].items()
-    }
-    take_state_dicts(checkpoint, tensors, entries, states["param_groups"], optimizer)
+    take_state_dicts(checkpoint, tensors, states["state"], states["param_groups"], optimizer)
     return checkpoint
 
 

@@ -24,6 +24,7 @@ from shardopt.checkpoint.convert.torch_archive import STORAGES
 _LOCAL_HEADER = 30  # bytes, without the name and what follows it
 _MAX_DIMS = 64
 _TENSOR = "torch.Tensor"  # in place of the class, which could be called
+_OF_TENSORS = "torch._utils._rebuild_wrapper_subclass"  # likewise
 
 
 def torch_objects(descriptor: int, begin: int, length: int, classes: Mapping[tuple[str, str], Any]) -> Any:
@@ -114,7 +115,9 @@ def _parameter(data: Any, *others: Any) -> Any:
 
 
 def _of_type(rebuild: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """In place of ``_rebuild_from_type_v2``, which makes a tensor with attributes."""
+    """In place of ``_rebuild_from_type_v2``, which makes a tensor with attributes, or of a subclass made of others."""
+    if rebuild is _OF_TENSORS and isinstance(kind, type) and isinstance(state, dict):
+        return kind(state)  # of those given to torch_objects
     if kind is not _TENSOR or rebuild not in (_tensor, _tensor_of_dtype):
         raise pickle.UnpicklingError("a tensor of another type")
     return rebuild(*arguments)
@@ -130,6 +133,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _OF_TENSORS,
+    ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", storage.__name__): dtype for dtype, storage in STORAGES.items()},
     **dict.fromkeys([("builtins", name) for name in ("bytearray", "complex", "set")], Unused),

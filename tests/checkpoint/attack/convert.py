@@ -28,10 +28,13 @@ from attack.forked import Outcome, call, fault, ok, shown
 from attack.hostile import refused
 from attack.index_file import INDEX, Tensors, strict_tensors
 from attack.torch_files import Archive, mutated_archive, mutated_objects, mutated_pickle
+from foreign_states import GROUPS, STATES, made_up, save_torchao
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.convert import FORMATS, convert
 
-SOURCES = ("torch", "dcp", "universal")
+SOURCES = ("torch", "bitsandbytes", "torchao", "flashoptim", "dcp", "universal")
+#: Sources that are a single file of torch.save.
+FILES = SOURCES[:4]
 #: Bytes of addresses beyond those of the process: files are mapped, and some have holes of a terabyte.
 ADDRESSES = 1 << 30
 
@@ -75,11 +78,27 @@ def prepare(base: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         torch.save(content, path)
         _objects[file] = content
+    for package in ("bitsandbytes", "torchao", "flashoptim"):
+        _objects[f"{package}/run.pt"] = _of_package(package, base / "pristine" / package / "run.pt")
     _objects["dcp/.metadata"] = dcp.FileSystemReader(sources["dcp"]).read_metadata()
     for kind in SOURCES:
         convert(_source(base / "pristine", kind), base / f"whole {kind}", optimizer="AdamW")
         _whole[kind] = _tensors(base / f"whole {kind}")
         assert isinstance(_whole[kind], dict), _whole[kind]
+
+
+def _of_package(package: str, path: Path) -> dict[str, Any]:
+    """Saves a model and another package's optimizer, and returns the objects."""
+    shapes = ((16, 512), (7,))  # a matrix that all of them quantize, and a vector that none does
+    content = {
+        "model": {f"p{index}": torch.randn(shape) for index, shape in enumerate(shapes)},
+        "optimizer": {
+            "state": {index: STATES[package](made_up(shape, index))[0] for index, shape in enumerate(shapes)},
+            "param_groups": [{"lr": 0.5, **GROUPS[package], "params": [0, 1]}],
+        },
+    }
+    save_torchao(content, path)
+    return content
 
 
 def attack(seed: int, number: int, base: Path) -> Outcome:
@@ -117,6 +136,8 @@ def _mutate(rng: Random, path: Path, file: str) -> tuple[bool, str]:
         return _mutate_chunk(rng, path, how)
     if how == "objects":
         content, what = mutated_objects(rng, copy.deepcopy(_objects[file]))
+        if file.startswith("torchao"):
+            return False, _save_torchao_mutation(content, path, what)
         torch.save(content, path)
         return False, what
     archive = Archive.read(path.read_bytes())
@@ -130,6 +151,14 @@ def _mutated(rng: Random, archive: Archive, how: str) -> tuple[bytes, bool, str]
         archive.records["data.pkl"], what = mutated_pickle(rng, archive.records["data.pkl"])
         return archive.written(), False, what
     return mutated_archive(rng, archive)
+
+
+def _save_torchao_mutation(content: Any, path: Path, what: str) -> str:
+    try:
+        save_torchao(content, path)
+    except (AttributeError, KeyError, TypeError):  # no longer a state dict whose states can be wrapped
+        return f"nothing: {what}"
+    return what
 
 
 def _mutate_metadata(rng: Random, path: Path) -> str:
@@ -195,7 +224,7 @@ def _succeeded(target: Path, kind: str, to: str, keeps: bool) -> Outcome:
 
 
 def _source(folder: Path, kind: str) -> Path:
-    return folder / kind / "run.pt" if kind == "torch" else folder / kind
+    return folder / kind / "run.pt" if kind in FILES else folder / kind
 
 
 def _tensors(folder: Path) -> Tensors | str:

@@ -19,8 +19,7 @@ from helpers import everything
 from ranks.pool import Pool
 from ranks.runs import step_with, trained
 from ranks.snapshot import assert_same
-from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.foreign import import_state
+from shardopt.checkpoint import CheckpointError, import_state
 from shardopt.state.tensor_state import flat_slices
 from slow_cases import slow
 

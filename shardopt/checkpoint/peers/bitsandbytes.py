@@ -6,16 +6,16 @@ hyper-parameters of the state must be those of this kind: see :data:`_KINDS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, is_map, of_map
-from shardopt.checkpoint.foreign.peer import Moments, Peer
-from shardopt.checkpoint.foreign.structure import are_floats, is_dense
+from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.coded import CodedMoment, check_blocks, is_map, of_map
+from shardopt.checkpoint.peers.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import few, kind_of, shown
 from shardopt.codec import Moment
 from shardopt.kernels.numeric import to_blocks
@@ -37,13 +37,15 @@ class _Kind(NamedTuple):
     """A kind of optimizer in bitsandbytes.
 
     Attributes:
-        words: its name, and what tells it from the others.
+        words: its name, and how it is told from the others.
+        class_name: shardopt's class.
         fits: whether betas and eps are those of this kind.
         hyper: its hyper-parameters of :data:`_HYPER` under torch.optim's names, from a param group.
         places: of its moments.
     """
 
     words: str
+    class_name: str
     fits: Callable[[tuple[float, ...], float], bool]
     hyper: Callable[[Mapping[str, Any]], dict[str, Any]]
     places: tuple[_Place, ...] = (_Place(1),)
@@ -72,31 +74,38 @@ def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
 #: The kinds, by the names of the moments that their optimizers have here.
 _KINDS: dict[tuple[str, ...], _Kind] = {
     ("exp_avg", "exp_avg_sq"): _Kind(
-        "Adam's (two betas)", lambda betas, eps: len(betas) == 2, _adam, (_Place(1), _Place(2))
+        "Adam's (two betas)", "AdamW", lambda betas, eps: len(betas) == 2, _adam, (_Place(1), _Place(2))
     ),
     ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"): _Kind(
         "AdEMAMix's (three betas)",
+        "AdEMAMix",
         lambda betas, eps: len(betas) == 3,
         _ademamix,
         (_Place(1, half=0), _Place(1, half=1), _Place(2)),
     ),
     ("exp_avg",): _Kind(
         "Lion's (eps 0, betas[1] above 0)",
+        "Lion",
         lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] > 0,
         lambda group: _some(group, "betas"),
     ),
     ("momentum_buffer",): _Kind(
         "that of SGD with momentum (eps 0, betas[1] 0)",
+        "SGD",
         lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] == 0,
         _sgd,
     ),
     ("square_avg",): _Kind(
         "RMSprop's (eps and betas[0] above 0)",
+        "RMSprop",
         lambda betas, eps: len(betas) == 2 and eps > 0 and betas[0] > 0,
         _rmsprop,
     ),
     ("sum",): _Kind(
-        "Adagrad's (betas 0)", lambda betas, eps: betas == (0, 0), lambda group: _some(group, "eps") | {"lr_decay": 0.0}
+        "Adagrad's (betas 0)",
+        "Adagrad",
+        lambda betas, eps: betas == (0, 0),
+        lambda group: _some(group, "eps") | {"lr_decay": 0.0},
     ),
 }
 
@@ -105,6 +114,7 @@ class Bitsandbytes(Peer):
     name = "bitsandbytes"
     form = f"state1, or {_WRAPPED} with it"
     extra = frozenset([_UPDATE_NORM, _GRADIENT_NORMS])
+    codec = "dynamic8"
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return "state1" in state or _WRAPPED in state
@@ -117,7 +127,7 @@ class Bitsandbytes(Peer):
             )
         return {key: value for key, value in {**state, **wrapped}.items() if key != _WRAPPED}
 
-    def check_together(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def check_together(self, states: Collection[Mapping[str, Any]]) -> None:
         """Refuses 32-bit LAMB and LARS: they limit the norm of updates, and with codes they are Adam and SGD."""
         limited = any(_UPDATE_NORM in state for state in states)
         if limited and not any(kind_of(state.get("state1")) == "torch.uint8" for state in states):
@@ -126,8 +136,29 @@ class Bitsandbytes(Peer):
                 "that does not limit the norm of its updates; begin with new state"
             )
 
+    def moment_names(
+        self, states: Collection[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, ...]:
+        has_two = any("state2" in state for state in states)
+        betas, eps = (groups[0].get(key, default) for key, default in (("betas", None), ("eps", 0)))
+        known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, eps))
+        fitting = [
+            names
+            for names, kind in _KINDS.items()
+            if known and ("exp_avg_sq" in names) == has_two and kind.fits(tuple(betas), eps)
+        ]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"got state of bitsandbytes with betas={shown(betas)} and eps={shown(eps)}, expected those of one kind "
+                f"of optimizer, got {len(fitting)}; load it with shardopt.checkpoint.import_state"
+            )
+        return fitting[0]
+
+    def class_name(self, moments: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> str:
+        return _kind(moments).class_name
+
     def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
-        places = _kind(expected).places
+        places = _kind([moment.name for moment in expected]).places
         found = [key for key in ("state1", "state2") if key in state]
         if found != sorted({f"state{place.state}" for place in places}):
             raise ValueError(
@@ -138,8 +169,8 @@ class Bitsandbytes(Peer):
             raise ValueError(f"{name}: got state with max1, one with a scale per tensor; expected scales per block")
         return {m.name: _read(state, place, m, name) for place, m in zip(places, expected, strict=True)}
 
-    def hyper(self, group: Mapping[str, Any], expected: Sequence[Moment]) -> dict[str, Any]:
-        kind = _kind(expected)
+    def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
+        kind = _kind(moments)
         betas, eps = group.get("betas"), group.get("eps", 0)
         numbers = [eps, *(group[key] for key in ("alpha", "t_alpha", "t_beta3") if group.get(key) is not None)]
         known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, *numbers))
@@ -151,25 +182,19 @@ class Bitsandbytes(Peer):
         return {key: value for key, value in group.items() if key not in _HYPER} | kind.hyper(group)
 
 
-def _kind(expected: Sequence[Moment]) -> _Kind:
-    """The kind of optimizer in bitsandbytes that keeps these moments.
+def _kind(moments: Sequence[str]) -> _Kind:
+    """The kind of optimizer in bitsandbytes that keeps moments of these names.
 
     Raises:
         ValueError: none does.
     """
-    names = tuple(moment.name for moment in expected)
+    names = tuple(moments)
     if names not in _KINDS:
         raise ValueError(
             f"got the state of another optimizer, as bitsandbytes has none with {', '.join(names) or 'no moments'}, "
-            f"expected {'; '.join(kind.words for kind in _KINDS.values())}; import it into the optimizer of that kind"
+            f"expected {'; '.join(kind.words for kind in _KINDS.values())}; choose the optimizer of that kind"
         )
     return _KINDS[names]
-
-
-def kinds_of(betas: Any, eps: Any) -> list[tuple[str, ...]]:
-    """The kinds of optimizer whose hyper-parameters these may be, by the names of their moments."""
-    known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, eps))
-    return [names for names, kind in _KINDS.items() if known and kind.fits(tuple(betas), eps)]
 
 
 def _is_zero(value: object) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.foreign.moments import CodedMoment, check_blocks, is_map, of_map
-from shardopt.checkpoint.foreign.peer import Moments, Peer
-from shardopt.checkpoint.foreign.structure import are_floats, is_dense
+from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.coded import CodedMoment, check_blocks, is_map, of_map
+from shardopt.checkpoint.peers.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import kind_of, shown
 from shardopt.codec import Moment
 
@@ -21,16 +21,37 @@ _EIGHT_BIT = "OptimState8bit"
 _OTHERS = ("OptimState4bit", "OptimStateFp8")  # without a codec of ours
 
 
+class OptimState8bit:
+    """Stands in for torchao's tensor subclass of this name in files of torch.save, which are read without torchao.
+
+    Args:
+        attributes: the attributes that the subclass was saved with.
+    """
+
+    __slots__ = ("codes", "qmap", "scale", "signed")
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        for key in self.__slots__:
+            setattr(self, key, attributes.get(key))
+
+
+#: Stand-ins by module and name: torchao has moved the subclass.
+CLASSES: dict[tuple[str, str], Any] = {
+    (f"torchao.{module}.subclass_8bit", _EIGHT_BIT): OptimState8bit for module in ("optim", "prototype.low_bit_optim")
+}
+
+
 class Torchao(Peer):
     name = "torchao"
+    codec = "dynamic8"
     form = f"exp_avg and exp_avg_sq as {_EIGHT_BIT}, {' or '.join(_OTHERS)}"
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return any(type(value).__name__ in (_EIGHT_BIT, *_OTHERS) for value in state.values())
 
     def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
-        found = super().moments(state, expected, name)
-        return {m.name: _read(found[m.name], f"{name}: {m.name}", signed=m.signed) for m in expected}
+        values = super().moments(state, expected, name)
+        return {m.name: _read(values[m.name], f"{name}: {m.name}", signed=m.signed) for m in expected}
 
 
 def _read(value: Any, what: str, *, signed: bool) -> Tensor | CodedMoment:
@@ -56,12 +77,12 @@ def _read(value: Any, what: str, *, signed: bool) -> Tensor | CodedMoment:
 
 def _dequantized(value: Any, what: str) -> Tensor:
     try:
-        found = value.dequantize()
+        dequantized = value.dequantize()
     except Exception as error:  # torchao's own: it checks nothing
         raise ValueError(
             f"{what}: got {type(value).__name__} that torchao cannot dequantize ({type(error).__name__}), expected a "
             "whole one; save the state dict again"
         ) from error
-    if not are_floats(found):
-        raise ValueError(f"{what}: got {kind_of(found)} from dequantize(), expected floats")
-    return found
+    if not are_floats(dequantized):
+        raise ValueError(f"{what}: got {kind_of(dequantized)} from dequantize(), expected floats")
+    return dequantized

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.foreign.structure import are_floats
+from shardopt.checkpoint.peers.structure import are_floats
 from shardopt.codec import get_codec
 from shardopt.codec.base import are_finite
 from shardopt.codec.dynamic8 import dynamic_map

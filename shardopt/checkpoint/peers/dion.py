@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.foreign.peer import Peer
-from shardopt.checkpoint.foreign.structure import are_floats
-from shardopt.checkpoint.wording import kind_of, shown
-from shardopt.codec import Moment
+from shardopt.checkpoint.peers.base import Peer
+from shardopt.checkpoint.peers.structure import are_floats
+from shardopt.checkpoint.wording import few, kind_of, shown
 
 _STEP = "step_dev"
 _ADJUSTMENTS = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw"}
@@ -38,14 +37,23 @@ class Dion(Peer):
         # A sum of gradients; ours is their average.
         return {**step, "momentum_buffer": state["momentum"] * (1.0 - momentum)}
 
-    def hyper(self, group: Mapping[str, Any], expected: Sequence[Moment]) -> dict[str, Any]:
+    def class_name(self, moments: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> str:
+        algorithms = {group.get("algorithm") for group in groups}
+        if "muon" not in algorithms or not algorithms <= {"muon", "adamw", "lion"}:
+            raise ValueError(
+                f"got param groups with the algorithms {few(algorithms)}, expected muon, with adamw or lion; load it "
+                "with shardopt.checkpoint.import_state"
+            )
+        return "Muon"
+
+    def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         names = {"mu": "momentum", "epsilon": "eps"}
-        found = {names.get(key, key): value for key, value in group.items() if key not in ("beta1", "beta2", "step")}
+        hyper = {names.get(key, key): value for key, value in group.items() if key not in ("beta1", "beta2", "step")}
         if {"beta1", "beta2"} <= group.keys():
-            found["betas"] = (group["beta1"], group["beta2"])
+            hyper["betas"] = (group["beta1"], group["beta2"])
         if group.get("algorithm") == "muon":  # there it guards a division, which is done otherwise here
-            found.pop("eps", None)
-        adjustment = found.pop("adjust_lr", None)
+            hyper.pop("eps", None)
+        adjustment = hyper.pop("adjust_lr", None)
         if adjustment in _ADJUSTMENTS:
-            found["adjust_lr_fn"] = _ADJUSTMENTS[adjustment]
-        return found
+            hyper["adjust_lr_fn"] = _ADJUSTMENTS[adjustment]
+        return hyper

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.checkpoint.foreign.bitsandbytes import Bitsandbytes
-from shardopt.checkpoint.foreign.dion import Dion
-from shardopt.checkpoint.foreign.flashoptim import Flashoptim
-from shardopt.checkpoint.foreign.moments import CodedMoment
-from shardopt.checkpoint.foreign.peer import Moments, Peer
-from shardopt.checkpoint.foreign.report import ImportReport, Outcome
-from shardopt.checkpoint.foreign.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.foreign.targets import check_not_flat, sharded
-from shardopt.checkpoint.foreign.torchao import Torchao
 from shardopt.checkpoint.groups import merged
+from shardopt.checkpoint.peers import OTHERS, TORCH
+from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.coded import CodedMoment
+from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
 from shardopt.optim import ShardedOptimizer
@@ -30,11 +28,43 @@ from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
-_TORCH = Peer()
-_PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), _TORCH)
-
 #: Options of shardopt that other packages have as hyper-parameters, too.
 _SHARED_OPTIONS = {"maximize"}
+
+
+#: "exact": the same codes and scales, or float32 as float32. "requantized": a moment was decoded, then encoded anew.
+#: "quantized": encoded from float32. "as float32": decoded, and kept in float32.
+Outcome = Literal["exact", "requantized", "quantized", "as float32"]
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """The result of :func:`shardopt.checkpoint.import_state`. ``print(report)`` prints a summary.
+
+    Attributes:
+        source: the package whose state was imported.
+        parameters: the outcome of each parameter's moments, by name, without parameters that had no state.
+        ignored: the source's entries and hyper-parameters that shardopt does not have.
+    """
+
+    source: str
+    parameters: Mapping[str, Outcome]
+    ignored: tuple[str, ...]
+
+    @property
+    def counts(self) -> dict[Outcome, int]:
+        """The number of parameters with each outcome, without outcomes that no parameter had."""
+        return dict(Counter(self.parameters.values()))
+
+    def __str__(self) -> str:
+        total = ", ".join(f"{count} {outcome}" for outcome, count in self.counts.items())
+        lines = [f"imported the state of {len(self.parameters)} parameters from {self.source}: {total}"]
+        for outcome in self.counts:
+            names = [name for name, of_name in self.parameters.items() if of_name == outcome]
+            lines.append(f"  {outcome}: {', '.join(names)}")
+        if self.ignored:
+            lines.append(f"  ignored: {', '.join(self.ignored)}")
+        return "\n".join(lines)
 
 
 class _Source(NamedTuple):
@@ -126,7 +156,7 @@ def import_state(
 def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Imports:
     """The content of the import, checked as far as one rank can."""
     sources = list(_sources(optimizer, state_dict, names))
-    peer = recognized_peer([state for source in sources for state in source.states])
+    peer = _recognized([state for source in sources for state in source.states])
     imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
     number, unwrapped = 0, []
@@ -202,19 +232,19 @@ def _without_none(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in state.items() if value is not None}
 
 
-def recognized_peer(states: Sequence[Mapping[str, Any]]) -> Peer:
+def _recognized(states: Sequence[Mapping[str, Any]]) -> Peer:
     """Finds the package that wrote the state."""
-    found: dict[Peer, None] = {}
+    peers: dict[Peer, None] = {}
     for state in filter(None, states):
-        peer = next((peer for peer in _PEERS if peer.recognizes(state)), None)
+        peer = next((peer for peer in (*OTHERS, TORCH) if peer.recognizes(state)), None)
         if peer is None:
-            forms = "; ".join(f"{peer.name} has {peer.form}" for peer in _PEERS)
+            forms = "; ".join(f"{peer.name} has {peer.form}" for peer in (*OTHERS, TORCH))
             raise ValueError(
                 f"got the state of an unknown optimizer, with {few(state)}, expected a known one: "
                 f"{forms}. Load shardopt's own with load_state_dict"
             )
-        found[peer] = None
-    packages = [peer for peer in found if peer is not _TORCH] or list(found)  # others keep some of it as torch does
+        peers[peer] = None
+    packages = [peer for peer in peers if peer is not TORCH] or list(peers)  # others keep some state as torch does
     if len(packages) != 1:
         got = f"the state of {' and '.join(peer.name for peer in packages)}" if packages else "no state at all"
         raise ValueError(f"got {got}, expected that of one optimizer which has taken a step")
@@ -226,7 +256,8 @@ def taken_hyper(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The hyper-parameters of a param group that are taken over, and those that are not."""
     rule = optimizer.rule(own)
-    hyper = {key: _number(value) for key, value in peer.hyper(saved, rule.moments).items()}
+    names = [moment.name for moment in rule.moments]
+    hyper = {key: _number(value) for key, value in peer.hyper(saved, names).items()}
     usable = (own.keys() - DEFAULTS.keys() - {"params", "param_names"}) | _SHARED_OPTIONS | {"initial_lr"}
     kept = merged(optimizer, own, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: kept[key] for key in hyper if key in usable}
