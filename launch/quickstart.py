@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from lm import checkpoint, config, metrics
-from lm.leaving import leave
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
@@ -180,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    sys.exit(main())

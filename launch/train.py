@@ -24,8 +24,7 @@ import sys
 from collections.abc import Sequence
 
 from lm import config, plan, training
-from lm.errors import RanksLost, UserError, report
-from lm.leaving import leave
+from lm.errors import RanksLost, UserError, leave, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,4 +38,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main)
+    leave(main())

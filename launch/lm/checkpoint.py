@@ -20,7 +20,6 @@ from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.index import INDEX_NAME
 
-AUTO = "auto"
 _HEADER_KEYS = ("step", "model", "optimizer", "data", "world_size")
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -49,13 +48,11 @@ def find(resume: str | None, folder: Path) -> Path | None:
     """
     if resume is None:
         return None
-    path = folder if resume == AUTO else Path(resume)
-    if _is_complete(path):
-        return path
-    found = complete(path)
-    if not found and resume != AUTO:
+    path = folder if resume == "auto" else Path(resume)
+    candidates = [path] if _is_complete(path) else complete(path)
+    if not candidates and resume != "auto":
         raise UserError(f"resume: no complete checkpoint in {path}")
-    return found[-1] if found else None
+    return candidates[-1] if candidates else None
 
 
 def read_header(path: Path) -> Header:
@@ -90,7 +87,7 @@ def clear_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def save(folder: Path, header: Header, learner: Learner, keep: int = 0) -> Path:
+def save(folder: Path, header: Header, learner: Learner, keep: int) -> Path:
     """Writes a checkpoint; all ranks take part.
 
     Args:
@@ -108,7 +105,7 @@ def save(folder: Path, header: Header, learner: Learner, keep: int = 0) -> Path:
     """
     path = folder / f"step-{header['step']:08d}"
     with _user_errors(f"cannot save the checkpoint {path}"):
-        shardopt.checkpoint.save(path, *learner.parts, keep_last=keep or None, job=header)
+        shardopt.checkpoint.save(path, learner.module, learner.optimizer, keep_last=keep or None, job=header)
     return path
 
 
@@ -121,10 +118,10 @@ def load(path: Path, learner: Learner) -> None:
         UserError: the checkpoint cannot be loaded, for example because a file is missing or damaged.
         RanksLost: another rank is gone.
     """
-    own = [{key: value for key, value in group.items() if key != "params"} for group in learner.param_groups]
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in learner.optimizer.param_groups]
     with _user_errors(f"cannot load the checkpoint {path}"):
-        shardopt.checkpoint.load(path, *learner.parts)
-    for group, options in zip(learner.param_groups, own, strict=True):
+        shardopt.checkpoint.load(path, learner.module, learner.optimizer)
+    for group, options in zip(learner.optimizer.param_groups, kept, strict=True):
         group.update(options)
 
 

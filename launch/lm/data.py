@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,52 +57,49 @@ def load(source: str | None, heldout: float) -> Corpus:
     Raises:
         UserError: the source does not exist, cannot be read, or is a folder with fewer than two files of text.
     """
-    if source is None:
-        return _from_folder(Path(sysconfig.get_path("stdlib")), heldout, _is_library_source)
-    path = Path(source)
-    if path.is_file():
-        return _from_file(path, heldout)
-    if path.is_dir():
-        return _from_folder(path, heldout, lambda _: True)
+    path = Path(sysconfig.get_path("stdlib") if source is None else source)
+    try:
+        if path.is_file():
+            text = path.read_bytes()
+            cut = len(text) - int(len(text) * heldout)
+            return _corpus(text[:cut], text[cut:], f"{path}: the bytes from {cut} on are held out of {len(text)}")
+        if path.is_dir():
+            paths = {file.relative_to(path).as_posix(): file for file in _files(path)}
+            if source is None:
+                paths = {name: file for name, file in paths.items() if _is_library_source(Path(name))}
+            return _of_files(path, {name: paths[name].read_bytes() for name in sorted(paths)}, heldout)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
     raise UserError(f"data {source} not found: give a file or a folder of text")
 
 
-def _from_file(path: Path, heldout: float) -> Corpus:
-    text = _read(path)
-    cut = len(text) - int(len(text) * heldout)
-    return Corpus(
-        _array(text[:cut]),
-        _array(text[cut:]),
-        f"{path}: the bytes from {cut} on are held out of {len(text)}",
-    )
+def _corpus(train: bytes, heldout: bytes, description: str) -> Corpus:
+    return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8), description)
 
 
-def _from_folder(folder: Path, heldout: float, wanted: Callable[[Path], bool]) -> Corpus:
-    names = sorted(name for name in _walk(folder) if wanted(Path(name)))
-    texts = {name: _read(folder / name) for name in names}
-    names = [name for name in names if texts[name]]
+def _of_files(folder: Path, texts: dict[str, bytes], heldout: float) -> Corpus:
+    """Divides files, which are sorted by name, into those to train on and those held out."""
+    names = [name for name, text in texts.items() if text]
     if len(names) < 2:
         raise UserError(f"data {folder} has {len(names)} files with text: at least 2 are needed")
     out = {name for name in names if _draw(name) < heldout} or {min(names, key=_draw)}
     if len(out) == len(names):
         out.remove(max(names, key=_draw))
     parts = [b"".join(texts[n] + _SEPARATOR for n in names if (n in out) == held) for held in (0, 1)]
-    return Corpus(
-        _array(parts[0]),
-        _array(parts[1]),
+    return _corpus(
+        parts[0],
+        parts[1],
         f"{folder}: {len(names) - len(out)} files ({len(parts[0]):,} bytes) to train on, "
         f"{len(out)} ({len(parts[1]):,} bytes) held out",
     )
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    """Paths of the files below `folder`, relative to it, with forward slashes."""
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below a folder, but hidden ones."""
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            path = Path(parent, name)
-            if not name.startswith(".") and path.is_file():
-                yield path.relative_to(folder).as_posix()
+        paths = [Path(parent, name) for name in files if not name.startswith(".")]
+        yield from (path for path in paths if path.is_file())
 
 
 def _is_library_source(path: Path) -> bool:
@@ -113,17 +110,6 @@ def _is_library_source(path: Path) -> bool:
 def _draw(name: str) -> float:
     """A number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2.0**48
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _array(text: bytes) -> Bytes:
-    return np.frombuffer(text, dtype=np.uint8)
 
 
 def check(corpus: Corpus, context: int) -> None:

@@ -5,9 +5,9 @@ Options missing or ``"auto"`` in either place are taken from the other; conflict
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ _BATCH = {
     "gradient_accumulation_steps": "accumulate",
     "gradient_clipping": "clip",
 }
-_PARAMS = tuple(optimizers.all_arguments())
 _MICRO = "train_micro_batch_size_per_gpu"
 # Sections that the job refuses, with the remedy.
 _REFUSED = {
@@ -83,20 +82,27 @@ def options(settings: Settings, path: str, world_size: int) -> dict[str, tuple[s
         UserError: the config names an optimizer that the job does not have, or its batch sizes do not fit together.
     """
     found = {option: (place, settings[place]) for place, option in _BATCH.items() if _says(settings, place)}
-    micro = _MICRO
-    if _says(settings, micro):
+    if _says(settings, _MICRO):
         parts = found.get("accumulate", ("", 1))[1] * world_size
-        batch = settings[micro] * parts
-        if found.setdefault("batch", (f"{micro} on {world_size} ranks", batch))[1] != batch:
+        batch = settings[_MICRO] * parts
+        if found.setdefault("batch", (f"{_MICRO} on {world_size} ranks", batch))[1] != batch:
             raise UserError(
-                f"{path}: got train_batch_size {found['batch'][1]}, expected {batch}: {micro} {settings[micro]} x "
+                f"{path}: got train_batch_size {found['batch'][1]}, expected {batch}: {_MICRO} {settings[_MICRO]} x "
                 f"{parts // world_size} accumulation steps x {world_size} ranks; leave one of them out"
             )
     optimizer = settings.get("optimizer", {})
     if _says(optimizer, "type"):
-        found["optimizer"] = ("optimizer.type", _optimizer(optimizer["type"], path))
+        kind = str(optimizer["type"]).lower()
+        if kind not in TYPES:
+            named = ", ".join(known.__name__ for known in TYPES.values())
+            raise UserError(
+                f"{path}: got optimizer.type {optimizer['type']!r}, expected one of {named}, or leave it out"
+            )
+        found["optimizer"] = ("optimizer.type", kind)
     params = optimizer.get("params", {})
-    found.update({name: (f"optimizer.params.{name}", params[name]) for name in _PARAMS if _says(params, name)})
+    found.update(
+        {name: (f"optimizer.params.{name}", params[name]) for name in optimizers.ARGUMENTS if _says(params, name)}
+    )
     bf16 = settings.get("bf16", {})
     if _says(bf16, "enabled"):
         stored = bf16["enabled"] and bf16.get(_NO_MASTERS[0], False)
@@ -113,10 +119,13 @@ def complete(config: Config, world_size: int) -> Settings:
         world_size: the number of ranks.
 
     Raises:
-        UserError: the config has "auto" for a setting that no option of the job determines.
+        UserError: DeepSpeed is not installed, or the config has "auto" for a setting that no option of the job
+            determines.
     """
+    if find_spec("deepspeed") is None:
+        raise UserError("backend deepspeed: DeepSpeed is not installed: pip install 'shardopt[deepspeed]'")
     assert config.deepspeed is not None
-    settings = copy.deepcopy(read(config.deepspeed))
+    settings = read(config.deepspeed)
     settings.update(
         train_batch_size=config.batch,
         train_micro_batch_size_per_gpu=config.batch // (config.accumulate * world_size),
@@ -129,7 +138,11 @@ def complete(config: Config, world_size: int) -> Settings:
     if config.optimizer not in TYPES:  # DeepSpeed has that name itself
         section["type"] += "8bit"
         params.setdefault("codec", "fp32")
-    section["params"] = {**_without_auto(section.get("params", {}), _PARAMS), **params}
+    said = section.get("params", {})
+    for name in optimizers.ARGUMENTS:
+        if not _says(said, name):
+            said.pop(name, None)
+    section["params"] = {**said, **params}
     bf16 = settings.setdefault("bf16", {})
     bf16["enabled"] = config.precision != "fp32"
     if config.precision == "bf16":
@@ -141,17 +154,6 @@ def complete(config: Config, world_size: int) -> Settings:
 
 def _says(section: Mapping[str, Any], name: str) -> bool:
     return bool(section.get(name, AUTO) != AUTO)
-
-
-def _optimizer(kind: Any, path: str) -> str:
-    if str(kind).lower() in TYPES:
-        return str(kind).lower()
-    named = ", ".join(known.__name__ for known in TYPES.values())
-    raise UserError(f"{path}: got optimizer.type {kind!r}, expected one of {named}, or leave it out")
-
-
-def _without_auto(params: Settings, names: tuple[str, ...]) -> Settings:
-    return {name: value for name, value in params.items() if name not in names or value != AUTO}
 
 
 def _autos(section: Mapping[str, Any], within: str = "") -> Iterator[str]:

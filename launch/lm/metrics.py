@@ -11,25 +11,16 @@ from typing import Any
 Row = dict[str, Any]
 
 
-class MetricsFile:
-    """Metrics as JSON lines, one per logged step."""
+def begin(path: Path, start: int) -> None:
+    """Makes a metrics file; one of a resumed run keeps its rows up to step `start`."""
+    rows = [row for row in read(path) if row["step"] <= start] if start else []
+    _write(path, "".join(_line(row) for row in rows))
 
-    def __init__(self, path: Path, start: int) -> None:
-        """Opens `path`, keeping the rows of a resumed run up to step `start`."""
-        rows = [row for row in read(path) if row["step"] <= start] if start else []
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(_line(row) for row in rows), encoding="utf-8")
-        os.replace(temporary, path)
-        self._file = path.open("a", encoding="utf-8")
 
-    def write(self, row: Row) -> None:
-        """Appends a row, which must have "step"."""
-        self._file.write(_line(row))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+def append(path: Path, row: Row) -> None:
+    """Adds a row, which must have "step"."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(row))
 
 
 def read(path: Path) -> list[Row]:
@@ -43,11 +34,9 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def write_json(path: Path, content: Row) -> None:
+def write_summary(path: Path, content: Row) -> None:
     """Writes a JSON file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(_finite(content), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    _write(path, json.dumps(_finite(content), indent=1) + "\n")
 
 
 def plot_losses(runs: dict[str, Path], png: Path) -> None:
@@ -56,30 +45,24 @@ def plot_losses(runs: dict[str, Path], png: Path) -> None:
 
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
+    axes.set(xlabel="step", ylabel="loss [nats per byte]")
+    axes.grid(alpha=0.3)
     for index, (label, path) in enumerate(runs.items()):
         # Draws thinner lines over thicker ones, so that runs with equal losses are all visible.
         width = 1.2 + 2.4 * (len(runs) - 1 - index)
-        rows = read(path)
+        look: dict[str, Any] = {"color": f"C{index}", "linewidth": width, "markersize": 4 + width}
         for key, what, style in (("train_loss", "training", "-"), ("heldout_loss", "held out", "o--")):
-            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            points = {row["step"]: row[key] for row in read(path) if row.get(key) is not None}
             if points:
-                name = f"{label} {what}".strip()
-                axes.plot(
-                    *zip(*points, strict=True),
-                    style,
-                    color=f"C{index}",
-                    label=name,
-                    linewidth=width,
-                    markersize=4 + width,
-                )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss [nats per byte]")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    temporary = png.with_name(png.name + ".tmp")
-    figure.savefig(temporary, dpi=120, format="png")
-    os.replace(temporary, png)
+                axes.plot(list(points), list(points.values()), style, label=f"{label} {what}".strip(), **look)
+                axes.legend()
+    figure.savefig(png, dpi=120)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _line(row: Row) -> str:

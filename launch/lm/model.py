@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.errors import UserError
+from lm.options import Config
 from shardopt import unit
 
 VOCABULARY = 256
@@ -23,8 +26,11 @@ SIZES = {
     "350m": (1024, 28, 16),
 }
 
+_EPS = 1e-6  # of RMSNorm
 _ROPE_BASE = 10000.0
 _HIDDEN_MULTIPLE = 128
+
+Turn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,38 +50,17 @@ class ModelConfig:
             )
 
     @classmethod
-    def of(
-        cls,
-        size: str,
-        dim: int | None,
-        layers: int | None,
-        heads: int | None,
-        tied: bool,
-        parametrization: str = "sp",
-    ) -> ModelConfig:
-        """The named size, with every argument that is not None in place of the size's own value."""
-        named = SIZES[size]
-        return cls(dim or named[0], layers or named[1], heads or named[2], tied, parametrization)
+    def of(cls, options: Config) -> ModelConfig:
+        """The dimensions of a named size, of which each one may have an option of its own."""
+        dim, layers, heads = SIZES[options.size]
+        return cls(
+            options.dim or dim, options.layers or layers, options.heads or heads, options.tied, options.parametrization
+        )
 
     @property
     def hidden(self) -> int:
         """Width of the feed-forward layer: 8/3 dim, rounded up."""
         return math.ceil(8 * self.dim / 3 / _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
-
-
-class RMSNorm(nn.Module):
-    """``weight * x / sqrt(mean(x^2) + eps)`` in float32 (Zhang & Sennrich 2019, eq. 4)."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., dim)."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
 def rope_table(positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -122,15 +107,14 @@ class Attention(nn.Module):
         self.value = Linear(config.dim, config.dim)
         self.out = Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """x: (batch, positions, dim)."""
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        """x: (batch, positions, dim); turn applies the rotary positions."""
         batch, positions, dim = x.shape
         query, key, value = (
             projection(x).view(batch, positions, self.heads, -1).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(turn(query), turn(key), value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, dim))
         return out
 
@@ -151,19 +135,19 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer."""
+    """One pre-norm layer, whose ``weight * x / sqrt(mean(x^2) + eps)`` are Zhang & Sennrich 2019, eq. 4."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim)
+        self.attention_norm = nn.RMSNorm(config.dim, _EPS)
         self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.dim)
+        self.mlp_norm = nn.RMSNorm(config.dim, _EPS)
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(0.0)
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """x: (batch, positions, dim)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cosines, sines))
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        """x: (batch, positions, dim); turn applies the rotary positions."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), turn))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x
 
@@ -174,21 +158,30 @@ class Transformer(nn.Module):
     With ``tied`` the embedding is also the output matrix.
     """
 
+    embedding: nn.Embedding | unit.Embedding
+    blocks: nn.ModuleList
+    norm: nn.Module
+    head: nn.Module | None
     cosines: Tensor
     sines: Tensor
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim)
-        self.head = None if config.tied else nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.make_layers(config)
         cosines, sines = rope_table(context, config.dim // config.heads)
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)
-        self._init_weights(config)
 
-    def _init_weights(self, config: ModelConfig) -> None:
+    def make_layers(self, config: ModelConfig) -> None:
+        """Makes the modules that have parameters."""
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, _EPS)
+        self.head = None if config.tied else nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.init_weights(config)
+
+    def init_weights(self, config: ModelConfig) -> None:
+        """Draws the matrices; gains stay 1."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
@@ -207,10 +200,10 @@ class Transformer(nn.Module):
             (batch, positions, 256), in the compute dtype.
         """
         positions = tokens.shape[1]
-        cosines, sines = self.cosines[:positions], self.sines[:positions]
+        turn = partial(rotate, cosines=self.cosines[:positions], sines=self.sines[:positions])
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cosines, sines)
+            x = block(x, turn)
         x = self.norm(x)
-        matrix = self.embedding if self.head is None else self.head
-        return F.linear(x, matrix.weight)
+        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return logits

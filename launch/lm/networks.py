@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lm import model, unit_model
-from lm.model import ModelConfig
+from lm.model import Linear, ModelConfig, Transformer
+from lm.unit_model import UnitTransformer
 from shardopt import unit
 
-Network = model.Transformer | unit_model.UnitTransformer
-
-PARAMETRIZATIONS: dict[str, type[model.Transformer] | type[unit_model.UnitTransformer]] = {
-    "sp": model.Transformer,
-    "u-mup": unit_model.UnitTransformer,
-}
+PARAMETRIZATIONS = {"sp": Transformer, "u-mup": UnitTransformer}
 
 
 def build(
@@ -26,7 +21,7 @@ def build(
     ranks: int = 1,
     accumulation: int = 1,
     dropout: float = 0.0,
-) -> Network:
+) -> Transformer:
     """The model on the CPU with the same weights on every rank; the rotary tables stay float32.
 
     Args:
@@ -45,11 +40,11 @@ def build(
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     for module in network.blocks.modules():
-        if isinstance(module, model.Linear | unit.Linear):
+        if isinstance(module, Linear | unit.Linear):
             module.fp8 = fp8
         if isinstance(module, nn.Dropout):
             module.p = dropout
-    if isinstance(network, unit_model.UnitTransformer):
+    if isinstance(network, UnitTransformer):
         unit.set_split(network, ranks, accumulation)
         network.accumulation = accumulation
     return network

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardopt.release.deferred import MOST_WAITING
+
+# precision -> dtype of the parameters
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16-mixed": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float32,
+}
 
 
 def opt(default: Any, help: str, *, low: float | None = None) -> Any:
@@ -82,17 +93,13 @@ class Config:
     adamw_lr: float = opt(3e-4, "with muon, peak learning rate of what adamw steps: embedding, output, norms", low=0)
     weight_decay: float | None = opt(None, "weight decay of matrices; vectors do not decay")
     momentum: float | None = opt(None, "momentum of muon, sgd, rmsprop and signum")
-    dampening: float | None = opt(None, "dampening of sgd")
     nesterov: bool | None = opt(None, "Nesterov momentum of muon and sgd")
     codec: str | None = opt(None, "codec of the state (default: the optimizer's: fp32, log8 or log4)")
     block_size: int | None = opt(None, "elements that share a scale")
     min_quantized_numel: int | None = opt(None, "elements below which a parameter keeps float32 state")
     master_weight_bits: int | None = opt(None, "bits of master weights beside bfloat16 parameters: 24 or 32")
     stochastic_rounding: bool | None = opt(None, "round bfloat16 parameters stochastically")
-    stochastic_rounding_seed: int | None = opt(None, "seed of stochastic rounding (default: 0)")
     offload: str | None = opt(None, "state keeps the optimizer state on the host, step also steps there")
-    device_state_budget: str | None = opt(None, "with --offload, bytes of state that stay on the device, such as 2GiB")
-    pin_memory: bool | None = opt(None, "with --offload, use page-locked host memory (default: yes)")
     nonfinite: str | None = opt(None, "handling of NaN and Inf gradients: skip, raise or propagate")
 
     # The output.
@@ -113,6 +120,16 @@ class Config:
     )
     eval_windows: int = opt(64, "held-out windows, the same for every run", low=1)
     log_interval: int = opt(10, "steps between lines of metrics", low=1)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether to compute in bfloat16 on float32 parameters."""
+        return self.precision in ("bf16-mixed", "fp8")
 
     @property
     def checkpoint_folder(self) -> Path:

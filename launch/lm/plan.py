@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm import checkpoint, data, engine, optimizers, runtime
+from lm import checkpoint, data, engine_config, optimizers, runtime
 from lm.backends import BACKENDS
 from lm.data import Corpus
 from lm.errors import UserError
@@ -60,24 +60,8 @@ def prepare(config: Config) -> Plan:
         UserError: an option, the text or the checkpoint cannot be used, or an output folder cannot be made.
     """
     ranks = runtime.discover(config.device)
-    if not BACKENDS[config.backend].needs_group and ranks.world_size > 1:
-        raise UserError(f"backend {config.backend} runs one process, not {ranks.world_size}")
-    if config.ordered and (config.micro_batches % ranks.world_size or config.batch % config.micro_batches):
-        raise UserError(
-            f"micro-batches: got {config.micro_batches} with {ranks.world_size} ranks and a batch of {config.batch}, "
-            "expected a multiple of the ranks that divides the batch; change one of the three"
-        )
-    parts = ranks.world_size * config.accumulate
-    if not config.ordered and config.batch % parts:
-        raise UserError(
-            f"batch {config.batch} cannot be split evenly over {ranks.world_size} ranks and "
-            f"{config.accumulate} accumulation steps: it must be a multiple of {parts}"
-        )
-    if config.backend == "deepspeed":
-        engine.check(config, ranks.world_size)
-    model_config = ModelConfig.of(
-        config.size, config.dim, config.layers, config.heads, config.tied, config.parametrization
-    )
+    _check_ranks(config, ranks.world_size)
+    model_config = ModelConfig.of(config)
     state_layout = optimizers.check(config)
     corpus = data.load(config.data, config.heldout)
     data.check(corpus, config.context)
@@ -89,8 +73,30 @@ def prepare(config: Config) -> Plan:
         checkpoint.demand_same(resume, "optimizer", header["optimizer"], state_layout)
     plan = Plan(config, ranks, model_config, corpus, resume, header)
     _check_steps(plan)
-    _make_folders(plan)
+    for folder in (Path(config.output), *([config.checkpoint_folder] if config.checkpoint_interval else [])):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
     return plan
+
+
+def _check_ranks(config: Config, world_size: int) -> None:
+    parts = world_size * config.accumulate
+    if not BACKENDS[config.backend].needs_group and world_size > 1:
+        raise UserError(f"backend {config.backend} runs one process, not {world_size}")
+    if config.ordered and (config.micro_batches % world_size or config.batch % config.micro_batches):
+        raise UserError(
+            f"micro-batches: got {config.micro_batches} with {world_size} ranks and a batch of {config.batch}, "
+            "expected a multiple of the ranks that divides the batch; change one of the three"
+        )
+    if not config.ordered and config.batch % parts:
+        raise UserError(
+            f"batch {config.batch} cannot be split evenly over {world_size} ranks and "
+            f"{config.accumulate} accumulation steps: it must be a multiple of {parts}"
+        )
+    if config.backend == "deepspeed":
+        engine_config.complete(config, world_size)
 
 
 def _check_steps(plan: Plan) -> None:
@@ -105,14 +111,3 @@ def _check_steps(plan: Plan) -> None:
             f"{config.checkpoint_folder} holds {existing[-1].name}, later than this run's start at "
             f"step {plan.start}: --resume it, or choose another --checkpoint-dir"
         )
-
-
-def _make_folders(plan: Plan) -> None:
-    folders = [Path(plan.config.output)]
-    if plan.config.checkpoint_interval:
-        folders.append(plan.config.checkpoint_folder)
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error

@@ -10,7 +10,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,16 +61,14 @@ def discover(device: str) -> Ranks:
     local_rank = _from_environment("LOCAL_RANK", 0)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    # DeepSpeed's launcher calls the variable LOCAL_SIZE.
-    local_world_size = _from_environment("LOCAL_WORLD_SIZE", _from_environment("LOCAL_SIZE", 1))
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus == 0:
         raise UserError("device cuda: no GPU found; pass --device cpu")
     if gpus == 0:
         return Ranks(rank, world_size, local_rank, torch.device("cpu"))
-    if gpus < local_world_size:
+    if local_rank >= gpus:
         raise UserError(
-            f"{local_world_size} ranks on a machine with {gpus} GPUs: start one rank per GPU, or pass --device cpu"
+            f"rank {local_rank + 1} of a machine with {gpus} GPUs: start one rank per GPU, or pass --device cpu"
         )
     return Ranks(rank, world_size, local_rank, torch.device("cuda", local_rank))
 
@@ -106,7 +105,6 @@ def _of_mpi(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": str(world.Get_rank()),
         "WORLD_SIZE": str(world.Get_size()),
         "LOCAL_RANK": str(local.Get_rank()),
-        "LOCAL_WORLD_SIZE": str(local.Get_size()),
         "MASTER_ADDR": environment.get("MASTER_ADDR", address),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
@@ -116,27 +114,14 @@ def _of_mpi(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Reads srun's variables; the first rank is on the first node of the step."""
-    node = int(environment["SLURM_NODEID"])
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[node]),
         "MASTER_ADDR": environment.get("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"])),
         # Derived from the job's id, because jobs may share a node.
         "MASTER_PORT": environment.get("MASTER_PORT", str(15000 + int(environment["SLURM_JOB_ID"]) % 10000)),
     }
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Reads Slurm's ``2(x3),1``: [2, 2, 2, 1]."""
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE: got {text!r}, expected a list like 2(x3),1")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
 
 
 def _first_host(text: str) -> str:
@@ -168,7 +153,8 @@ def process_group(ranks: Ranks, timeout: float) -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    with _ending_with_torchrun(), _lost_ranks():
+    _end_with_torchrun()
+    try:
         dist.init_process_group(
             backend,
             rank=ranks.rank,
@@ -180,6 +166,10 @@ def process_group(ranks: Ranks, timeout: float) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
+            raise RanksLost.because(error) from error
+        raise
 
 
 def _store(ranks: Ranks) -> Any:
@@ -196,39 +186,17 @@ def _store(ranks: Ranks) -> Any:
     return PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
-@contextmanager
-def _ending_with_torchrun() -> Iterator[None]:
+def _end_with_torchrun() -> None:
     """Ends this process when torchrun, its parent, ends: without a launcher the rank would train on uncontrolled."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        yield
-        return
-    launcher, over = os.getppid(), threading.Event()
+    launcher = os.getppid()
 
     def watch() -> None:
-        while not over.wait(_WATCH_INTERVAL):
-            if os.getppid() != launcher:
-                os._exit(
-                    report(RanksLost("torchrun, which started this rank, is gone: start again with --resume auto"))
-                )
+        while os.getppid() == launcher:
+            time.sleep(_WATCH_INTERVAL)
+        os._exit(report(RanksLost("torchrun, which started this rank, is gone: start again with --resume auto")))
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()  # no thread may run when the interpreter finalizes
-
-
-@contextmanager
-def _lost_ranks() -> Iterator[None]:
-    """Turns PyTorch's errors about lost ranks into a RanksLost."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
-            raise
-        raise RanksLost.because(error) from error
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
@@ -243,11 +211,6 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def barrier() -> None:
-    """Waits for all ranks."""
-    all_sum([0.0])
-
-
 def all_sum(values: Sequence[float]) -> list[float]:
     """Sums numbers over the ranks, in float64, on the host."""
     if not dist.is_initialized():
@@ -257,7 +220,12 @@ def all_sum(values: Sequence[float]) -> list[float]:
     return total.tolist()
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has completed all its work."""
+def timed(device: torch.device, work: Callable[[], object]) -> float:
+    """The seconds that a call takes, with all that it has the device do."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

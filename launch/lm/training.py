@@ -21,7 +21,7 @@ from lm.backends import BACKENDS
 from lm.errors import UserError
 from lm.options import Config
 from lm.plan import Plan
-from lm.precision import PRECISIONS
+from shardopt.checkpoint.contents import held_tensors
 
 # Optimizer steps at the start of a run that are not timed.
 _UNTIMED_STEPS = 3
@@ -42,19 +42,19 @@ class Trainer:
         self.plan = plan
         self.config = config = plan.config
         self.ranks = plan.ranks
-        precision = PRECISIONS[config.precision]
         network = networks.build(
             plan.model_config,
             config.context,
             config.seed,
-            precision.stored,
-            precision.fp8,
+            config.stored,
+            config.precision == "fp8",
             *((plan.micro_batches, 1) if config.ordered else (self.ranks.world_size, config.accumulate)),
             config.dropout,
         )
         self.numel = sum(parameter.numel() for parameter in network.parameters())
-        self.learner = BACKENDS[config.backend].build(network, self.ranks, config)
-        self.peak_lrs = [group["lr"] for group in self.learner.param_groups]
+        self.learner = BACKENDS[config.backend](network, self.ranks, config)
+        self.peak_lrs = [group["lr"] for group in self.learner.optimizer.param_groups]
+        self.metrics = Path(config.output, "metrics.jsonl")
         self.optimizer_seconds: list[float] = []
         self.saved: Path | None = plan.resume
         self.verified: dict[str, int] | None = None
@@ -64,8 +64,8 @@ class Trainer:
         plan, config = self.plan, self.config
         self._say(f"data: {plan.corpus.description}")
         self._resume()
-        output = Path(config.output)
-        rows = metrics.MetricsFile(output / "metrics.jsonl", plan.start) if self.ranks.first else None
+        if self.ranks.first:
+            metrics.begin(self.metrics, plan.start)
         progress = tqdm(
             range(plan.start + 1, config.last_step + 1),
             initial=plan.start,
@@ -77,29 +77,33 @@ class Trainer:
         for step in progress:
             row = self._train_step(step)
             last = step == config.last_step
-            if row and (last or step % config.log_interval == 0):
+            if last or step % config.log_interval == 0:
                 row["train_loss"] = _mean(row["train_loss"])
                 progress.set_postfix(loss=f"{row['train_loss']:.3f}", refresh=False)
-                if rows:
-                    rows.write(row)
+                self._record(row)
             if not last and config.eval_interval and step % config.eval_interval == 0:
-                self._record_heldout(step, rows)
+                self._record({"step": step, "heldout_loss": self._heldout_loss()})
             if config.checkpoint_interval and (last or step % config.checkpoint_interval == 0):
                 self._save(step)
         seconds = time.perf_counter() - began
-        heldout = self._record_heldout(config.last_step, rows)
+        heldout = self._heldout_loss()
+        self._record({"step": config.last_step, "heldout_loss": heldout})
         summary = self._summary(heldout, seconds)
-        if rows:
-            rows.close()
-            metrics.plot_losses({"": output / "metrics.jsonl"}, output / "loss.png")
-            metrics.write_json(output / "summary.json", summary)
-        self._say(f"held-out loss {heldout:.4f} nats per byte; see {output / 'summary.json'}")
-        runtime.barrier()
+        path = Path(config.output, "summary.json")
+        if self.ranks.first:
+            metrics.plot_losses({"": self.metrics}, Path(summary["plot"]))
+            metrics.write_summary(path, summary)
+        self._say(f"held-out loss {heldout:.4f} nats per byte; see {path}")
+        runtime.all_sum([0.0])  # all ranks end after rank 0 has written
         return summary
 
     def _say(self, line: str) -> None:
         if self.ranks.first:
             tqdm.write(line)
+
+    def _record(self, row: metrics.Row) -> None:
+        if self.ranks.first:
+            metrics.append(self.metrics, row)
 
     def _resume(self) -> None:
         plan = self.plan
@@ -122,9 +126,14 @@ class Trainer:
         if plan.header["data"] != plan.corpus.fingerprint:
             self._say("note: the text is not the one that the checkpoint was trained on")
 
+    def _digests(self) -> dict[str, str]:
+        """Digests of every parameter, buffer and tensor of the optimizer's live state."""
+        with self.learner.held() as (model, optimizer):
+            return digests.of_tensors(held_tensors(model, optimizer))
+
     def _verify(self, path: Path, saved: dict[str, str]) -> dict[str, int]:
-        found = digests.of_run(self.learner)
-        wrong = [name for name in sorted(saved.keys() | found.keys()) if saved.get(name) != found.get(name)]
+        loaded = self._digests()
+        wrong = [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
         if wrong:
             raise UserError(
                 f"checkpoint {path}: {len(wrong)} of {len(saved)} tensors did not come back as "
@@ -132,26 +141,27 @@ class Trainer:
             )
         return {
             "world_size": self.plan.header["world_size"],
-            "tensors": len(found),
-            "codes": sum(name.endswith("_codes") for name in found),
-            "scales": sum(name.endswith("_scales") for name in found),
+            "tensors": len(loaded),
+            "codes": sum(name.endswith("_codes") for name in loaded),
+            "scales": sum(name.endswith("_scales") for name in loaded),
         }
 
     def _train_step(self, step: int) -> dict[str, Any]:
         """Takes one optimizer step and returns its metrics, with this rank's losses, by micro-batch."""
-        config = self.config
+        plan, config = self.plan, self.config
         factor = lr_factor(step, config)
-        for group, peak in zip(self.learner.param_groups, self.peak_lrs, strict=True):
+        for group, peak in zip(self.learner.optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
-        offsets = data.train_offsets(self.plan.corpus, config.context, config.batch, config.seed, step)
-        losses = torch.zeros(self.plan.micro_batches, device=self.ranks.device)
-        own = range(self.ranks.rank, self.plan.micro_batches, self.ranks.world_size)
-        for number in own:
+        offsets = data.train_offsets(plan.corpus, config.context, config.batch, config.seed, step)
+        losses = torch.zeros(plan.micro_batches, device=self.ranks.device)
+        numbers = range(self.ranks.rank, plan.micro_batches, self.ranks.world_size)
+        for number in numbers:
             if config.dropout:
                 torch.manual_seed(data.seed_of(config.seed, step, number))
-            with self.learner.micro_step(last=number == own[-1]):
-                loss = self._losses(*self._micro_batch(offsets, number)).mean()
-                self.learner.backward(loss if config.ordered else loss / len(own))
+            windows = offsets[number * plan.micro_batch :][: plan.micro_batch]
+            with self.learner.micro_step(last=number == numbers[-1]):
+                loss = self._losses(plan.corpus.train, windows).mean()
+                self.learner.backward(loss if config.ordered else loss / len(numbers))
             losses[number] = loss.detach()
         norm, seconds = self.learner.step()
         if not config.release_gradients:  # else the step is part of the backward pass
@@ -164,14 +174,9 @@ class Trainer:
             "optimizer_ms": 1e3 * self.optimizer_seconds[-1] if self.optimizer_seconds else None,
         }
 
-    def _micro_batch(self, offsets: list[int], number: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a micro-batch's windows."""
-        size = self.plan.micro_batch
-        return data.windows(self.plan.corpus.train, offsets[number * size :][:size], self.config.context)
-
-    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of each window, in nats per byte: float32, (windows,)."""
-        inputs, targets = inputs.to(self.ranks.device), targets.to(self.ranks.device)
+    def _losses(self, text: data.Bytes, offsets: list[int]) -> Tensor:
+        """Mean loss of each window of a text, in nats per byte: float32, (windows,)."""
+        inputs, targets = (part.to(self.ranks.device) for part in data.windows(text, offsets, self.config.context))
         with self.learner.autocast():
             logits = self.learner.module(inputs)
         each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
@@ -180,67 +185,59 @@ class Trainer:
     @torch.no_grad()
     def _heldout_loss(self) -> float:
         """Mean loss over the held-out windows, which do not depend on the number of ranks."""
-        config, corpus, ranks = self.config, self.plan.corpus, self.ranks
-        offsets = data.heldout_offsets(corpus, config.context, config.eval_windows)
+        corpus, ranks = self.plan.corpus, self.ranks
+        offsets = data.heldout_offsets(corpus, self.config.context, self.config.eval_windows)
         size = self.plan.micro_batch
-        found = [0.0] * len(offsets)
+        losses = [0.0] * len(offsets)
         self.learner.module.eval()
         # Every rank makes as many forward passes as rank 0, because forward passes are collective, all of full batches,
         # so that a loss does not depend on them.
         for first in range(0, len(offsets), size * ranks.world_size):
             mine = range(len(offsets))[first + ranks.rank * size :][:size]
             padded = [*mine, *[0] * (size - len(mine))]
-            losses = self._losses(*data.windows(corpus.heldout, [offsets[i] for i in padded], config.context))
-            found[mine.start : mine.stop] = losses[: len(mine)].tolist()
+            of_batch = self._losses(corpus.heldout, [offsets[i] for i in padded])
+            losses[mine.start : mine.stop] = of_batch[: len(mine)].tolist()
         self.learner.module.train()
-        return _mean(found)
-
-    def _record_heldout(self, step: int, rows: metrics.MetricsFile | None) -> float:
-        loss = self._heldout_loss()
-        if rows:
-            rows.write({"step": step, "heldout_loss": loss})
-        return loss
+        return _mean(losses)
 
     def _save(self, step: int) -> None:
         config = self.config
         header = {
             "step": step,
             "model": dataclasses.asdict(self.plan.model_config),
-            "optimizer": optimizers.describe(config, self.learner.param_groups),
+            "optimizer": optimizers.describe(config, self.learner.optimizer),
             "options": dataclasses.asdict(config),
             "data": self.plan.corpus.fingerprint,
             "world_size": self.ranks.world_size,
         }
         if config.verify:
-            header["digests"] = digests.of_run(self.learner)
-        folder = config.checkpoint_folder
-        self.saved = checkpoint.save(folder, header, self.learner, config.keep_checkpoints)
+            header["digests"] = self._digests()
+        self.saved = checkpoint.save(config.checkpoint_folder, header, self.learner, config.keep_checkpoints)
 
     def _summary(self, heldout: float, seconds: float) -> dict[str, Any]:
+        config = self.config
         with self.learner.held() as (_, optimizer):
             local = optimizers.state_memory(optimizer)
-        kinds = list(local)
-        memory = dict(zip(kinds, runtime.all_sum([local[kind] for kind in kinds]), strict=True))
+        memory = dict(zip(local, runtime.all_sum(list(local.values())), strict=True))
         numel, weights = memory.pop("numel"), memory.pop("parameters")
-        steps = self.config.last_step - self.plan.start
         timed = self.optimizer_seconds[_UNTIMED_STEPS:] or self.optimizer_seconds
         return {
             "heldout_loss": heldout,
-            "codec": optimizers.describe(self.config, self.learner.param_groups)["codec"],
+            "codec": optimizers.describe(config, self.learner.optimizer)["codec"],
             "weight_bytes_per_parameter": weights / numel,
             "state_bytes_per_parameter": sum(memory.values()) / numel,
             "state_bytes": {kind: int(size) for kind, size in memory.items()},
             "optimizer_ms": 1e3 * statistics.median(timed) if timed else None,
-            "text_bytes_per_second": steps * self.config.batch * self.config.context / seconds,
-            "step": self.config.last_step,
+            "text_bytes_per_second": (config.last_step - self.plan.start) * config.batch * config.context / seconds,
+            "step": config.last_step,
             "parameters": self.numel,
             "world_size": self.ranks.world_size,
-            "device": str(self.ranks.device.type),
+            "device": self.ranks.device.type,
             "verified": self.verified,
-            "metrics": str(Path(self.config.output, "metrics.jsonl")),
-            "plot": str(Path(self.config.output, "loss.png")),
+            "metrics": str(self.metrics),
+            "plot": str(Path(config.output, "loss.png")),
             "checkpoint": str(self.saved) if self.saved else None,
-            "options": dataclasses.asdict(self.config),
+            "options": dataclasses.asdict(config),
         }
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
-from lm.model import VOCABULARY, ModelConfig, rope_table, rotate
+from lm.model import VOCABULARY, ModelConfig, Transformer, Turn
 from shardopt import unit
 from shardopt.unit import multipliers
 
@@ -24,7 +21,7 @@ class Block(nn.Module):
         self.mlp_norm = unit.RMSNorm(config.dim)
         self.mlp = unit.SwiGLU(config.dim, config.hidden)
 
-    def forward(self, x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
         """x: (batch, positions, dim); turn applies the rotary positions."""
         for_attention, for_mlp = self.weights
         branch, skip = unit.residual_split(x, for_attention)
@@ -33,27 +30,22 @@ class Block(nn.Module):
         return unit.residual_add(self.mlp(self.mlp_norm(branch)), skip, for_mlp)
 
 
-class UnitTransformer(nn.Module):
-    """Bytes in, logits of the next byte out.
+class UnitTransformer(Transformer):
+    """The transformer with unit-scaled layers.
 
     Attributes:
         accumulation: backward passes of a step, by which losses are divided.
     """
 
-    cosines: Tensor
-    sines: Tensor
     accumulation = 1
 
-    def __init__(self, config: ModelConfig, context: int) -> None:
-        super().__init__()
+    def make_layers(self, config: ModelConfig) -> None:
+        """Makes the modules that have parameters."""
         weights = unit.residual_weights(2 * config.layers)
         self.embedding = unit.Embedding(VOCABULARY, config.dim)
         self.blocks = unit.Stack(Block(config, *weights[2 * i : 2 * i + 2]) for i in range(config.layers))
         self.norm = unit.RMSNorm(config.dim)
         self.head = unit.Readout(config.dim, VOCABULARY)
-        cosines, sines = rope_table(context, config.dim // config.heads)
-        self.register_buffer("cosines", cosines, persistent=False)
-        self.register_buffer("sines", sines, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits for the mean cross entropy over the tokens, whose gradient is turned into that of the sum, scaled.
@@ -64,11 +56,6 @@ class UnitTransformer(nn.Module):
         Returns:
             (batch, positions, 256), in float32 at least.
         """
-        positions = tokens.shape[1]
-        turn = partial(rotate, cosines=self.cosines[:positions], sines=self.sines[:positions])
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, turn)
-        logits: Tensor = self.head(self.norm(x))
+        logits = super().forward(tokens)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return unit.scale_bwd(logits, tokens.numel() * self.accumulation * multipliers.cross_entropy(VOCABULARY))

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm import runtime
 from lm.errors import UserError
@@ -27,10 +28,10 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # Does what srun does for a step of one task per processor of one node: the same command, with these variables.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 = --* ]]; do shift; done
-export SLURM_STEP_NUM_TASKS=$SLURM_NTASKS SLURM_STEP_TASKS_PER_NODE=$SLURM_NTASKS SLURM_STEP_NODELIST=localhost
+export SLURM_STEP_NUM_TASKS=$SLURM_NTASKS SLURM_STEP_NODELIST=localhost
 status=0
 for ((task = 0; task < SLURM_NTASKS; task++)); do
-    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 "$@" &
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
 done
 for ((task = 0; task < SLURM_NTASKS; task++)); do wait -n || status=$?; done
 exit $status
@@ -209,9 +210,7 @@ def test_deepspeed_on_two_machines(text: Path, tmp_path: Path) -> None:
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
     "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
     "SLURM_STEP_NODELIST": "gpu[07-08,12]",
     "SLURM_JOB_ID": "1234567",
 }
@@ -222,7 +221,6 @@ def test_what_srun_says() -> None:
         "RANK": "5",
         "WORLD_SIZE": "6",
         "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "19567",
     }
@@ -258,11 +256,14 @@ def test_first_host(text: str, first: str) -> None:
     assert runtime._first_host(text) == first
 
 
-def test_tasks_per_node() -> None:
-    assert runtime._tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert runtime._tasks_per_node("8") == [8]
-    with pytest.raises(UserError, match="got '2x3'"):
-        runtime._tasks_per_node("2x3")
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runtime.discover("cuda").device == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="rank 3 of a machine with 2 GPUs"):
+        runtime.discover("auto")
+    assert runtime.discover("cpu").device == torch.device("cpu")
 
 
 @needs_deepspeed

@@ -34,7 +34,7 @@ class TokenModel(Transformer):
         super().__init__(config, context)
         self.embedding = nn.Embedding(rows, config.dim)
         self.head = nn.Linear(config.dim, rows, bias=False)
-        self._init_weights(config)
+        self.init_weights(config)
 
 
 def load(settings: Mapping[str, Any], cache: Path) -> TextProblem:
