@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     try:
         with _progress(args.quiet) as progress:
-            found = convert(
+            converted = convert(
                 args.source,
                 args.target,
                 args.to,
@@ -50,10 +50,10 @@ def _run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     if not args.quiet:
-        print(f"{args.source} ({found.source}) -> {args.target} ({args.to})")
-        kinds = list(dict.fromkeys(found.states.values()))
-        print(f"states encoded anew: {len(found.states):,}" + (f" ({first_of(kinds)})" if kinds else ""))
-        for what in found.left_out:
+        print(f"{args.source} ({converted.source}) -> {args.target} ({args.to})")
+        kinds = list(dict.fromkeys(converted.states.values()))
+        print(f"states encoded anew: {len(converted.states):,}" + (f" ({first_of(kinds)})" if kinds else ""))
+        for what in converted.left_out:
             print(f"left out: {what}")
     return 0
 

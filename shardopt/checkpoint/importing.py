@@ -160,21 +160,21 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
     imports = _Imports(peer.name, [], {}, [])
     known = {id(param): name for name, param in (names or {}).items()}
     number, unwrapped = 0, []
-    for index, (own, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
-        taken, left_out = taken_hyper(optimizer, own, source.group, peer)
+    for index, (group, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
+        taken, left_out = taken_hyper(optimizer, group, source.group, peer)
         imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
-        ids = list(range(number, number + len(own["params"])))
+        ids = list(range(number, number + len(group["params"])))
         number += len(ids)
         imports.groups.append({**taken, "params": ids})
-        expected = _expected(optimizer.rule(own), peer)
-        for position, (param, state) in enumerate(zip(own["params"], source.states, strict=True)):
+        expected = _expected(optimizer.rule(group), peer)
+        for position, (param, state) in enumerate(zip(group["params"], source.states, strict=True)):
             if not state:
                 continue
-            name = known.get(id(param)) or listed_name(own, index, position)
+            name = known.get(id(param)) or listed_name(group, index, position)
             state = peer.unwrapped(state, source.group, name)
             unwrapped.append(state)
             moments = peer.moments(state, expected, name)
-            spec = tensor_state_of(param, own, expected)
+            spec = tensor_state_of(param, group, expected)
             _check_layout(spec, param, moments, name)
             _check_floats(spec, moments, name)
             checked_step(state, name)
@@ -206,15 +206,15 @@ def _sources(
     """The source's param groups in the order of the optimizer's."""
     known_options = {key for group in optimizer.param_groups for key in group if key != "params"}
     check_structure(state_dict, known_options | {"amsgrad", "initial_lr"})
-    saved, own = state_dict["param_groups"], optimizer.param_groups
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+    saved, groups = state_dict["param_groups"], optimizer.param_groups
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         raise ValueError(
             f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, expected "
-            f"{[len(group['params']) for group in own]}; make the optimizer with the same param groups"
+            f"{[len(group['params']) for group in groups]}; make the optimizer with the same param groups"
         )
     by_name = names is not None and any(isinstance(key, str) for group in saved for key in group["params"])
     known = {id(param): name for name, param in (names or {}).items()}
-    for index, (saved_group, group) in enumerate(zip(saved, own, strict=True)):
+    for index, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
         keys = list(saved_group["params"])
         if by_name:
             ours = [known.get(id(param), listed_name(group, index, at)) for at, param in enumerate(group["params"])]
@@ -252,18 +252,18 @@ def _recognized(states: Sequence[Mapping[str, Any]]) -> Peer:
 
 
 def taken_hyper(
-    optimizer: ShardedOptimizer, own: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
+    optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The hyper-parameters of a param group that are taken over, and those that are not."""
-    rule = optimizer.rule(own)
+    rule = optimizer.rule(group)
     names = [moment.name for moment in rule.moments]
     hyper = {key: _number(value) for key, value in peer.hyper(saved, names).items()}
-    usable = (own.keys() - DEFAULTS.keys() - {"params", "param_names"}) | _SHARED_OPTIONS | {"initial_lr"}
-    kept = merged(optimizer, own, {key: value for key, value in hyper.items() if key in usable})
+    usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | _SHARED_OPTIONS | {"initial_lr"}
+    kept = merged(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: kept[key] for key in hyper if key in usable}
     optimizer.check_group({**hyper, **kept})
     if optimizer.rule(kept).moments != rule.moments:
-        changed = {key: value for key, value in taken.items() if own.get(key) != value}
+        changed = {key: value for key, value in taken.items() if group.get(key) != value}
         raise ValueError(
             f"got {changed}, which make the optimizer keep "
             f"{', '.join(m.name for m in optimizer.rule(kept).moments) or 'no moments'}, expected "
@@ -327,20 +327,20 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
         ValueError: what codes stand for is not finite, or below zero though it is not signed: on all ranks, which are
             given the same ones.
     """
-    own = spec.slices[0].spec
+    first = spec.slices[0].spec
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
     taken: StateDict = {}
     for moment in spec.moments:
-        if moment.name in coded and is_ours(own, moment, coded[moment.name]):
-            taken |= _entries(own, moment, coded[moment.name])
-    if all(own.codes_name(moment) in taken for moment in spec.moments):
+        if moment.name in coded and is_ours(first, moment, coded[moment.name]):
+            taken |= _entries(first, moment, coded[moment.name])
+    if all(first.codes_name(moment) in taken for moment in spec.moments):
         return taken, "exact"
     values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
     for moment in spec.moments:
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)
     in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
-    if own.codec.name != "fp32":
+    if first.codec.name != "fp32":
         return spec.encode(in_parts) | taken, "requantized" if coded else "quantized"
     return spec.encode(in_parts), "as float32" if coded else "exact"
 

@@ -90,9 +90,9 @@ def _text(summary: Summary, problems: Sequence[str]) -> str:
 def _row(parameter: Parameter) -> list[str]:
     weights, nbytes = parameter.weights, parameter.nbytes()
     state = sum(nbytes.values()) - nbytes["weights"]
-    values = {key.rpartition(".")[2]: found for key, found in parameter.values.items()}
-    codes = [f"{found.bits_used:.1f}" for key, found in values.items() if key.endswith("_codes")]
-    scales = [f"{found.low:.1e} to {found.high:.1e}" for key, found in values.items() if key.endswith("_scales")]
+    values = {key.rpartition(".")[2]: x for key, x in parameter.values.items()}
+    codes = [f"{x.bits_used:.1f}" for key, x in values.items() if key.endswith("_codes")]
+    scales = [f"{x.low:.1e} to {x.high:.1e}" for key, x in values.items() if key.endswith("_scales")]
     step = values.get("step")
     return [
         parameter.name,

@@ -99,7 +99,7 @@ def convert(
         if to in _FLOAT32 and checkpoint.optimizer is not None and not is_of_quantize_state(checkpoint.optimizer):
             options = {"codec": "fp32"}
         checkpoint, states = recoded(checkpoint, options)
-        total = sum(each.nbytes for each in checkpoint.described.values())
+        total = sum(described.nbytes for described in checkpoint.described.values())
         _check_total(total, kind, source)
         done = 0
 
@@ -191,7 +191,7 @@ def _check_total(total: int, kind: str, source: PathLike) -> None:
     """
     if kind in ("torch", "dcp", "universal"):
         path = Path(source)
-        size = sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())
+        size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
         if total > _MOST_PER_BYTE * size:
             raise CheckpointError(
                 f"{path}: got tensors that come to {total} bytes in {size} bytes, expected at most {_MOST_PER_BYTE} "

@@ -68,16 +68,16 @@ def read_dcp(path: PathLike, optimizer: str | None) -> Checkpoint:
     """
     folder = Path(path)
     text = str(folder / METADATA)
-    found = metadata_in(folder)
+    content = metadata_in(folder)
     value_in = lru_cache(_RECENT)(_value_in)  # consecutive pieces often are of one chunk
     checkpoint = Checkpoint(os.fspath(path))
     model: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     has_optimizer = False
-    for key, where in found.planner_data.items():
+    for key, where in content.planner_data.items():
         with refusing(text, WRITTEN):
-            value = _value(found, key, folder, value_in)
+            value = _value(content, key, folder, value_in)
         path_in = where if isinstance(where, tuple) and where else (where,)
         match path_in:
             case (first, *names) if first in _MODEL and names and isinstance(value, LazyTensor):
@@ -111,12 +111,12 @@ def read_dcp(path: PathLike, optimizer: str | None) -> Checkpoint:
     return checkpoint
 
 
-def _value(found: metadata.Metadata, key: str, folder: Path, value_in: Callable[..., Any]) -> Any:
+def _value(content: metadata.Metadata, key: str, folder: Path, value_in: Callable[..., Any]) -> Any:
     """A tensor, or another value, which is read at once."""
     path = str(folder / METADATA)
-    described = found.state_dict_metadata[key]
+    described = content.state_dict_metadata[key]
     if type(described) is metadata.BytesStorageMetadata:
-        chunk = _chunk(found, Index(key), (), (), path)
+        chunk = _chunk(content, Index(key), (), (), path)
         if chunk.length > _MOST_BYTES:
             raise CheckpointError(f"{path}: got {chunk.length} bytes for {named(key)}, expected at most {_MOST_BYTES}")
         return _value_in(folder, chunk)
@@ -126,9 +126,9 @@ def _value(found: metadata.Metadata, key: str, folder: Path, value_in: Callable[
     if type(dtype) is not torch.dtype:
         raise TypeError(f"dtype {shown(dtype)}")
     chunks = []
-    for each in described.chunks:
-        index = Index(key, torch.Size(each.offsets))
-        chunks.append(_chunk(found, index, _sizes(each.offsets), _sizes(each.sizes), path))
+    for chunk_metadata in described.chunks:
+        index = Index(key, torch.Size(chunk_metadata.offsets))
+        chunks.append(_chunk(content, index, _sizes(chunk_metadata.offsets), _sizes(chunk_metadata.sizes), path))
     if not fill(shape, [(chunk.offsets, chunk.shape) for chunk in chunks]):
         raise CheckpointError(f"{path}: got chunks that do not fill {named(key)} {shown(shape)}, expected all of it")
     readers = [((chunk.offsets, chunk.shape), _reader(folder, chunk, dtype, value_in)) for chunk in chunks]
@@ -136,13 +136,13 @@ def _value(found: metadata.Metadata, key: str, folder: Path, value_in: Callable[
 
 
 def _chunk(
-    found: metadata.Metadata,
+    content: metadata.Metadata,
     index: Index,
     offsets: tuple[int, ...],
     shape: tuple[int, ...],
     path: str,
 ) -> _Chunk:
-    stored = found.storage_data.get(index)
+    stored = content.storage_data.get(index)
     if (
         type(stored) is not _StorageInfo
         or not isinstance(stored.relative_path, str)
@@ -159,10 +159,10 @@ def _chunk(
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(value) is int and 0 <= value < 1 << 62 for value in found):
-        raise TypeError(f"sizes {shown(found)}")
-    return found
+    sizes = tuple(values)
+    if not all(type(value) is int and 0 <= value < 1 << 62 for value in sizes):
+        raise TypeError(f"sizes {shown(sizes)}")
+    return sizes
 
 
 def _value_in(folder: Path, chunk: _Chunk) -> Any:
@@ -183,14 +183,14 @@ def _value_in(folder: Path, chunk: _Chunk) -> Any:
 
 def _reader(folder: Path, chunk: _Chunk, dtype: torch.dtype, value_in: Callable[..., Any]) -> Callable[..., Tensor]:
     def read(first: int, end: int) -> Tensor:
-        found = value_in(folder, chunk)
-        if not is_whole_tensor(found) or (found.dtype, tuple(found.shape)) != (dtype, chunk.shape):
-            got = f"{kind_of(found)} {shown(tuple(found.shape))}" if isinstance(found, Tensor) else kind_of(found)
+        tensor = value_in(folder, chunk)
+        if not is_whole_tensor(tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.shape):
+            got = f"{kind_of(tensor)} {shown(tuple(tensor.shape))}" if isinstance(tensor, Tensor) else kind_of(tensor)
             raise CheckpointError(
                 f"{folder / chunk.file}: got {got} at byte {chunk.begin}, expected a dense tensor of {dtype} "
                 f"{shown(chunk.shape)} as {METADATA} says; save it again"
             )
-        return elements(found, first, end).clone()  # aligned, and not within a mapping that must not be written to
+        return elements(tensor, first, end).clone()  # aligned, and not within a mapping that must not be written to
 
     return read
 
@@ -287,8 +287,8 @@ def _dcp_key(key: str) -> str:
 def _flattened(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The values in nested dicts and their paths, as torch.distributed.checkpoint flattens them."""
     if isinstance(value, dict) and (value or not path):
-        for name, each in value.items():
-            yield from _flattened((*path, name), each)
+        for name, item in value.items():
+            yield from _flattened((*path, name), item)
     else:
         yield path, value
 

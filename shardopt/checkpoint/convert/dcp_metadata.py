@@ -78,9 +78,9 @@ def metadata_in(folder: Path) -> metadata.Metadata:
     if size > _MOST_BYTES:
         raise CheckpointError(f"{path}: got {size} bytes, expected at most {_MOST_BYTES}; save it again")
     with refusing(str(path), WRITTEN):
-        found = unpickled(path.read_bytes(), _CLASSES)
-    if type(found) is not metadata.Metadata or not all(
-        isinstance(getattr(found, key, None), dict) for key in ("state_dict_metadata", "planner_data", "storage_data")
+        content = unpickled(path.read_bytes(), _CLASSES)
+    if type(content) is not metadata.Metadata or not all(
+        isinstance(getattr(content, key, None), dict) for key in ("state_dict_metadata", "planner_data", "storage_data")
     ):
         raise CheckpointError(f"{path}: got metadata of another kind, expected those of DCP's default planner")
-    return found
+    return content

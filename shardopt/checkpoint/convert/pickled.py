@@ -195,8 +195,8 @@ def _add(name: str, nodes: list[_Node], node: _Node, most: int) -> None:
         _demand(not node.is_shared and node.opcode in _CHANGING[name], f"{name} of another value")
     if name in ("SETITEM", "SETITEMS"):
         _demand(all(key.opcode != "LONG1" for key in nodes[::2]), "a large number as a key")
-    node.size += sum(each.size for each in nodes)
-    node.depth = max([node.depth, *(1 + each.depth for each in nodes)])
+    node.size += sum(part.size for part in nodes)
+    node.depth = max([node.depth, *(1 + part.depth for part in nodes)])
     _demand(node.depth <= MAX_DEPTH, f"more than {MAX_DEPTH} values in one another")
     _demand(node.size <= most, "the same values too often")
 

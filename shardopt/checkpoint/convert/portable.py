@@ -71,7 +71,7 @@ def lazy_tensors(folder: Folder, index: Index, closing: ExitStack) -> dict[str, 
         chunks = stored_chunks(folder, index)
         files = closing.enter_context(DataFiles(folder, index))
         recent = lru_cache(_RECENT)(files.chunk)  # consecutive pieces often are of one chunk
-        return {key: _lazy(files, recent, index, key, found) for key, found in chunks.items()}
+        return {key: _lazy(files, recent, index, key, of_tensor) for key, of_tensor in chunks.items()}
 
 
 def write_portable(checkpoint: Checkpoint, folder: Folder, numel: int, progress: Callable[[int], object]) -> None:

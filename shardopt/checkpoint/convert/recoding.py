@@ -48,8 +48,8 @@ def class_named(name: object, path: str) -> type[ShardedOptimizer]:
             f"{path}: got the state of {named(name)}, expected one of {', '.join(sorted(known.values()))}; name the "
             "class with --optimizer"
         )
-    found: type[ShardedOptimizer] = getattr(optim, key)
-    return found
+    kind: type[ShardedOptimizer] = getattr(optim, key)
+    return kind
 
 
 def made_optimizer(
@@ -78,22 +78,22 @@ def forms(checkpoint: Checkpoint, groups: Sequence[SavedGroup], names: Sequence[
         CheckpointError: an option is not allowed, or a parameter is in no param group.
     """
     optimizer = made_optimizer(class_named(checkpoint.optimizer, checkpoint.path), groups, checkpoint)
-    found: dict[str, SliceSpec] = {}
+    specs: dict[str, SliceSpec] = {}
     wanted = set(names)
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
+    for group, made_group in zip(groups, optimizer.param_groups, strict=True):
         with reading(checkpoint.path):
-            moments = optimizer.rule(own).moments
+            moments = optimizer.rule(made_group).moments
             for name in wanted.intersection(group["parameters"]):
                 parameter = checkpoint.parameter(name)
                 shard = Shard(parameter.shape, parameter.shape)
                 # State has the same entries with repay and without.
-                found[name] = SliceSpec.of(shard, parameter.dtype, {**own, "repay": False}, moments)
-    if wanted - found.keys():
+                specs[name] = SliceSpec.of(shard, parameter.dtype, {**made_group, "repay": False}, moments)
+    if wanted - specs.keys():
         raise CheckpointError(
-            f"{checkpoint.path}: got state of {few(wanted - found.keys())} in no param group, expected each in one; "
+            f"{checkpoint.path}: got state of {few(wanted - specs.keys())} in no param group, expected each in one; "
             "load another checkpoint"
         )
-    return {name: found[name] for name in names}
+    return {name: specs[name] for name in names}
 
 
 def class_of_entries(checkpoint: Checkpoint, entries: Entries) -> str:
@@ -153,12 +153,12 @@ def add_states(checkpoint: Checkpoint, entries: Entries) -> None:
             checkpoint.tensors.update({f"optimizer.{name}.{entry}": tensor for entry, tensor in of_name.items()})
         return
     for name, form in forms(checkpoint, checkpoint.groups, list(entries)).items():
-        found = {entry: (tensor.dtype, tensor.shape) for entry, tensor in entries[name].items()}
-        expected = {entry: (each.dtype, each.shape) for entry, each in form.entries.items()}
-        if found != expected:
-            entry = min(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+        saved = {entry: (tensor.dtype, tensor.shape) for entry, tensor in entries[name].items()}
+        expected = {entry: (entry_format.dtype, entry_format.shape) for entry, entry_format in form.entries.items()}
+        if saved != expected:
+            entry = min(key for key in saved.keys() | expected.keys() if saved.get(key) != expected.get(key))
             raise CheckpointError(
-                f"{checkpoint.path}: got {_kind(found.get(entry))} for {named(entry)} of {named(name)}, expected "
+                f"{checkpoint.path}: got {_kind(saved.get(entry))} for {named(entry)} of {named(name)}, expected "
                 f"{_kind(expected.get(entry))} of {checkpoint.optimizer} with its options; name another class "
                 "with --optimizer, or load another checkpoint"
             )
@@ -250,15 +250,15 @@ def _check(form: SliceSpec, entries: StateDict, name: str, path: str) -> None:
         raise CheckpointError(f"{path}: {line(error)}") from error
 
 
-def _kind(found: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    return "nothing" if found is None else f"{str(found[0]).removeprefix('torch.')} {shown(found[1])}"
+def _kind(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "nothing" if tensor is None else f"{str(tensor[0]).removeprefix('torch.')} {shown(tensor[1])}"
 
 
 def of_names(tensors: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
     """State entries by parameter and name, of tensors named ``optimizer.<name>.<entry>``."""
-    found: dict[str, dict[str, LazyTensor]] = {}
+    entries: dict[str, dict[str, LazyTensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith("optimizer."):
             name, _, entry = key.removeprefix("optimizer.").rpartition(".")
-            found.setdefault(name, {})[entry] = tensor
-    return found
+            entries.setdefault(name, {})[entry] = tensor
+    return entries

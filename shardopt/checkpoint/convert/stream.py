@@ -125,11 +125,11 @@ class Checkpoint:
     @property
     def described(self) -> dict[str, Described]:
         """Dtypes and shapes of all tensors by name, in the order of :meth:`pieces`."""
-        found = {key: Described(tensor.dtype, tensor.shape) for key, tensor in self.tensors.items()}
+        tensors = {key: Described(tensor.dtype, tensor.shape) for key, tensor in self.tensors.items()}
         for name, state in self.states.items():
             for entry, form in state.form.entries.items():
-                found[state_key(name, entry)] = Described(form.dtype, form.shape)
-        return found
+                tensors[state_key(name, entry)] = Described(form.dtype, form.shape)
+        return tensors
 
     def pieces(self, numel: int) -> Iterator[Piece]:
         """All elements of all tensors: those of one tensor ascending, those of a parameter's state by turns.
@@ -148,12 +148,12 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none.
         """
-        found = self.tensors.get(model_key(name))
-        if found is None:
+        tensor = self.tensors.get(model_key(name))
+        if tensor is None:
             raise CheckpointError(
                 f"{self.path}: got state of {named(name)} and no such parameter, expected both; save both"
             )
-        return found
+        return tensor
 
 
 def pieces_of_tensor(key: str, tensor: LazyTensor, numel: int) -> Iterator[Piece]:
@@ -233,8 +233,8 @@ def elements(tensor: Tensor, first: int, end: int) -> Tensor:
     if tensor.is_contiguous():
         return tensor.reshape(-1)[first:end]
     parts = rectangles_of_range(tuple(tensor.shape), first, end)
-    found = [tensor[tuple(slice(a, a + n) for a, n in zip(*part, strict=True))].reshape(-1) for part in parts]
-    return torch.cat(found) if found else tensor.new_empty(0)
+    pieces = [tensor[tuple(slice(a, a + n) for a, n in zip(*part, strict=True))].reshape(-1) for part in parts]
+    return torch.cat(pieces) if pieces else tensor.new_empty(0)
 
 
 def lazy(tensor: Tensor) -> LazyTensor:
@@ -254,10 +254,10 @@ def rebuilt(
     """
 
     def read(first: int, end: int) -> Tensor:
-        found = torch.empty(end - first, dtype=dtype, device="cpu")
+        whole = torch.empty(end - first, dtype=dtype, device="cpu")
         at = 0
         for offsets, extents in rectangles_of_range(shape, first, end):
-            into = found[at : at + math.prod(extents)].view(extents)
+            into = whole[at : at + math.prod(extents)].view(extents)
             at += into.numel()
             for part, read_chunk in chunks:
                 common = common_part((offsets, extents), part)
@@ -266,7 +266,7 @@ def rebuilt(
                     begin = _index(inside(common, part[0]), part[1])
                     values = read_chunk(begin, begin + math.prod(common[1])).view(common[1])
                     into[rectangle(inside(common, offsets), common[1])] = values
-        return found
+        return whole
 
     return LazyTensor(dtype, shape, read)
 

@@ -97,7 +97,11 @@ class _Archive:
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *others: Any) -> Tensor:
     """In place of ``_rebuild_tensor_v2``. PyTorch checks that the elements lie in the storage."""
     are_sizes = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) <= _MAX_DIMS
-    if not are_sizes or not all(type(each) is int for each in (offset, *shape, *stride)) or math.prod(shape) >= 1 << 62:
+    if (
+        not are_sizes
+        or not all(type(value) is int for value in (offset, *shape, *stride))
+        or math.prod(shape) >= 1 << 62
+    ):
         raise pickle.UnpicklingError("a tensor of other sizes than whole numbers")
     if not isinstance(storage, Tensor) or any(others[2:]):
         raise pickle.UnpicklingError("a tensor without storage, or a negated or conjugated view")

@@ -80,16 +80,16 @@ def read_universal(path: PathLike, optimizer: str | None) -> Checkpoint:
     recent = lru_cache(_RECENT)(_param)
 
     def read_again(path: Path, shape: tuple[int, ...]) -> LazyTensor:
-        found = _param(path, shape)
-        return LazyTensor(found.dtype, tuple(found.shape), lambda *where: elements(recent(path, shape), *where))
+        tensor = _param(path, shape)
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), lambda *where: elements(recent(path, shape), *where))
 
     for index, of_group in enumerate(shapes):
         for name, shape in of_group.items():
-            own = _folder_of(folder, name)
-            model[name] = read_again(own / "fp32.pt", shape)
-            if (own / "exp_avg.pt").is_file():
-                states[name] = {key: read_again(own / f"{key}.pt", shape) for key in _MOMENTS}
-                states[name]["step"] = _step(own, common, index, folder / COMMON)
+            of_param = _folder_of(folder, name)
+            model[name] = read_again(of_param / "fp32.pt", shape)
+            if (of_param / "exp_avg.pt").is_file():
+                states[name] = {key: read_again(of_param / f"{key}.pt", shape) for key in _MOMENTS}
+                states[name]["step"] = _step(of_param, common, index, folder / COMMON)
     for file, of_rank in zip(model_files, models, strict=True):
         _take_others(model, of_rank, file)
     take_state_dicts(checkpoint, model, states, groups, optimizer or _class_in_config(models[0]))
@@ -98,18 +98,18 @@ def read_universal(path: PathLike, optimizer: str | None) -> Checkpoint:
 
 def _shapes(models: Sequence[Mapping[str, Any]], path: Path) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes of each param group's parameters, of all pipeline stages."""
-    found: list[dict[str, tuple[int, ...]]] = []
+    shapes: list[dict[str, tuple[int, ...]]] = []
     for model in models:
         listed = model.get("param_shapes")
         if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
             raise CheckpointError(f"{path}: got param_shapes as {shown(listed)}, expected a list of dicts; {_REMEDY}")
-        found += [{} for _ in range(len(listed) - len(found))]
-        for of_group, own in zip(found, listed, strict=False):
-            for name, shape in own.items():
+        shapes += [{} for _ in range(len(listed) - len(shapes))]
+        for of_group, of_rank in zip(shapes, listed, strict=False):
+            for name, shape in of_rank.items():
                 if not isinstance(shape, tuple):
                     raise CheckpointError(f"{path}: got {shown(shape)} for {named(name)}, expected a shape; {_REMEDY}")
                 of_group.setdefault(name, tuple(shape))
-    return found
+    return shapes
 
 
 def _groups(common: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]], path: Path) -> list[dict[str, Any]]:
@@ -128,8 +128,8 @@ def _groups(common: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]],
         )
     left_out = {"params", "step", HELD, *STATE_FORMAT}  # moments are float32, whatever the engine's codec was
     return [
-        {**{key: value for key, value in group.items() if key not in left_out}, "params": own}
-        for group, own in zip(groups, names, strict=True)
+        {**{key: value for key, value in group.items() if key not in left_out}, "params": of_group}
+        for group, of_group in zip(groups, names, strict=True)
     ]
 
 
@@ -141,8 +141,8 @@ def _folder_of(folder: Path, name: object) -> Path:
 
 def _param(path: Path, shape: tuple[int, ...]) -> Tensor:
     """The tensor in a file, in its shape: ZeRO 3 writes it flat."""
-    found = loaded(path) if path.is_file() else None
-    tensor = found.get("param") if isinstance(found, Mapping) else found
+    content = loaded(path) if path.is_file() else None
+    tensor = content.get("param") if isinstance(content, Mapping) else content
     if not is_whole_tensor(tensor):
         raise CheckpointError(f"{path}: got {type(tensor).__name__}, expected a file with a tensor; {_REMEDY}")
     assert isinstance(tensor, Tensor)
@@ -153,10 +153,10 @@ def _param(path: Path, shape: tuple[int, ...]) -> Tensor:
     return tensor  # whole, where tensor parallel ranks have parts of this shape
 
 
-def _step(own: Path, common: Mapping[str, Any], index: int, path: Path) -> Any:
+def _step(folder: Path, common: Mapping[str, Any], index: int, path: Path) -> Any:
     """The step count of a parameter: its own, or that of its flat buffer or param group."""
-    if (own / "step.pt").is_file():
-        return _number(loaded(own / "step.pt"))
+    if (folder / "step.pt").is_file():
+        return _number(loaded(folder / "step.pt"))
     states = _mapping(common.get("optimizer_state_dict", {}), path).get("state", {})
     state = _mapping(states, path).get(index, {})
     groups = common["param_groups"]
@@ -203,7 +203,7 @@ def _class_in_config(model: Mapping[str, Any]) -> str | None:
     return kind.removesuffix("8bit").removesuffix("4bit")
 
 
-def _mapping(found: Any, path: Path) -> Mapping[Any, Any]:
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path}: got {type(found).__name__}, expected a dict; {_REMEDY}")
-    return found
+def _mapping(content: Any, path: Path) -> Mapping[Any, Any]:
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path}: got {type(content).__name__}, expected a dict; {_REMEDY}")
+    return content

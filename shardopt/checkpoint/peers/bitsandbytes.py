@@ -159,10 +159,10 @@ class Bitsandbytes(Peer):
 
     def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
         places = _kind([moment.name for moment in expected]).places
-        found = [key for key in ("state1", "state2") if key in state]
-        if found != sorted({f"state{place.state}" for place in places}):
+        present = [key for key in ("state1", "state2") if key in state]
+        if present != sorted({f"state{place.state}" for place in places}):
             raise ValueError(
-                f"{name}: got {', '.join(found)}, expected the state of an optimizer with "
+                f"{name}: got {', '.join(present)}, expected the state of an optimizer with "
                 f"{', '.join(moment.name for moment in expected)}; import it into one of the same kind"
             )
         if "max1" in state:
