@@ -10,27 +10,22 @@
 #   launch/gpu_check.sh all                       one after the other
 #
 #   PYTHON    the interpreter (default: python3)
-#   OUT       a folder for logs, and for each part's results as JSON (default: a temporary one)
+#   OUT       a folder for logs and each part's results (default: a temporary one)
 #   WHEELS    a folder of wheels to be installed beside the package: pytest-xdist, bitsandbytes, flashoptim
 #   LIMIT     seconds that a part may take (default: 570)
 #
 # A part fails if anything in it fails, does not finish, or is left out: a skipped test, a missing tool.
 set -euo pipefail
+self=$(realpath "${BASH_SOURCE[0]}")
+source "$(dirname "$self")/setup_env.sh"
+absolute() { case $1 in /*) echo "$1" ;; *) echo "$OLDPWD/$1" ;; esac }
 
-die() {
-    echo "error: $*" >&2
-    exit 1
-}
-absolute() { case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac }
-
-python=$(command -v "${PYTHON:-python3}") || die "got PYTHON=${PYTHON:-python3}, expected an interpreter"
+python=$(cd "$OLDPWD" && command -v "${PYTHON:-python3}") || die "got PYTHON=${PYTHON:-python3}, expected an interpreter"
 python=$(absolute "$python")
 out=$(absolute "${OUT:-$(mktemp -d)}")
 wheels=${WHEELS:+$(absolute "$WHEELS")}
 budget=${LIMIT:-570}
 mkdir -p "$out"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-self=$PWD/launch/gpu_check.sh
 site=$PWD/build/gpu_check
 
 part=${1:-}
@@ -71,10 +66,11 @@ if command -v nvidia-smi >/dev/null; then
     nvidia-smi --query-gpu=name,driver_version,memory.used,memory.total,clocks.sm --format=csv,noheader || true
 fi
 
-lines=()
 failed=
+results=$out/$part.txt
+echo "device                      $device" >"$results"
 note() { # NAME TEXT
-    lines+=("$1=$2")
+    printf '%-28s%s\n' "$1" "$2" >>"$results"
 }
 flaw() { # NAME TEXT
     note "$1" "$2"
@@ -119,22 +115,19 @@ tests() { # NAME SECONDS LOG PYTEST OPTIONS
     left_out "$name" "$log" "^SKIPPED" "needs two CUDA devices"
 }
 
-sources=$(find csrc shardopt setup.py pyproject.toml -type f ! -name '*.so' ! -path '*__pycache__*' -print0 | sort -z |
-    xargs -0 cat | sha256sum | cut -c1-16)
+sources=$SHARDOPT_CUDA_ARCHS-$(digest_of csrc shardopt setup.py pyproject.toml)
 if [ "$part" != build ]; then
     [ -f "$site/.sources" ] || die "nothing is built; run launch/gpu_check.sh build first"
-    [ "$(cat "$site/.sources")" = "$sources-$SHARDOPT_CUDA_ARCHS" ] ||
+    [ "$(cat "$site/.sources")" = "$sources" ] ||
         die "the build is of other sources or of another GPU; run launch/gpu_check.sh build again"
 fi
 export PYTHONPATH=$site
 
 case $part in
 build)
-    command -v nvcc >/dev/null || [ -n "${CUDA_HOME:-}" ] || die "no nvcc on PATH; set CUDA_HOME"
-    command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler on PATH"
-    "$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.isfile(sysconfig.get_path("include") + "/Python.h"))' ||
-        die "Python.h not found; install Python's headers"
-    if [ "$(cat "$site/.sources" 2>/dev/null)" = "$sources-$SHARDOPT_CUDA_ARCHS" ]; then
+    has_nvcc || die "no nvcc on PATH; set CUDA_HOME"
+    check_compiler "$python"
+    if [ "$(cat "$site/.sources" 2>/dev/null)" = "$sources" ]; then
         note build "kept from before"
     else
         rm -rf "$site"
@@ -148,7 +141,7 @@ build)
         check import 60 import.log env -C "$site" "$python" -c \
             'import sys; from shardopt import _C; sys.exit(not _C.cuda_device_count())'
     fi
-    if [ -z "$failed" ]; then echo "$sources-$SHARDOPT_CUDA_ARCHS" >"$site/.sources"; fi
+    if [ -z "$failed" ]; then echo "$sources" >"$site/.sources"; fi
     ;;
 tests)
     tests "every reciprocal and root" 120 numbers.log gpu/test_quick_numbers.py
@@ -184,21 +177,6 @@ profile)
     ;;
 esac
 
-"$python" - "$out/$part.json" "device=$device" "${lines[@]}" <<'PYTHON'
-import json
-import sys
-
-path, *lines = sys.argv[1:]
-results = {}
-for line in lines:
-    name, text = line.split("=", 1)
-    results.setdefault(name, []).append(text)
-with open(path, "w") as file:
-    json.dump(results, file, indent=2)
-print()
-for name, texts in results.items():
-    for text in texts:
-        print(f"{name:28}{text}")
-PYTHON
+cat "$results"
 echo "logs and results: $out"
 if [ -n "$failed" ]; then die "$part failed:${failed%,}"; fi

@@ -4,7 +4,6 @@
 #
 #   launch/quickstart.sh [--output FOLDER]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source launch/setup_env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env train
 exec "$venv/bin/python" launch/quickstart.py "$@"

@@ -16,15 +16,12 @@
 # CUDA 12's do not: nvidia-cuda-nvcc-cu12 has ptxas but no nvcc; take NVIDIA's installer or a distribution's packages.
 # SHARDOPT_CUDA_ARCHS, as in setup.py, leaves GPUs out.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+root=$PWD
+cd "$OLDPWD"
 out=$root/dist
 cuda=
 pythons=()
-
-die() {
-    echo "error: $*" >&2
-    exit 1
-}
 
 while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || die "$1: got no value, or an unknown option; see the head of this file"
