@@ -13,12 +13,10 @@ a plain copy of as many bytes as a rank saves, between two tensors that were wri
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -39,7 +37,8 @@ from torch.optim import Optimizer
 import results as figures
 import shardopt.checkpoint
 from decoder import Architecture, Decoder, set_gradients
-from results import Cell, Column, commit, machine
+from measuring import among_ranks, seconds_of
+from results import Cell, Column
 from shardopt.checkpoint.reading import read_index
 
 
@@ -63,11 +62,6 @@ class Result:
     async_save_s: float  # until it is complete
     load_s: float
     copy_s: float
-    fastest_save_s: float
-    fastest_blocked_s: float
-    fastest_async_save_s: float
-    fastest_load_s: float
-    fastest_copy_s: float
     bytes: int
     state_bytes: int
 
@@ -151,10 +145,7 @@ def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int)
                 times[contender.name].append((save_s, blocked_s, async_save_s, load_s, copy_s))
             sizes[contender.name] = (in_all, contender.state_bytes(folder))
             _remove(folder)
-    return [
-        Result(name, *map(statistics.median, zip(*of, strict=True)), *map(min, zip(*of, strict=True)), *sizes[name])
-        for name, of in times.items()
-    ]
+    return [Result(name, *map(statistics.median, zip(*of, strict=True)), *sizes[name]) for name, of in times.items()]
 
 
 def _times_of_async_save(
@@ -181,11 +172,7 @@ def _time(work: Callable[[], object], *, idle: bool = True) -> float:
         if dist.get_rank() == 0:
             os.sync()
         dist.barrier()
-    start = time.perf_counter()
-    work()
-    seconds = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
+    return among_ranks([seconds_of(work)])[0]
 
 
 @contextmanager
@@ -211,31 +198,13 @@ def common_folder(parent: Path | None) -> Iterator[Path]:
             shutil.rmtree(made[0])
 
 
-def print_table(results: list[Result]) -> None:
-    base = results[-1]
-    print(
-        f"{'':24}{'save s':>9}{'blocked s':>11}{'async s':>9}{'load s':>9}{'copy s':>9}{'MB':>10}{'MB of state':>13}",
-        end="",
-    )
-    print(f"   over {base.contender}: {'save':>8}{'load':>8}{'bytes':>8}{'state':>8}")
-    for result in results:
-        print(
-            f"{result.contender:24}{result.save_s:9.3f}{result.blocked_s:11.3f}{result.async_save_s:9.3f}"
-            f"{result.load_s:9.3f}{result.copy_s:9.3f}{result.bytes / 1e6:10.1f}"
-            f"{result.state_bytes / 1e6:13.1f}{'':{9 + len(base.contender)}}{result.save_s / base.save_s:8.2f}"
-            f"{result.load_s / base.load_s:8.2f}{result.bytes / base.bytes:8.3f}"
-            f"{result.state_bytes / base.state_bytes:8.3f}"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = figures.parser(__doc__)
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     parser.add_argument("--master-weight-bits", type=int, choices=[24, 32], help="of AdamW8bit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's for temporary files)")
-    figures.add_argument(parser)
     args = parser.parse_args()
     with process_group():
         model = make_model(args.numel, getattr(torch, args.dtype))
@@ -246,17 +215,9 @@ def main() -> None:
     if not first:
         return
     threads = torch.get_num_threads()
-    print(f"{machine()}, commit {commit()}, medians of {args.rounds} rounds")
-    print(f"{numel:,} parameters of {args.dtype}, FSDP2, {ranks} ranks, {threads} threads each")
-    print_table(results)
-    columns = [Column(name, "s", 3) for name in ("save", "async_save returns", "async_save is complete", "load")]
-    columns = [
-        Column(""),
-        *columns,
-        Column("plain copy", "s", 3),
-        Column("size", "MB", 1),
-        Column("of them state", "MB", 1),
-    ]
+    times = ("save", "async_save returns", "async_save is complete", "load", "plain copy")
+    columns = [Column(""), *(Column(name, "s", 3) for name in times)]
+    columns += [Column("size", "MB", 1), Column("of them state", "MB", 1)]
     rows: list[list[Cell]] = [
         [r.contender, r.save_s, r.blocked_s, r.async_save_s, r.load_s, r.copy_s, r.bytes / 1e6, r.state_bytes / 1e6]
         for r in results
@@ -274,7 +235,7 @@ def main() -> None:
     )
     masters = f", {args.master_weight_bits}-bit masters" if args.master_weight_bits else ""
     notes = [f"{numel:,} parameters of {args.dtype}{masters}, FSDP2, ranks: {ranks}; medians of {args.rounds} rounds."]
-    figures.write(args.json, name, "Checkpoints", columns, rows, threads=threads, goals=goals, notes=notes)
+    figures.report(args.json, name, "Checkpoints", columns, rows, threads=threads, goals=goals, notes=notes)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import results
 import shardopt
-from results import Cell, Column, commit, machine
-from step_overhead import timed
+from measuring import in_turn
+from results import Cell, Column
 
 Params = list[Tensor]
 LIMIT = 1.0
+DTENSORS = "300 DTensors of 16"
 
 
 def large(dtype: torch.dtype) -> Params:
@@ -67,60 +68,49 @@ def measure(params: Params, rounds: int) -> dict[str, list[float]]:
     }
     gradients = [g.to_local() if isinstance(g, DTensor) else g for g in (p.grad for p in params) if g is not None]
     like = [gradient.clone() for gradient in gradients]
-    seconds: dict[str, list[float]] = {name: [] for name in clip}
-    for _ in range(rounds + 2):
-        for name, act in clip.items():
-            refill(params, like)
-            seconds[name].append(timed(act))
-    return {name: times[2:] for name, times in seconds.items()}
+    return in_turn(clip, rounds, before=lambda _: refill(params, like))
 
 
-def write(args: argparse.Namespace, found: dict[str, dict[str, float]], ratios: dict[str, dict[str, float]]) -> None:
-    """Writes medians and ratios to torch's, where ``--json`` says."""
+def report(args: argparse.Namespace, found: dict[str, dict[str, list[float]]]) -> None:
+    """Prints medians and ratios to torch's in the same round, and writes them where ``--json`` says."""
     columns = [Column(""), Column("torch", "ms")]
     names = {"in place": "in place", "by the step": "by the step", "small norm": "norm below the limit"}
     for name in names.values():
         columns += [Column(name, "ms"), Column(f"{name}, to torch", digits=2)]
     rows: list[list[Cell]] = []
-    for case, seconds in found.items():
-        pairs = [(seconds[name] * 1e3, ratios[case][name]) for name in names]
-        rows.append([case, seconds["torch"] * 1e3, *(x for pair in pairs for x in pair)])
     goals = []
-    for name in ("by the step", "in place"):
-        goals += [
-            results.at_most(f"{case} {name}, of torch's time", ratios[case][name], 0.6) for case in list(found)[:2]
-        ]
-        small = found["300 DTensors of 16"][name] * 1e6
-        goals.append(results.at_most(f"300 DTensors {name}, microseconds", small, 300))
-    results.write(args.json, "clip", "Clipping by the norm", columns, rows, threads=args.threads, goals=goals)
+    for case, seconds in found.items():
+        median = {name: statistics.median(times) for name, times in seconds.items()}
+        rows.append([case, median["torch"] * 1e3])
+        for name in names:
+            beside = seconds["torch, small norm" if name == "small norm" else "torch"]
+            ratio = statistics.median(x / y for x, y in zip(seconds[name], beside, strict=True))
+            rows[-1] += [median[name] * 1e3, ratio]
+            if name != "small norm" and case == DTENSORS:
+                goals.append(results.at_most(f"{case} {name}, microseconds", median[name] * 1e6, 300))
+            elif name != "small norm":
+                goals.append(results.at_most(f"{case} {name}, of torch's time", ratio, 0.6))
+    notes = [f"Medians of {args.rounds} rounds, of the DTensors ten times as many."]
+    title = "Clipping by the norm"
+    results.report(args.json, "clip", title, columns, rows, threads=args.threads, goals=goals, notes=notes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    results.add_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(f"{machine()}, commit {commit()}, {args.threads} threads, medians of {args.rounds} rounds")
     cases: dict[str, Callable[[], Params]] = {
         "48M float32": partial(large, torch.float32),
         "48M bfloat16": partial(large, torch.bfloat16),
-        "300 DTensors of 16": small,
+        DTENSORS: small,
     }
-    found: dict[str, dict[str, float]] = {}
-    ratios: dict[str, dict[str, float]] = {}
-    for case, make in cases.items():
-        seconds = measure(make(), args.rounds * (10 if make is small else 1))
-        found[case] = {name: statistics.median(times) for name, times in seconds.items()}
-        ratios[case] = {}
-        for name, median in found[case].items():
-            beside = seconds["torch, small norm" if "small" in name else "torch"]
-            ratio = statistics.median(x / y for x, y in zip(seconds[name], beside, strict=True))
-            ratios[case][name] = ratio
-            print(f"{case:20}{name:20}{median * 1e6:12.0f} us{ratio:8.2f} of torch's")
-    write(args, found, ratios)
+    report(
+        args,
+        {case: measure(make(), args.rounds * (10 if make is small else 1)) for case, make in cases.items()},
+    )
     dist.destroy_process_group()
 
 

@@ -10,13 +10,12 @@ sum is told, in MB: buffers whose size the config or the largest parameter fixes
 ZeRO 0 to 2 hold all weights on each rank: they are per parameter of the model. All else is per parameter that a rank
 owns.
 
-    torchrun --nproc_per_node 2 benchmarks/deepspeed_memory.py     # DeepSpeed compiles its CPU Adam the first time
+    torchrun --nproc_per_node 2 benchmarks/deepspeed_memory.py --json  # DeepSpeed compiles its CPU Adam the first time
     torchrun --nproc_per_node 2 benchmarks/deepspeed_memory.py --no-peers
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import logging
@@ -34,8 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import results
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
-from results import commit, machine
+from results import Cell, Column
 from shardopt.estimate.table import COLUMNS
 from shardopt.report import MemoryReport, MemoryUse
 from shardopt.report.memory import kind_of
@@ -221,35 +221,27 @@ def measure_case(case: Case, layers: int, width: int, *, peer: bool) -> Found:
     )
 
 
-def row(case: Case, ours: Found, theirs: Found | None) -> str:
+def row(case: Case, ours: Found, theirs: Found | None) -> list[Cell]:
     def per_parameter(found: Found, kind: str, use: MemoryUse) -> float:
         whole = kind == "parameters" and case.stage < 3
         return float(getattr(use, kind)) / (found.numel if whole else found.owned)
 
-    def cell(kind: str) -> str:
+    def kind_in_words(kind: str) -> str:
         device, host = (per_parameter(ours, kind, use) for use in (ours.report.device, ours.report.host))
-        both = [f"{device:.4g}", f"*{host:.4g}*"]
-        return " + ".join(text for text in both if text not in ("0", "*0*")) or "0"
+        return " + ".join([*([f"{device:.4g}"] if device else []), *([f"{host:.4g} host"] if host else [])]) or "0"
 
-    def totals(found: Found) -> str:
+    def totals(found: Found | None) -> list[Cell]:
+        if found is None:
+            return [None, None]
         uses = (found.report.device, found.report.host)
-        device, host = (sum(per_parameter(found, kind, use) for kind in COLUMNS) for use in uses)
-        return f"{device:.4g} + *{host:.4g}*" if case.offload else f"{device:.4g}"
+        return [sum(per_parameter(found, kind, use) for kind in COLUMNS) for use in uses]
 
-    peer = "-" if theirs is None else totals(theirs)
-    cells = [
-        str(case.stage),
-        ", ".join(case.offload) or "no",
-        case.model,
-        *map(cell, COLUMNS),
-        f"**{totals(ours)}**",
-        peer,
-    ]
-    return f"| {' | '.join(cells)} |"
+    offload = f", offload of {' and '.join(case.offload)}" if case.offload else ""
+    return [f"ZeRO {case.stage}{offload}, {case.model}", *totals(ours), *totals(theirs), *map(kind_in_words, COLUMNS)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.parser(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
@@ -262,12 +254,7 @@ def main() -> None:
     # Collectives go through gloo; DeepSpeed would compile a faster one. Its module's attribute "torch" is not this one.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     dist.init_process_group("gloo")
-    speaks = dist.get_rank() == 0
-    if speaks:
-        print(f"{machine()}, DeepSpeed {deepspeed.__version__}, commit {commit()}, {' '.join(sys.argv)}")
-        print(f"{args.layers} matrices of {args.width} x {args.width}, {dist.get_world_size()} ranks, rank 0\n")
-        print(f"| ZeRO | offload | model | {' | '.join(COLUMNS.values())} | AdamW8bit | torch's / DeepSpeed's AdamW |")
-        print("| --- " * (len(COLUMNS) + 5) + "|")
+    rows: list[list[Cell]] = []
     fixed = 0.0
     for case in cases():
         if case.stage not in args.stages:
@@ -276,11 +263,20 @@ def main() -> None:
         peer = not args.no_peers and case.master_bits != 24
         theirs = measure_case(case, args.layers, args.width, peer=True) if peer else None
         fixed = max(fixed, ours.rest / 1e6)
-        if speaks:
-            print(row(case, ours, theirs), flush=True)
-    if speaks:
-        print(f"\nIn *italics*: in the host's memory. Buffers of a fixed size, at most: {fixed:.1f} MB")
+        rows.append(row(case, ours, theirs))
+    first, ranks = dist.get_rank() == 0, dist.get_world_size()
     dist.destroy_process_group()
+    if not first:
+        return
+    names = ("AdamW8bit, device", "AdamW8bit, host", "peer, device", "peer, host")
+    columns = [Column(""), *(Column(name, "bytes", 2) for name in names), *map(Column, COLUMNS.values())]
+    notes = [
+        f"Per owned parameter, on rank 0 of {ranks}; {args.layers} matrices of {args.width} x {args.width}; DeepSpeed "
+        f"{deepspeed.__version__}. The peer is torch's AdamW, with offload DeepSpeedCPUAdam; without float32 masters "
+        f"its moments are bfloat16. Buffers of a fixed size: {fixed:.1f} MB at most."
+    ]
+    title = "DeepSpeed ZeRO: bytes per parameter while the optimizer steps"
+    results.report(args.json, "deepspeed_memory", title, columns, rows, notes=notes)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import results as figures
 import shardopt
 from decoder import Architecture, Decoder, set_gradients
-from results import Cell, Column, commit, machine
+from measuring import among_ranks
+from results import Cell, Column
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.exchange import RanksExchange
@@ -159,23 +161,17 @@ def measure(model: nn.Module, rounds: int, expected: Count) -> Times:
             start = time.perf_counter()
             optimizer.step()
             took = time.perf_counter() - start
-            assert watch.calls == (expected.rounds if exact else 0), f"{watch.calls} collectives in a step"
-            if current >= 2:
+            if current >= 2:  # the first step agrees on more
+                assert watch.calls == (expected.rounds if exact else 0), f"{watch.calls} collectives in a step"
                 seconds["exact" if exact else "not exact"].append(took)
                 if exact:
                     seconds["collectives"].append(watch.seconds)
     return Times(
-        exact=_median(seconds["exact"], dist.ReduceOp.MAX),
-        not_exact=_median(seconds["not exact"], dist.ReduceOp.MAX),
-        collectives=_median(seconds["collectives"], dist.ReduceOp.MIN),
-        collectives_waiting=_median(seconds["collectives"], dist.ReduceOp.MAX),
+        exact=median(among_ranks(seconds["exact"])),
+        not_exact=median(among_ranks(seconds["not exact"])),
+        collectives=median(among_ranks(seconds["collectives"], dist.ReduceOp.MIN)),
+        collectives_waiting=median(among_ranks(seconds["collectives"])),
     )
-
-
-def _median(seconds: list[float], among_ranks: Any) -> float:
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, among_ranks)
-    return float(times.median())
 
 
 def run(numel: int, rounds: int) -> tuple[Count, Times]:
@@ -188,23 +184,11 @@ def run(numel: int, rounds: int) -> tuple[Count, Times]:
     return found, measure(sharded, rounds, found)
 
 
-def print_counts(counts: list[Count]) -> None:
-    print(f"{'':28}{'parameters':>16}{'units':>7}{'ranks':>7}{'cut blocks':>12}{'own':>6}{'bytes a round':>15}", end="")
-    print(f"{'rounds':>8}{'messages':>10}{'bytes sent':>12}{'of gradients':>14}")
-    for c in counts:
-        print(
-            f"{c.model:28}{c.parameters:16,}{c.units:7}{c.ranks:7}{c.cut_blocks:12,}{c.own_cut_blocks:6}"
-            f"{c.round_bytes:15,}{c.rounds:8}{c.messages:10,}{c.sent_bytes:12,.0f}{c.share:14.1e}"
-        )
-    print("messages, bytes sent: by each rank in a step, by a ring; of gradients: of what FSDP1 itself sends")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = figures.parser(__doc__)
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--paper", action=argparse.BooleanOptionalAction, default=True, help="also count 512 ranks")
-    figures.add_argument(parser)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 
@@ -217,28 +201,26 @@ def main() -> None:
         dist.destroy_process_group()
     if not first:
         return
-    print(f"{machine()}, commit {commit()}, AdamW8bit, log8, blocks of 128, FSDP1")
     if args.paper:
         counts += [count_on_paper(name, architecture) for name, architecture in ON_PAPER.items()]
-    print_counts(counts)
-    if times:
-        print(f"\nmeasured, medians of {args.rounds} rounds, {torch.get_num_threads()} threads per rank")
-        print(f"{'exact_cut_blocks=True':32}{times.exact * 1e3:10.3f} ms per step")
-        print(f"{'exact_cut_blocks=False':32}{times.not_exact * 1e3:10.3f} ms per step")
-        print(f"{'collectives':32}{times.collectives * 1e3:10.3f} ms on the rank that waits least for the others")
-        print(f"{'':32}{times.collectives_waiting * 1e3:10.3f} ms on the one that waits most")
     columns = [Column(""), Column("cut blocks", digits=0), Column("a round", "bytes", 0), Column("rounds", digits=0)]
-    columns += [Column(name, "ms", 1) for name in ("exact step", "not exact", "collectives")]
+    columns += [Column(name, "ms", 1) for name in ("exact step", "not exact", "collectives", "collectives, longest")]
+    columns += [Column("parameters", digits=0), Column("units", digits=0), Column("own cut blocks", digits=0)]
+    columns += [Column("messages", digits=0), Column("sent", "bytes", 0), Column("sent, of gradients")]
     rows: list[list[Cell]] = []
     for c in counts:
-        taken = times if c is counts[0] else None
-        in_ms: list[Cell] = [None] * 3
-        if taken:
-            in_ms = [1e3 * taken.exact, 1e3 * taken.not_exact, 1e3 * taken.collectives]
-        rows.append([f"{c.ranks} ranks, {c.model}", c.cut_blocks, c.round_bytes, c.rounds, *in_ms])
-    notes = [f"FSDP1, log8, medians of {args.rounds} rounds. Collectives: on the rank that waits least."]
+        taken: list[Cell] = [None] * 4
+        if times and c is counts[0]:
+            taken = [1e3 * x for x in (times.exact, times.not_exact, times.collectives, times.collectives_waiting)]
+        sizes = c.parameters, c.units, c.own_cut_blocks, c.messages, c.sent_bytes, c.share
+        rows.append([f"{c.ranks} ranks, {c.model}", c.cut_blocks, c.round_bytes, c.rounds, *taken, *sizes])
+    notes = [
+        f"FSDP1, log8, blocks of 128, medians of {args.rounds} rounds. Collectives: on the rank that waits least for "
+        "the others; longest: on the one that waits most. A rank sends messages and bytes in each step by a ring; of "
+        "gradients: of what FSDP1 itself sends."
+    ]
     threads = torch.get_num_threads()
-    figures.write(args.json, "exchange", "The exchange of cut blocks", columns, rows, threads=threads, notes=notes)
+    figures.report(args.json, "exchange", "The exchange of cut blocks", columns, rows, threads=threads, notes=notes)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ compared with its float32 classes, without the limit ``max_unorm`` that only the
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -206,49 +205,36 @@ def measure(
     return {row: run.drift_from(yardsticks[row]) for row, run in runs.items()}
 
 
-def figure(x: float, digits: int) -> str:
-    return f"{x:.{digits}f}" if x < 100 else f"{x:.1e}"
-
-
-def table(rule: str, drifts_in: dict[str, dict[str, Drift]]) -> str:
-    """A line per codec, a column per scenario; in Markdown, without a head."""
-    lines = []
-    for row in next(iter(drifts_in.values())):
-        drifts = [of_codecs[row] for of_codecs in drifts_in.values()]
-        cells = [f"{figure(drift.mean, 4)}, {figure(drift.worst, 2)}" for drift in drifts]
-        lines.append(f"| {' | '.join([rule, row, *cells])} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Drift of 8-bit optimizers from float32 ones.")
+    parser = results.parser(__doc__)
     parser.add_argument("--rule", nargs="+", choices=[*RULES, "all"], default=["AdamW"])
     parser.add_argument("--codec", nargs="+", choices=CODECS, default=list(CODECS))
     parser.add_argument("--elements", type=int, default=262144, help="parameters (default: %(default)s)")
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    results.add_argument(parser)
     arguments = parser.parse_args()
     if HAS_PEER:
         peer = f"bitsandbytes {importlib.metadata.version('bitsandbytes')}"
     else:
         peer = "bitsandbytes is not installed, so its rows are left out"
-    print(f"{STEPS} steps, {arguments.elements:,} parameters, blocks of 128; torch {torch.__version__}; {peer}\n")
-    print(f"| rule | codec | {' | '.join(arguments.scenario)} |\n{'| --- ' * (2 + len(arguments.scenario))}|")
-    rows: list[list[Cell]] = []
-    for rule in RULES if "all" in arguments.rule else arguments.rule:
-        drifts = {
-            name: measure(SCENARIOS[name], arguments.elements, rule=rule, codecs=arguments.codec)
-            for name in arguments.scenario
-        }
-        print(table(rule, drifts), flush=True)
-        for codec in next(iter(drifts.values())):
-            rows.append([f"{rule}, {codec}", *(x for of_codecs in drifts.values() for x in of_codecs[codec])])
+
+    def rows() -> Iterator[list[Cell]]:
+        for rule in RULES if "all" in arguments.rule else arguments.rule:
+            drifts = [
+                measure(SCENARIOS[name], arguments.elements, rule=rule, codecs=arguments.codec)
+                for name in arguments.scenario
+            ]
+            for codec in drifts[0]:
+                yield [f"{rule}, {codec}", *(x for of_codecs in drifts for x in of_codecs[codec])]
+
     columns = [Column("")]
     for name in arguments.scenario:
         columns += [Column(name, digits=4), Column(f"{name}, worst", digits=2)]
-    notes = [f"{STEPS} steps, {arguments.elements:,} parameters; {peer}. First the mean difference to float32."]
+    notes = [
+        f"{STEPS} steps, {arguments.elements:,} parameters, blocks of 128; {peer}. "
+        "First the mean difference to float32."
+    ]
     title = "Drift of free-running 8-bit optimizers"
-    results.write(arguments.json, "free_running", title, columns, rows, notes=notes)
+    results.report(arguments.json, "free_running", title, columns, rows(), notes=notes)
 
 
 if __name__ == "__main__":

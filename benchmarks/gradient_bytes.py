@@ -1,7 +1,7 @@
 """Time per element of coding gradients into bytes and of adding them up, and what that costs in accuracy.
 
-    python benchmarks/gradient_bytes.py [--elements N] [--rounds N] [--threads N]
-    python benchmarks/gradient_bytes.py --drift [--scenario NAME ...]
+    python benchmarks/gradient_bytes.py [--elements N] [--rounds N] [--threads N] [--json]
+    python benchmarks/gradient_bytes.py --drift [--scenario NAME ...] [--json]
 
 Times are those of the kernels of each instruction set, fastest and median of the rounds, in ns per element of the
 result. ``--elements`` says how many there are: by default they lie in the second-level cache.
@@ -14,18 +14,19 @@ in free_running.py. "RS" is FSDP2's reduce-scatter, "AR" DDP's all-reduce, which
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+import results
 from free_running import SCENARIOS
+from measuring import seconds_of
+from results import Cell, Column
 from shardopt import _C
 from shardopt.comm.wire import WIRES, Wire
 from shardopt.kernels.messages import add_up
@@ -38,35 +39,34 @@ TERMS = (1, 2, 8)
 Coder = Callable[[Tensor], Tensor]
 
 
-def per_element(act: Callable[[], object], numel: int, rounds: int) -> str:
+def per_element(act: Callable[[], object], numel: int, rounds: int) -> list[Cell]:
     """Fastest and median ns per element."""
     repeats = max(1, 1_000_000 // numel)
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
+
+    def repeated() -> None:
         for _ in range(repeats):
             act()
-        times.append((time.perf_counter() - begin) / repeats / numel * 1e9)
-    return f"{min(times):.3f} / {statistics.median(times):.3f}"
+
+    times = [seconds_of(repeated) / repeats / numel * 1e9 for _ in range(rounds)]
+    return [min(times), statistics.median(times)]
 
 
-def times(numel: int, rounds: int, threads: int) -> None:
+def times(numel: int, rounds: int) -> Iterator[list[Cell]]:
     """Of the kernels alone, in memory that is there already, and of torch's sum of float32 terms."""
-    torch.set_num_threads(threads)
-    print(f"| kernels | wire | encode | {' | '.join(f'sum of {t}' for t in TERMS)} |")
-    print(f"| --- | --- | --- |{' --- |' * len(TERMS)}")
     terms, out = torch.randn(max(TERMS), numel), torch.empty(numel)
-    found = [per_element(partial(sum_of_terms, terms[:t], out), numel, rounds) for t in TERMS]
-    print(f"| torch | fp32 | | {' | '.join(found)} |", flush=True)
+    sums = (per_element(partial(sum_of_terms, terms[:t], out), numel, rounds) for t in TERMS)
+    yield ["torch, sums, fp32", None, None, *chain.from_iterable(sums)]
     for target, wire in product(_C.cpu_targets(), WIRES):
         with mock.patch("shardopt.kernels.messages.cpu_target", lambda target=target: target):
             form = Wire(wire, [(1, numel)])  # type: ignore[arg-type]
             message = form.encode(terms)
-            found = [per_element(partial(form.encode, terms[:1]), numel, rounds) if wire != "fp32" else ""]
+            found: list[Cell] = [None, None]
+            if wire != "fp32":
+                found = per_element(partial(form.encode, terms[:1]), numel, rounds)
             for t in TERMS:
                 add = partial(add_up, message[:t], form.layout, mean=out, divisor=t)
-                found.append(per_element(add, numel, rounds))
-            print(f"| {target} | {wire} | {' | '.join(found)} |", flush=True)
+                found += per_element(add, numel, rounds)
+        yield [f"{target}, {wire}", *found]
 
 
 def sum_of_terms(terms: Tensor, out: Tensor) -> None:
@@ -118,6 +118,7 @@ CODERS: dict[str, Coder] = {
     "int8, float32 per 128": int8,
     "companded int8, float32 per 128": companded,
 }
+WAYS = [f"{name}, {reduction}" for name in CODERS for reduction in ("RS", "AR")]
 
 
 class Run:
@@ -142,7 +143,8 @@ def mean(gradients: list[Tensor]) -> Tensor:
     return sum(gradients, torch.zeros(())) / len(gradients)
 
 
-def drift(scenario: str) -> None:
+def drift(scenario: str) -> dict[str, list[Cell]]:
+    """By way of reduction: error, mean drift and worst drift."""
     stream = SCENARIOS[scenario]
     draw = stream.make(ROWS, torch.Generator().manual_seed(0))
     runs = {"exact": Run(mean)}
@@ -154,27 +156,40 @@ def drift(scenario: str) -> None:
         for run in runs.values():
             run.step(t, gradients, mean(gradients), 1e-8 * stream.scale)
     exact = runs.pop("exact")
-    print(f"\n| {scenario} | error | drift, mean | worst |\n| --- | --- | --- | --- |")
+    found: dict[str, list[Cell]] = {}
     for name, run in runs.items():
         difference = (run.moved - exact.moved).abs()
         average, worst = difference.mean() / exact.moved.abs().mean(), difference.max() / exact.largest
-        print(f"| {name} | {run.error:.4f} | {average:.4f} | {worst:.2f} |", flush=True)
+        found[name] = [run.error, float(average), float(worst)]
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--elements", type=int, default=49_152)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--drift", action="store_true")
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    columns = [Column("")]
     if arguments.drift:
-        for scenario in arguments.scenario:
-            drift(scenario)
-    else:
-        times(arguments.elements, arguments.rounds, arguments.threads)
+        torch.set_num_threads(1)
+        by_scenario = {scenario: drift(scenario) for scenario in arguments.scenario}
+        for scenario in by_scenario:
+            columns += [Column(f"{scenario}, {name}", digits=4) for name in ("error", "drift")]
+            columns.append(Column(f"{scenario}, worst", digits=2))
+        rows = ([name, *chain.from_iterable(found[name] for found in by_scenario.values())] for name in WAYS)
+        notes = ["Mean |error| / mean |gradient|; mean |difference| / mean |movement|."]
+        title = f"Gradients in 8 bits: error of the mean of {RANKS} ranks, and drift of AdamW after {STEPS} steps"
+        results.report(arguments.json, "gradient_drift", title, columns, rows, threads=1, notes=notes)
+        return
+    torch.set_num_threads(arguments.threads)
+    for name in ("encode", *(f"mean of {t}" for t in TERMS)):
+        columns += [Column(f"{name}, {which}", "ns", 3) for which in ("fastest", "median")]
+    measured = times(arguments.elements, arguments.rounds)
+    title = f"Ordered gradients: ns per element of the mean, {arguments.elements:,} elements"
+    results.report(arguments.json, "gradient_bytes", title, columns, measured, threads=arguments.threads)
 
 
 if __name__ == "__main__":

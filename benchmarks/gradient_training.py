@@ -1,6 +1,6 @@
 """Trains two tasks of the quality study on 2 ranks, with gradients reduced in float32, bfloat16 and 8 bits.
 
-    python benchmarks/gradient_training.py [--tasks NAME ...] [--seeds N] [--steps N]
+    python benchmarks/gradient_training.py [--tasks NAME ...] [--seeds N] [--steps N] [--json]
 
 Each rank has its own batches, gloo moves the gradients, and AdamW keeps its state in 8 bits (log8) in all runs.
 Printed are held-out losses, and differences from bfloat16 seed by seed with their standard error. The difference
@@ -9,12 +9,11 @@ between float32 and bfloat16 says how much of it is noise. A run of 100 steps ta
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
 import tempfile
-import time
+from itertools import product
 from pathlib import Path
 
 if not __package__:
@@ -22,14 +21,16 @@ if not __package__:
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+import results
 import shardopt
+from measuring import on_ranks
 from quality.task import BETAS, EPS, WEIGHT_DECAY, lr_factor, task_of
+from results import Cell, Column
 
 RANKS = 2
 BASE = "DDP, bf16"
@@ -78,43 +79,43 @@ def train(way: str, name: str, seed: int, steps: int) -> float:
     return problem.evaluate(model)["loss"]
 
 
-def work(rank: int, port: int, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    for name in arguments.tasks:
-        losses: dict[str, list[float]] = {way: [] for way in WAYS}
-        for seed in range(arguments.seeds):
-            for way in WAYS:
-                begin = time.perf_counter()
-                losses[way].append(train(way, name, seed, arguments.steps))
-                if rank == 0:
-                    print(f"{name}, seed {seed}, {way}: {losses[way][-1]:.4f}, {time.perf_counter() - begin:.0f} s")
-        if rank == 0:
-            report(name, losses)
-    dist.destroy_process_group()
+def losses(tasks: list[str], seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Held-out losses by task and way, one per seed."""
+    found: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in tasks}
+    for name, seed, way in product(tasks, range(seeds), WAYS):
+        found[name][way].append(train(way, name, seed, steps))
+        if dist.get_rank() == 0:
+            print(f"{name}, seed {seed}, {way}: {found[name][way][-1]:.4f}", flush=True)
+    return found
 
 
-def report(name: str, losses: dict[str, list[float]]) -> None:
-    print(f"\n| {name} | mean | less bf16, mean +- standard error |\n| --- | --- | --- |")
-    for way, found in losses.items():
-        differences = [loss - base for loss, base in zip(found, losses[BASE], strict=True)]
-        mean = statistics.mean(differences)
-        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-        print(f"| {way} | {statistics.mean(found):.4f} | {mean:+.4f} +- {error:.4f} |")
-    print(flush=True)
+def less(found: list[float], base: list[float]) -> str:
+    """Mean difference and its standard error."""
+    differences = [x - y for x, y in zip(found, base, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    return f"{statistics.mean(differences):+.4f} +- {error:.4f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=("bytes", "tokens"), default=["bytes", "tokens"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
-    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = free.port
-    del free
-    mp.spawn(work, (port, arguments), nprocs=RANKS)
+    by_task = on_ranks(RANKS, losses, arguments.tasks, arguments.seeds, arguments.steps)
+    columns = [Column("")]
+    for name in by_task:
+        columns += [Column(name, "nats", 4), Column(f"{name}, less bf16")]
+    rows: list[list[Cell]] = [[way] for way in WAYS]
+    for row in rows:
+        way = str(row[0])
+        for found in by_task.values():
+            row += [statistics.mean(found[way]), "" if way == BASE else less(found[way], found[BASE])]
+    notes = [
+        f"Held-out loss after {arguments.steps} steps on {RANKS} ranks, {arguments.seeds} seeds, AdamW with log8 "
+        "state, with standard errors."
+    ]
+    results.report(arguments.json, "gradient_training", "Gradients in 8 bits", columns, rows, threads=1, notes=notes)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/muon.py bits traffic memory direction gram
     python benchmarks/muon.py time --rounds 7 --width 128 --layers 2
 
-Each part prints a table; the ranks are processes that this one starts, with gloo.
+Each part prints a table, and writes it with ``--json``; the ranks are processes that this one starts, with gloo.
 
 bits: whether the weights after some steps of Muon8bit on a small model of odd sizes, in several waves, are those of the
 unsharded run, to the bit, on all ranks. The gradient of an element is the same in every way of sharding.
@@ -22,10 +22,10 @@ float64 of random matrices and of steep ones, whose singular values fall evenly 
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,12 +36,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+import results
 import shardopt
 from decoder import Architecture, Decoder
-from muon_ranks import WAYS, Collectives, Live, Wrap, among_ranks, fsdp2, on_ranks, set_gradients, whole
-from results import commit, machine
+from measuring import among_ranks, in_turn, on_ranks
+from muon_ranks import WAYS, Collectives, Live, Wrap, fsdp2, set_gradients, whole
+from results import Cell, Column
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
-from shardopt.state.options import bytes_of
 
 ODD = Architecture(1, 130, 350, 65, 97, modern=True)
 ODD_WAVES: dict[str, Any] = {"orthogonalize_memory": "768KiB", "min_quantized_numel": 64}
@@ -101,20 +102,21 @@ def compare(expected: dict[str, Tensor], torchs: dict[str, Tensor]) -> tuple[dic
     return same, max(float((got[name] - x).norm() / moved[name]) for name, x in torchs.items() if moved[name])
 
 
-def print_bits() -> None:
+def report_bits(args: Namespace) -> None:
     torch.set_num_threads(1)
     expected, torchs = run("plain", lambda model: model), run(TORCHS, lambda model: model)
     start = dict(make(ODD).named_parameters())
     assert not any(torch.equal(expected[name], start[name]) for name in expected), "a parameter did not move"
-    worlds = (1, 2, 3, 4)
-    found = {ranks: on_ranks(ranks, compare, expected, torchs) for ranks in worlds}
-    print(f"the bits of the unsharded run, after {STEPS} steps of Muon8bit (log8), {ODD}")
-    print(f"{'ranks':30}" + "".join(f"{ranks:>10}" for ranks in worlds))
-    for way in WAYS:
-        answers = ({True: "yes", False: "NO", None: "-"}[found[ranks][0].get(way)] for ranks in worlds)
-        print(f"{way:30}" + "".join(f"{answer:>10}" for answer in answers))
-    print(f"{TORCHS + ', FSDP2, differs':30}" + "".join(f"{found[ranks][1]:10.2%}" for ranks in worlds))
-    print("differs: from its own unsharded run, the most of any matrix, share of the way that the matrix moved")
+    found = {ranks: on_ranks(ranks, compare, expected, torchs) for ranks in (1, 2, 3, 4)}
+    words = {True: "yes", False: "NO", None: "-"}
+    rows: list[list[Cell]] = [[way, *(words[same.get(way)] for same, _ in found.values())] for way in WAYS]
+    rows.append([f"{TORCHS}, FSDP2, differs", *(f"{differs:.2%}" for _, differs in found.values())])
+    notes = [
+        f"Weights after {STEPS} steps of Muon8bit (log8); {ODD}. Differs: from its own unsharded run, the most of any "
+        "matrix, share of the way that the matrix moved."
+    ]
+    columns = [Column(""), *(Column(f"{ranks} ranks") for ranks in found)]
+    results.report(args.json, "muon_bits", "Muon: the bits of the unsharded run", columns, rows, notes=notes)
 
 
 # traffic
@@ -146,17 +148,18 @@ def count() -> dict[str, list[float]]:
     return found
 
 
-def print_traffic() -> None:
+def report_traffic(args: Namespace) -> None:
     shapes = [tuple(param.shape) for param in matrices(make(REALISTIC))]
     numel = sum(rows * cols for rows, cols in shapes)
-    print(f"what a step sends under FSDP2, at most from any rank; N = {numel:,} in {len(shapes)} matrices, {REALISTIC}")
-    print(f"{'ranks':>5} {'':26}{'bytes':>14}{'bytes / N':>11}{'of 4 N / R':>12}{'collectives':>13}{'per matrix':>12}")
+    columns = [Column(""), Column("sent", "bytes", 0), Column("of 4 N / R"), Column("collectives", digits=0)]
+    columns.append(Column("collectives per matrix", digits=2))
+    rows: list[list[Cell]] = []
     for ranks in (2, 4):
         for name, (sent, calls) in on_ranks(ranks, count).items():
-            print(
-                f"{ranks:5} {name:26}{sent:14,.0f}{sent / numel:11.3f}{sent * ranks / (4 * numel):12.3f}"
-                f"{calls:13.0f}{calls / len(shapes):12.2f}"
-            )
+            rows.append([f"{ranks} ranks, {name}", sent, sent * ranks / (4 * numel), calls, calls / len(shapes)])
+    notes = [f"On the rank that sends most; N = {numel:,} in {len(shapes)} matrices, {REALISTIC}."]
+    title = "Muon: bytes that a rank sends in a step under FSDP2"
+    results.report(args.json, "muon_traffic", title, columns, rows, notes=notes)
 
 
 # time
@@ -170,32 +173,23 @@ def measure(architecture: Architecture, rounds: int, ranks: int) -> dict[str, fl
         params = matrices(fsdp2(model) if ranks else model)
         set_gradients(params, [param.detach() for param in params])
         steps[name] = maker(params).step
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            if ranks:
-                dist.barrier()
-            begin = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - begin)
-    medians = {}
-    for name, of_name in seconds.items():
-        medians[name] = statistics.median((among_ranks(of_name) if ranks else of_name)[1:])
-    return medians
+    seconds = in_turn(steps, rounds, unmeasured=1, before=lambda _: dist.barrier() if ranks else None)
+    return {name: statistics.median(among_ranks(taken) if ranks else taken) for name, taken in seconds.items()}
 
 
-def print_time(architecture: Architecture, rounds: int) -> None:
-    print(f"ms per step of the matrices, medians of {rounds} rounds, and to torch.optim.Muon's; {architecture}")
-    print(f"{'':34}" + "".join(f"{name:>28}" for name in contenders()))
-    found = {
-        f"FSDP2, {ranks} ranks of one thread": on_ranks(ranks, measure, architecture, rounds, ranks) for ranks in (2, 4)
-    }
+def report_time(args: Namespace) -> None:
+    architecture = small(args.width, args.layers)
+    found = {f"FSDP2, {ranks} ranks": on_ranks(ranks, measure, architecture, args.rounds, ranks) for ranks in (2, 4)}
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found[f"one process, {threads} thread{'s' * (threads > 1)}"] = measure(architecture, rounds, 0)
+        found[f"one process, {threads} thread{'s' * (threads > 1)}"] = measure(architecture, args.rounds, 0)
+    columns = [Column(""), *(Column(name, "ms", 1) for name in contenders()), Column("Muon8bit, to torch's", digits=2)]
+    rows: list[list[Cell]] = []
     for case, medians in found.items():
-        cells = (f"{taken * 1e3:20.1f} ({taken / medians[TORCHS]:5.2f})" for taken in medians.values())
-        print(f"{case:34}" + "".join(cells))
+        ours, *_, torchs = medians.values()
+        rows.append([case, *(1e3 * taken for taken in medians.values()), ours / torchs])
+    notes = [f"The matrices' step, medians of {args.rounds} rounds; ranks of one thread; {architecture}."]
+    results.report(args.json, "muon_time", "Muon: time of a step on the CPU", columns, rows, notes=notes)
 
 
 # memory
@@ -223,26 +217,31 @@ def state_bytes(optimizer: Optimizer) -> int:
     return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
 
 
-def print_memory(architecture: Architecture) -> None:
+def report_memory(args: Namespace) -> None:
+    architecture = small(args.width, args.layers)
     budgets = ["512KiB", "768KiB", "1MiB", "2MiB", "512MiB"]
     shapes = [tuple(param.shape) for param in matrices(make(architecture))]
     numel = sum(rows * cols for rows, cols in shapes)
-    least = max(2 * rows * cols + NewtonSchulz.workspace(rows, cols, "cpu") for rows, cols in shapes)
-    print(f"bytes beside the state, by orthogonalize_memory; {architecture}")
-    print(f"directions of all matrices {2 * numel:,}; direction and workspace of the largest one {least:,}")
-    print(f"{'':34}" + "".join(f"{budget:>13}" for budget in budgets))
-    print(f"{'orthogonalize_memory':34}" + "".join(f"{bytes_of(budget):13,}" for budget in budgets))
+    newton_schulz = NewtonSchulz((QUINTIC,) * 5, 1e-7)
+    least = max(2 * rows * cols + newton_schulz.workspace(rows, cols, "cpu") for rows, cols in shapes)
     found = {"one process": peaks(architecture, budgets, 0)}
     found["FSDP2, 2 ranks, the most"] = on_ranks(2, peaks, architecture, budgets, 2)
+    rows: list[list[Cell]] = []
     for case, numbers in found.items():
-        print(f"{case + ', peak':34}" + "".join(f"{number:13,.0f}" for number in numbers[::2]))
-        print(f"{case + ', kept':34}" + "".join(f"{number:13,.0f}" for number in numbers[1::2]))
+        rows += [[f"{case}, peak", *numbers[::2]], [f"{case}, kept", *numbers[1::2]]]
+    states = []
     for codec in ("log8", "companded8", "dynamic8", "fp32"):
         params = matrices(make(architecture))
         set_gradients(params, [param.detach() for param in params])
         optimizer = shardopt.Muon(params, codec=codec, ns_steps=1)
         optimizer.step()
-        print(f"bytes of state per parameter of a matrix, {codec:12}{state_bytes(optimizer) / numel:8.4f}")
+        states.append(f"{codec} {state_bytes(optimizer) / numel:.4f}")
+    notes = [
+        f"{architecture}. Directions of all matrices take {2 * numel:,} bytes, direction and workspace of the largest "
+        f"one {least:,}. State, bytes per parameter of a matrix: {', '.join(states)}."
+    ]
+    columns = [Column("orthogonalize_memory"), *(Column(budget, "bytes", 0) for budget in budgets)]
+    results.report(args.json, "muon_memory", "Muon: memory beside the state", columns, rows, notes=notes)
 
 
 # direction
@@ -315,12 +314,13 @@ def errors(spectrum: str) -> dict[str, float]:
     return {name: float((got - expected).norm() / expected.norm()) for name, got in found.items()}
 
 
-def print_direction() -> None:
+def report_direction(args: Namespace) -> None:
     by_spectrum = [errors(spectrum) for spectrum in SPECTRA]
-    print(f"relative error of the orthogonalized direction, {SIDE} x {SIDE}, {MOMENTS} steps, by singular values")
-    print(f"{'':30}" + "".join(f"{spectrum:>14}" for spectrum in SPECTRA))
-    for name in by_spectrum[0]:
-        print(f"{name:30}" + "".join(f"{of_one[name]:14.4f}" for of_one in by_spectrum))
+    columns = [Column("momentum"), *(Column(spectrum, digits=4) for spectrum in SPECTRA)]
+    rows: list[list[Cell]] = [[name, *(of_one[name] for of_one in by_spectrum)] for name in by_spectrum[0]]
+    title = "Muon: relative error of the orthogonalized direction by singular values"
+    notes = [f"A matrix of {SIDE} x {SIDE}, after {MOMENTS} steps."]
+    results.report(args.json, "muon_direction", title, columns, rows, notes=notes)
 
 
 # gram
@@ -341,49 +341,51 @@ def in_float64(newton_schulz: NewtonSchulz, matrix: Tensor) -> Tensor:
     return newton_schulz(matrix.div_(matrix.norm()).double(), in_float32=False)
 
 
-def print_gram(rounds: int) -> None:
+def report_gram(args: Namespace) -> None:
     forms = [NewtonSchulz((QUINTIC,) * 5, 1e-7, gram) for gram in (False, True)]
-    print(f"5 steps; of the plain form's multiplications and time ({torch.get_num_threads()} threads); relative errors")
-    print(f"{'':14}{'multiplications':>16}{'time':>7}{'random: plain':>15}{'gram':>8}{'steep: plain':>14}{'gram':>8}")
-    for rows, cols in SHAPES:
-        plain, gram = (form.flops(rows, cols) for form in forms)
-        found: list[float] = []
+    columns = [Column(""), Column("multiplications", digits=2), Column("time", digits=2)]
+    columns += [Column(f"{kind}: {form}", digits=4) for kind in ("random", "steep") for form in ("plain", "gram")]
+    rows: list[list[Cell]] = []
+    for height, width in SHAPES:
+        plain, gram = (form.flops(height, width) for form in forms)
+        off: list[float] = []
         for decades in (None, 4.0):
-            matrix = of_spectrum(rows, cols, decades).bfloat16()
+            matrix = of_spectrum(height, width, decades).bfloat16()
             expected = in_float64(forms[0], matrix.clone())
-            found += [float((form(matrix.clone()) - expected).norm() / expected.norm()) for form in forms]
-        seconds: list[list[float]] = [[], []]
-        for _ in range(rounds):
-            for form, taken in zip(forms, seconds, strict=True):
-                copy = matrix.clone()
-                start = time.perf_counter()
-                form(copy)
-                taken.append(time.perf_counter() - start)
-        ratio = statistics.median(seconds[1]) / statistics.median(seconds[0])
-        errors = f"{found[0]:15.4f}{found[1]:8.4f}{found[2]:14.4f}{found[3]:8.4f}"
-        print(f"{rows} x {cols:<8}{gram / plain:16.2f}{ratio:7.2f}{errors}")
+            off += [float((form(matrix.clone()) - expected).norm() / expected.norm()) for form in forms]
+        copy = matrix.clone()  # is overwritten
+        taken = in_turn(
+            {form: partial(form, copy) for form in forms},
+            args.rounds,
+            unmeasured=0,
+            before=lambda _, copy=copy, matrix=matrix: copy.copy_(matrix),
+        )
+        seconds = [statistics.median(of_form) for of_form in taken.values()]
+        rows.append([f"{height} x {width}", gram / plain, seconds[1] / seconds[0], *off])
+    title = "Muon: the Gram form in float16 beside the plain one in bfloat16, 5 steps"
+    notes = ["Relative errors against float64; time and multiplications over the plain form's."]
+    results.report(args.json, "muon_gram", title, columns, rows, threads=torch.get_num_threads(), notes=notes)
+
+
+PARTS: dict[str, Callable[[Namespace], None]] = {
+    "bits": report_bits,
+    "traffic": report_traffic,
+    "time": report_time,
+    "memory": report_memory,
+    "direction": report_direction,
+    "gram": report_gram,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=["bits", "traffic", "time", "memory", "direction", "gram"])
+    parser = results.parser(__doc__)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=7, help="of time and gram")
     parser.add_argument("--width", type=int, default=128, help="of the model in time and memory")
     parser.add_argument("--layers", type=int, default=2, help="of the model in time and memory")
     args = parser.parse_args()
-    architecture = small(args.width, args.layers)
-    parts: dict[str, Callable[[], None]] = {
-        "bits": print_bits,
-        "traffic": print_traffic,
-        "time": lambda: print_time(architecture, args.rounds),
-        "memory": lambda: print_memory(architecture),
-        "direction": print_direction,
-        "gram": lambda: print_gram(args.rounds),
-    }
-    print(f"{machine()}, commit {commit()}")
     for part in args.parts:
-        print(f"\n{part}: ", end="", flush=True)
-        parts[part]()
+        PARTS[part](args)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,18 @@
-"""Ranks for muon.py, the ways in which they share a model, and counters of what they send and keep."""
+"""Ways in which the ranks of muon.py share a model, and counters of what they send and keep."""
 
 from __future__ import annotations
 
-import logging
-import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,31 +22,6 @@ from exchange import shard as fsdp1
 
 Wrap = Callable[[Decoder], nn.Module]
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function on so many new processes, and returns what it returns on the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (ranks, Path(folder), work, args), ranks)  # type: ignore[no-untyped-call]
-        return torch.load(Path(folder) / "result", weights_only=False)
-
-
-def _rank(rank: int, ranks: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    result = work(*args)
-    if rank == 0:
-        torch.save(result, folder / "result")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def among_ranks(numbers: list[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
-    together = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(together, op)
-    return together.tolist()
 
 
 def mesh(*sizes: int) -> DeviceMesh:
@@ -156,6 +126,10 @@ def _sent(name: str, args: Any) -> float:
     raise RuntimeError(f"{name}: got a collective whose bytes are not counted, expected one of FSDP2's Muons")
 
 
+def _storages(tree: Any) -> set[UntypedStorage]:
+    return {x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor) and x.layout == torch.strided}
+
+
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that are made inside, as long as their storages live.
 
@@ -171,10 +145,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        known = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        known = _storages((args, kwargs))
         made = func(*args, **(kwargs or {}))
-        storages = {x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)}
-        for storage in storages - known:
+        for storage in _storages(made) - known:
             self._count(storage.nbytes())
             weakref.finalize(storage, self._count, -storage.nbytes())
         return made

@@ -1,6 +1,6 @@
 """Trains the job's model by Muon in 8 bits, Muon in float32 and AdamW in 8 bits, and compares held-out losses.
 
-    python benchmarks/muon_training.py [--steps N] [--seeds N]
+    python benchmarks/muon_training.py [--steps N] [--seeds N] [--json]
 
 Learning rates are chosen by one seed, and the losses are those of five others. It takes a quarter of an hour.
 The text is that of ``launch/train.py``: the source of Python's standard library.
@@ -8,16 +8,18 @@ The text is that of ``launch/train.py``: the source of Python's standard library
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import results
+from results import ROOT, Cell, Column
+
 MODEL = ("--backend", "single", "--device", "cpu", "--dim", "96", "--layers", "3", "--heads", "3")
 TRAINING = (
     "--batch",
@@ -61,29 +63,40 @@ def heldout_loss(options: tuple[str, ...], lr: float, seed: int, steps: int) -> 
     return found
 
 
+def spread(values: list[float], sign: str = "") -> str:
+    """Mean and standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):{sign}.4f} +- {deviation:.4f}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
-    losses: dict[str, list[float]] = {}
-    for name, (options, rates) in OPTIMIZERS.items():
-        tried = {lr: heldout_loss(options, lr, SWEEP_SEED, arguments.steps) for lr in rates}
-        best = min(tried, key=lambda lr: tried[lr])
-        shown = ", ".join(f"{lr}: {loss:.4f}" for lr, loss in tried.items())
-        losses[name] = [heldout_loss(options, best, seed, arguments.steps) for seed in range(arguments.seeds)]
-        each = " ".join(f"{loss:.4f}" for loss in losses[name])
-        print(f"{name:12} lr {best} (of {shown})  {each}", flush=True)
-    first, *others = losses
-    print(f"\n{arguments.steps} steps, {arguments.seeds} seeds; differences from {first} seed by seed")
-    for name, found in losses.items():
-        differences = [other - own for other, own in zip(found, losses[first], strict=True)]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        line = f"{name:12} {statistics.mean(found):.4f} +- {spread:.4f}"
-        if name in others:
-            spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
-            line += f"   {statistics.mean(differences):+.4f} +- {spread:.4f}"
-        print(line)
+
+    def rows() -> Iterator[list[Cell]]:
+        first: list[float] = []
+        for name, (options, rates) in OPTIMIZERS.items():
+            tried = {lr: heldout_loss(options, lr, SWEEP_SEED, arguments.steps) for lr in rates}
+            best = min(tried, key=lambda lr: tried[lr])
+            losses = [heldout_loss(options, best, seed, arguments.steps) for seed in range(arguments.seeds)]
+            first = first or losses
+            less = [loss - other for loss, other in zip(losses, first, strict=True)]
+            yield [
+                name,
+                best,
+                spread(losses),
+                spread(less, "+"),
+                losses,
+                ", ".join(f"{lr:g}: {tried[lr]:.4f}" for lr in tried),
+            ]
+
+    columns = [Column("optimizer"), Column("lr"), Column("held-out loss"), Column("less Muon8bit's, seed by seed")]
+    columns += [Column("each seed's", digits=4), Column("of these rates")]
+    notes = ["Mean and standard deviation, nats per byte."]
+    title = f"Muon: held-out loss of the job's model, {arguments.steps} steps, {arguments.seeds} seeds"
+    results.report(arguments.json, "muon_training", title, columns, rows(), notes=notes)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,34 @@
 #!/usr/bin/env python3
 """Times a step with offloaded state on a GPU against one without, and its copies against plain ones.
 
-    python benchmarks/offload_cuda.py [--millions 500] [--rounds 20] [--json FILE]
+    python benchmarks/offload_cuda.py [--millions 500] [--rounds 20] [--json]
 
 One bfloat16 model of layers of 4096 x 4096; variants take turns. The bandwidth is that of the state's bytes in each
 direction while both are busy; beside it stands that of torch's own copies of locked memory, also both ways at once.
 Goal: "state" reaches 0.85 of it. "peak / estimate" is the most that the allocator gave for weights, gradients and two
 steps, over what `shardopt estimate` says. Goal: within 2%.
 
-A second table is of whole training steps with released gradients, several in a row. "hidden" is the share of the
+"training step" is a whole one with released gradients, several in a row. "hidden" is the share of the
 copies' time, at the speed of plain copies, that a step does not take longer than without offload. "step, overlap" goes
 on during the next forward pass, and up to half of the gradients wait.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
-import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
+import results
 import shardopt
+from measuring import in_turn
+from results import Cell, Column
 from shardopt.estimate import Model, ParameterShape, Setup, estimate
 
 SIZE = 4096
@@ -38,32 +38,40 @@ COPY_BYTES = 256 << 20
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.parser(__doc__)
     parser.add_argument("--millions", type=float, default=500, help="parameters, in millions")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("got no CUDA device, expected one")
     layers = max(round(options.millions * 1e6 / SIZE**2), 1)
-    copy = _BothWays()
-    copies = [_timed(copy) for _ in range(options.rounds)]
-    plain = COPY_BYTES / statistics.median(copies) / 1e9
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {' '.join(sys.argv)}")
-    print(f"plain copies, both ways at once: {plain:.1f} GB/s each")
-    found: dict[str, Any] = {"plain GB/s": plain, "peak / estimate": peaks(layers)}
+    (copies,) = _in_turn({"copy": _BothWays()}, options.rounds).values()
+    plain = COPY_BYTES / copies / 1e9
+    peak = peaks(layers)
+    rows: list[list[Cell]] = []
     for title, kind in (("step", _Run), ("training step", _Training)):
-        print(f"\n{title}")
         runs = {name: kind(layers, offload) for name, offload in kind.variants.items()}
-        times = _interleaved(runs, max(options.rounds // kind.in_a_row, 1))
-        found[title] = report(runs, times, plain)
-    speed = found["step"]["state"]["of plain copies"]
-    worst = max(abs(peak - 1) for peak in found["peak / estimate"].values())
-    print(f"\ngoals: {speed:.2f} of plain copies, at least 0.85: {'met' if speed >= 0.85 else 'MISSED'};", end=" ")
-    print(f"peaks {100 * worst:.1f}% off the estimate, at most 2%: {'met' if worst <= 0.02 else 'MISSED'}")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=2)
+        times = _in_turn({name: run.run for name, run in runs.items()}, max(options.rounds // kind.in_a_row, 1))
+        seconds = {name: found / kind.in_a_row for name, found in times.items()}
+        for name, run in runs.items():
+            of_peak = peak[name] if kind is _Run else None
+            rows.append([f"{title}, {name}", *figures(run, name, seconds, plain), of_peak])
+    columns = [Column(""), Column("median", "ms", 2), Column("state on device", "MiB", 1)]
+    columns += [Column("each way", "GB/s", 1), Column("of plain copies", digits=2), Column("hidden", digits=2)]
+    columns.append(Column("peak / estimate", digits=3))
+    speed = next(row[4] for row in rows if row[0] == "step, state")
+    goals = [
+        results.at_least("the speed of plain copies that offloaded state reaches", speed, 0.85),  # type: ignore[arg-type]
+        results.at_most("peaks, of the estimate, off by", max(abs(x - 1) for x in peak.values()), 0.02),
+    ]
+    notes = [
+        f"{layers} matrices of {SIZE} x {SIZE} in bfloat16; medians of {options.rounds} rounds; plain copies, both "
+        f"ways at once, {plain:.1f} GB/s each."
+    ]
+    name = torch.cuda.get_device_name()
+    results.report(
+        options.json, "offload_cuda", "Offloaded state on a GPU", columns, rows, goals=goals, notes=notes, device=name
+    )
 
 
 class _Run:
@@ -114,15 +122,16 @@ def _values(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def _interleaved(runs: dict[str, _Run], rounds: int) -> dict[str, float]:
-    """Median seconds of a step by variant."""
-    for run in runs.values():
-        run.run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(_timed(run.run) / run.in_a_row)
-    return {name: statistics.median(found) for name, found in times.items()}
+def _in_turn(acts: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each act, to the end of the device's work."""
+
+    def finished(act: Callable[[], object]) -> None:
+        act()
+        torch.cuda.synchronize()
+
+    ends = {name: partial(finished, act) for name, act in acts.items()}
+    seconds = in_turn(ends, rounds, unmeasured=1, before=lambda _: torch.cuda.synchronize())
+    return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 class _BothWays:
@@ -140,35 +149,21 @@ class _BothWays:
             self.host[1].copy_(self.device[1], non_blocking=True)
 
 
-def _timed(work: Any) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def report(runs: dict[str, _Run], seconds: dict[str, float], plain: float) -> dict[str, dict[str, float]]:
-    """Prints a row per variant, and returns them."""
-    found = {}
-    numel = len(next(iter(runs.values())).params) * SIZE**2
-    for name, run in runs.items():
-        memory = shardopt.memory_report(run.optimizer)
-        row = {"ms": 1e3 * seconds[name]}
-        state = memory.host.state + memory.host.scales + memory.host.master_weights
-        each_way = {"no offload": 0, "state": state}.get(name, 4 * numel)  # "step": parameters and gradients come
-        if isinstance(run, _Training):
-            if each_way:
-                longer = seconds[name] - seconds["no offload"]
-                row["hidden"] = 1 - longer / (each_way / plain / 1e9)
-        else:
-            row["state on device MiB"] = (memory.device.state + memory.device.scales) / 2**20
-            if name == "state":
-                row["GB/s each way"] = each_way / seconds[name] / 1e9
-                row["of plain copies"] = row["GB/s each way"] / plain
-        found[name] = row
-        print(f"{name:14}" + "  ".join(f"{key} {value:.2f}" for key, value in row.items()))
-    return found
+def figures(run: _Run, name: str, seconds: dict[str, float], plain: float) -> list[Cell]:
+    """Cells of a variant; ``plain`` is the speed of plain copies in GB/s."""
+    memory = shardopt.memory_report(run.optimizer)
+    on_device: Cell = (memory.device.state + memory.device.scales) / 2**20
+    state = memory.host.state + memory.host.scales + memory.host.master_weights
+    numel = len(run.params) * SIZE**2
+    each_way = {"no offload": 0, "state": state}.get(name, 4 * numel)  # "step": parameters and gradients come
+    speed = hidden = None
+    if isinstance(run, _Training):
+        on_device = None
+        if each_way:
+            hidden = 1 - (seconds[name] - seconds["no offload"]) / (each_way / plain / 1e9)
+    elif name == "state":
+        speed = each_way / seconds[name] / 1e9
+    return [1e3 * seconds[name], on_device, speed, results.ratio(speed, plain), hidden]
 
 
 def peaks(layers: int) -> dict[str, float]:
@@ -186,7 +181,6 @@ def peaks(layers: int) -> dict[str, float]:
         torch.cuda.synchronize()
         used = torch.cuda.max_memory_allocated() - before
         found[name] = used / estimate(model, Setup(options={"offload": offload})).device.total
-        print(f"{name:14}peak / estimate {found[name]:.3f}")
         del run
     gc.collect()
     return found

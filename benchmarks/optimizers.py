@@ -10,11 +10,9 @@ difference to float32 state over the mean movement.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch.optim import Optimizer
 
 import results
 import shardopt
+from measuring import in_turn
 from results import Cell, Column
 
 #: Class, and the options of a variant.
@@ -75,12 +74,6 @@ def torchs(name: str, options: dict[str, Any], numel: int) -> Optimizer | None:
         return kind(params_of(numel), **options, foreach=True)
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
-
-
 def timed(numel: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of a step, by name."""
     runs: dict[str, Optimizer] = {}
@@ -89,13 +82,7 @@ def timed(numel: int, rounds: int) -> dict[str, list[float]]:
         theirs = torchs(name, options, numel)
         if theirs is not None:
             runs[f"torch {case}"] = theirs
-    times: dict[str, list[float]] = {case: [] for case in runs}
-    for turn in range(rounds + 2):
-        for case, optimizer in runs.items():
-            taken = seconds(optimizer.step)
-            if turn >= 2:
-                times[case].append(taken)
-    return times
+    return in_turn({case: optimizer.step for case, optimizer in runs.items()}, rounds)
 
 
 def drift(name: str, options: dict[str, Any], steps: int) -> float:
@@ -121,19 +108,16 @@ def state_bytes(name: str, options: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--numel", type=int, default=4 << 20, help="parameters of each optimizer")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--drift-steps", type=int, default=200)
-    results.add_argument(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     times = {
         case: statistics.median(taken) * 1e9 / args.numel for case, taken in timed(args.numel, args.rounds).items()
     }
-    print("| optimizer | ns per parameter | to AdamW8bit | torch.optim, ns | bytes of state | drift |")
-    print("| --- | --- | --- | --- | --- | --- |")
     columns = [
         Column("optimizer"),
         Column("ns per parameter", digits=2),
@@ -142,15 +126,15 @@ def main() -> None:
         Column("state", "bytes", 3),
         Column("drift", digits=3),
     ]
-    rows: list[list[Cell]] = []
-    for case, (name, options) in CASES.items():
-        figures = [times[case], times[case] / times["AdamW"], times.get(f"torch {case}"), state_bytes(name, options)]
-        rows.append([case, *figures, drift(name, options, args.drift_steps)])
-        print(
-            f"| {' | '.join(column.text(cell) for column, cell in zip(columns, rows[-1], strict=True))} |", flush=True
-        )
+
+    def rows() -> Iterator[list[Cell]]:
+        for case, (name, options) in CASES.items():
+            ns, torchs_ns = times[case], times.get(f"torch {case}")
+            more = state_bytes(name, options), drift(name, options, args.drift_steps)
+            yield [case, ns, ns / times["AdamW"], torchs_ns, *more]
+
     notes = [f"log8, {args.numel:,} float32 parameters each; drift after {args.drift_steps} free-running steps."]
-    results.write(args.json, "optimizers", "Every optimizer", columns, rows, threads=args.threads, notes=notes)
+    results.report(args.json, "optimizers", "Every optimizer", columns, rows(), threads=args.threads, notes=notes)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ this machine, with a thread each.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable
-from multiprocessing.queues import SimpleQueue
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn import Parameter
 
 import results
+from measuring import in_turn, on_ranks
 from results import Cell, Column
 from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
@@ -65,64 +63,50 @@ def ways(elements: int) -> dict[str, Callable[[], object]]:
     return found
 
 
-#: By the way of reduction: the ratio to torch's float32 time, and the share of the bytes that it sends.
-Figures = dict[str, tuple[float, float]]
+#: By the way of reduction: milliseconds, their ratio to torch's in float32, and the share of the bytes that it sends.
+Figures = dict[str, tuple[float, float, float]]
 
 
-def work(rank: int, size: int, port: int, arguments: argparse.Namespace, figures: SimpleQueue[Figures]) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    acts = ways(arguments.elements)
+def measure(elements: int, rounds: int) -> Figures:
+    """Measures on all ranks."""
+    acts = ways(elements)
     sent = {name: bytes_sent(act) for name, act in acts.items()}
-    times: dict[str, list[float]] = {name: [] for name in acts}
-    for _ in range(arguments.rounds):
-        for name, act in acts.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            act()
-            dist.barrier()
-            times[name].append(time.perf_counter() - begin)
-    if rank == 0:
-        whole = 4 * arguments.elements * (size - 1) // size
-        print(f"\n| {size} ranks, {arguments.elements:,} elements | ms | ratio | sent, of float32's |")
-        print("| --- | --- | --- | --- |")
-        row: Figures = {}
-        for name, found in times.items():
-            ratio = statistics.median(a / b for a, b in zip(found, times[BASE], strict=True))
-            part = f"{sent[name] / whole:.3f}" if sent[name] else ""
-            row[name] = ratio, sent[name] / whole
-            print(f"| {name} | {statistics.median(found) * 1e3:.2f} | {ratio:.2f} | {part} |", flush=True)
-        figures.put(row)
-    dist.destroy_process_group()
+
+    def together(act: Callable[[], object]) -> None:
+        act()
+        dist.barrier()
+
+    waits = {name: partial(together, act) for name, act in acts.items()}
+    times = in_turn(waits, rounds, unmeasured=0, before=lambda _: dist.barrier())
+    whole = 4 * elements * (dist.get_world_size() - 1) // dist.get_world_size()
+    found: Figures = {}
+    for name, seconds in times.items():
+        ratio = statistics.median(a / b for a, b in zip(seconds, times[BASE], strict=True))
+        found[name] = statistics.median(seconds) * 1e3, ratio, sent[name] / whole
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--elements", type=int, default=1 << 23)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    results.add_argument(parser)
     arguments = parser.parse_args()
-    queue: SimpleQueue[Figures] = mp.get_context("spawn").SimpleQueue()
-    by_size: dict[int, Figures] = {}
-    for size in arguments.ranks:
-        free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = free.port
-        del free
-        mp.spawn(work, (size, port, arguments, queue), nprocs=size)
-        by_size[size] = queue.get()
+    by_size: dict[int, Figures] = {
+        size: on_ranks(size, measure, arguments.elements, arguments.rounds) for size in arguments.ranks
+    }
     columns = [Column(""), *(Column(f"{size} ranks", digits=2) for size in by_size)]
     columns.append(Column("sent, of float32's", digits=3))
+    columns += [Column(f"median, {size} ranks", "ms", 2) for size in by_size]
     rows: list[list[Cell]] = []
-    for name, (_, sent) in next(iter(by_size.values())).items():
-        if name != BASE:
-            rows.append([name, *(of_size[name][0] for of_size in by_size.values()), sent or None])
+    for name, (_, _, sent) in next(iter(by_size.values())).items():
+        ratios = (of_size[name][1] for of_size in by_size.values())
+        rows.append([name, *ratios, sent or None, *(of_size[name][0] for of_size in by_size.values())])
     notes = [
         f"Time over torch's float32 reduce-scatter; {arguments.elements:,} elements in rows of {ROW:,}, gloo, "
         f"{arguments.rounds} rounds. 'mid' is a pass after which sums wait, 'last' one that writes the mean."
     ]
-    results.write(arguments.json, "ordered_reduction", "Ordered gradients", columns, rows, threads=1, notes=notes)
+    results.report(arguments.json, "ordered_reduction", "Ordered gradients", columns, rows, threads=1, notes=notes)
 
 
 if __name__ == "__main__":

@@ -8,41 +8,45 @@ whose package is installed (timm, pytorch-optimizer, schedulefree).
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+import results
 import shardopt
+from results import Cell, Column
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from wrapped import SEPARABLE, TOGETHER, final_loss
 
+CODECS = ("log8", "dynamic8")
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="optimizers, by their names in the table; default: all")
-    names = parser.parse_args().names
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, MLP 64-128-128-64, 300 steps, block_size 128")
-    print(f"{'optimizer':36} {'fp32':>8} {'log8':>8} {'dynamic8':>8}")
+
+def losses(names: list[str]) -> Iterator[list[Cell]]:
+    """Of each optimizer whose package is installed, with its state as it is and by codec."""
     for name, make in {**SEPARABLE, **TOGETHER}.items():
         if find_spec(name.split()[0]) is None or (names and name not in names):
             continue
-        memory = None if name in TOGETHER else 0
-        losses = [final_loss(lambda optimizer: optimizer, make)]
-        for codec in ("log8", "dynamic8"):
-            losses.append(
-                final_loss(
-                    lambda optimizer: shardopt.quantize_state(optimizer, codec=codec, working_memory=memory),  # noqa: B023
-                    make,
-                )
-            )
-        print(f"{name:36} " + " ".join(f"{loss:8.5f}" for loss in losses), flush=True)
+        options = {"working_memory": None if name in TOGETHER else 0}
+        wraps = [partial(shardopt.quantize_state, codec=codec, **options) for codec in CODECS]
+        yield [name, final_loss(lambda optimizer: optimizer, make), *(final_loss(wrap, make) for wrap in wraps)]
+
+
+def main() -> None:
+    parser = results.parser(__doc__)
+    parser.add_argument("names", nargs="*", help="optimizers, by their names in the table; default: all")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    columns = [Column("optimizer"), *(Column(codec, digits=5) for codec in ("fp32", *CODECS))]
+    notes = ["Loss of an MLP 64-128-128-64 after 300 steps; blocks of 128."]
+    title = "quantize_state: losses with state in 8 bits"
+    results.report(args.json, "quantize_state", title, columns, losses(args.names), threads=1, notes=notes)
 
 
 if __name__ == "__main__":

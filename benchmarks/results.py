@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -22,8 +22,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(__file__).resolve().parent / "results"
-#: What ``--json`` without a path gives: the file of the benchmark and of this machine's kind.
-DEFAULT = FOLDER
 #: Names of microarchitectures by vendor, CPU family and model, as Linux numbers them: first and last model.
 ARCHITECTURES = {
     ("AuthenticAMD", 25): {(0x00, 0x0F): "zen3", (0x10, 0x1F): "zen4", (0x20, 0x5F): "zen3", (0x60, 0xAF): "zen4"},
@@ -54,6 +52,11 @@ class Column:
     name: str
     unit: str = ""
     digits: int | None = None
+
+    @property
+    def head(self) -> str:
+        """The heading with its unit."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
 
     def round(self, cell: Cell) -> Cell:
         """A cell with as many digits as the column shows."""
@@ -112,11 +115,6 @@ class Table:
     goals: tuple[Goal, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def path(self) -> Path:
-        """The table's place in the repository."""
-        return FOLDER / self.benchmark / f"{self.kind}.json"
-
     def column(self, name: str) -> dict[str, Cell]:
         """Cells of a column, by the names of the rows."""
         (index,) = [i for i, column in enumerate(self.columns) if column.name == name]
@@ -171,52 +169,71 @@ def read_all(folder: Path = FOLDER) -> dict[str, list[Table]]:
     return found
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json [FILE]``."""
-    said = "also write the figures there (default: benchmarks/results/<benchmark>/<machine kind>.json)"
-    parser.add_argument("--json", type=Path, nargs="?", const=DEFAULT, metavar="FILE", help=said)
+def parser(text: str | None) -> argparse.ArgumentParser:
+    """A parser of a benchmark's options, with the text of its module as help and ``--json [FOLDER]``."""
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    said = "also write the figures to <benchmark>/<machine kind>.json there (default: benchmarks/results)"
+    made.add_argument("--json", type=Path, nargs="?", const=FOLDER, metavar="FOLDER", help=said)
+    return made
 
 
-def write(
+def report(
     where: Path | None,
     benchmark: str,
     title: str,
     columns: Sequence[Column],
-    rows: Sequence[Sequence[Cell]],
+    rows: Iterable[Sequence[Cell]],
     *,
     threads: int | None = None,
     goals: Sequence[Goal | None] = (),
     notes: Sequence[str] = (),
     device: str | None = None,
 ) -> None:
-    """Writes the figures of this run.
+    """Prints the figures of this run, each row as soon as it is there, and writes them.
 
     Args:
-        where: the value of ``--json``: None for nowhere, ``DEFAULT`` for the place in the repository, else a file.
+        where: the folder, the value of ``--json``; None for nowhere.
         benchmark, title, columns, rows, threads, notes: as in :class:`Table`; floats are rounded.
         goals: None stands for a goal of which the run measured nothing.
         device: a GPU, or another thing that the figures depend on in place of the processor.
     """
+    in_words = f"{device}, {commonly()}" if device else machine()
+    print(f"\n{title}\n{in_words}, commit {commit()}, {command()}\n")
+    widths = [32, *(max(len(column.head), 7) for column in columns[1:])]
+    print_row([column.head for column in columns], widths)
+    taken: list[tuple[Cell, ...]] = []
+    for row in rows:
+        taken.append(tuple(column.round(cell) for column, cell in zip(columns, row, strict=True)))
+        print_row([column.text(cell) for column, cell in zip(columns, taken[-1], strict=True)], widths)
+    set_goals = tuple(goal for goal in goals if goal is not None)
+    for text in (*notes, *(f"goal {'met' if goal.met else 'MISSED'}: {goal.text}" for goal in set_goals)):
+        print(text)
     if where is None:
         return
     table = Table(
         benchmark,
         title,
-        f"{device}, {commonly()}" if device else machine(),
+        in_words,
         slug(device) if device else kind(),
         str(date.today()),
         commit(),
         command(),
         threads,
         tuple(columns),
-        tuple(tuple(c.round(cell) for c, cell in zip(columns, row, strict=True)) for row in rows),
-        tuple(goal for goal in goals if goal is not None),
+        tuple(taken),
+        set_goals,
         tuple(notes),
     )
-    path = table.path if where == DEFAULT else where
+    path = where / table.benchmark / f"{table.kind}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(table.json(), encoding="utf-8")
     print(f"written to {path}")
+
+
+def print_row(cells: Sequence[str], widths: Sequence[int]) -> None:
+    """Prints a row, its name on the left and figures to the right of their columns."""
+    name, *figures = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    print(name.strip().ljust(widths[0]), *figures, sep="  ", flush=True)
 
 
 def at_most(text: str, got: float | None, limit: float) -> Goal | None:

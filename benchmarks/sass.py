@@ -19,7 +19,6 @@ of its bytes alone; scales are left out.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -83,6 +82,10 @@ class Counts:
     local: float  # loads and stores of spilled registers
     registers: int
     spilled: int  # bytes, anywhere in the kernel
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule}, {self.codec}, {self.weights}{'' if self.arch == 90 else f', sm_{self.arch}'}"
 
 
 def find_nvdisasm() -> str | None:
@@ -259,7 +262,7 @@ def count_staged(arch: int, rule: str, codec: str, weights: str, nvdisasm: str) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.parser(__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[90])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
@@ -268,7 +271,6 @@ def main() -> None:
         "--columns", type=int, nargs="+", default=[], help="lengths of staged rows to count, up to 1056"
     )
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (default: %(default)s)")
-    results.add_argument(parser)
     args = parser.parse_args()
     nvdisasm = find_nvdisasm()
     if shutil.which("nvcc") is None or nvdisasm is None:
@@ -277,48 +279,35 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(lambda case: count(*case, nvdisasm), cases))
         staged = list(pool.map(lambda case: count_staged(*case, nvdisasm), cases if args.columns else []))
-    columns = ("sm", "rule", "codec", "weights", "per element", "LDS", "LDGSTS", "STG", "SHFL", "local", "registers")
-    print_row(*columns, "bytes spilled", "goal")
-    missed = False
-    for c in found:
-        goal = GOALS.get((c.rule, c.codec, c.weights)) if c.arch == 90 else None
-        met = goal is None or (c.instructions <= goal and c.local == 0)
-        missed |= not met
-        said = "" if goal is None else f"{goal:.0f}, {'met' if met else 'MISSED'}"
-        moves = (c.shared_loads, c.copies, c.stores, c.shuffles, c.local)
-        figures = (f"{c.instructions:.1f}", *(f"{x:.2f}" for x in moves), c.registers, c.spilled, said)
-        print_row(c.arch, c.rule, c.codec, c.weights, *figures)
-    if staged:
-        print_row(*columns[:4], "columns", "per element", "/ aligned", "/ sectors", "local")
-    for c, s in zip(found, staged, strict=False):
-        for row in args.columns:
-            ratios = (f"{x:.2f}" for x in (s.per_element(row) / c.instructions, s.sectors(row), s.local))
-            print_row(c.arch, c.rule, c.codec, c.weights, row, f"{s.per_element(row):.1f}", *ratios)
     heads = [Column("rule, codec, weights"), Column("instructions", digits=1)]
-    heads += [Column(name, digits=2) for name in ("LDS", "LDGSTS", "STG", "SHFL")]
+    heads += [Column(name, digits=2) for name in ("LDS", "LDGSTS", "STG", "SHFL", "local")]
     heads += [Column("registers", digits=0), Column("spilled", "bytes", 0)]
-    rows: list[list[Cell]] = [
-        [
-            f"{c.rule}, {c.codec}, {c.weights}{'' if c.arch == 90 else f', sm_{c.arch}'}",
-            *(c.instructions, c.shared_loads, c.copies, c.stores, c.shuffles, c.registers, c.spilled),
-        ]
-        for c in found
-    ]
+    rows: list[list[Cell]] = []
     goals = []
     for c in found:
+        rows.append([c.name, c.instructions, c.shared_loads, c.copies, c.stores, c.shuffles, c.local])
+        rows[-1] += [c.registers, c.spilled]
         goal = GOALS.get((c.rule, c.codec, c.weights)) if c.arch == 90 else None
         if goal is not None:
-            text = f"{c.rule}, {c.codec}, {c.weights} {c.instructions:.1f}, at most {goal:g}, no spills in the loop"
+            text = f"{c.name} {c.instructions:.1f}, at most {goal:g}, no spills in the loop"
             goals.append(Goal(text, c.instructions <= goal and c.local == 0))
     release = re.findall(r"release (\d+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout)
+    device = f"CUDA {release[0]}, no GPU"
     notes = ["By nvdisasm, in the loop over aligned blocks; no GPU was used."]
     title = "CUDA: instructions per element"
-    results.write(args.json, "sass", title, heads, rows, goals=goals, notes=notes, device=f"CUDA {release[0]}, no GPU")
-    sys.exit(1 if missed else 0)
-
-
-def print_row(*cells: object) -> None:
-    print(" ".join(f"{cell!s:>15}" for cell in cells))
+    results.report(args.json, "sass", title, heads, rows, goals=goals, notes=notes, device=device)
+    if staged:
+        heads = [Column("rule, codec, weights, columns"), Column("instructions", digits=1)]
+        heads += [Column(name, digits=2) for name in ("over aligned", "sectors", "local")]
+        cases_and_rows = product(zip(found, staged, strict=True), args.columns)
+        figures: list[list[Cell]] = []
+        for (c, s), row in cases_and_rows:
+            ratio = s.per_element(row) / c.instructions
+            figures.append([f"{c.name}, {row}", s.per_element(row), ratio, s.sectors(row), s.local])
+        title = "CUDA: instructions per element of rows of other lengths"
+        notes = ["Over those of aligned blocks; sectors of 32 bytes over those of the bytes alone."]
+        results.report(args.json, "sass_rows", title, heads, figures, notes=notes, device=device)
+    sys.exit(0 if all(goal.met for goal in goals) else 1)
 
 
 if __name__ == "__main__":

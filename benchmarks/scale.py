@@ -5,13 +5,12 @@ sharding, and ranks of jobs on as many, half as many and twice as many ranks tha
 the meta device; descriptions, plans, index, tables and reads are real, what other ranks tell is computed. Each row is a
 process of its own. Memory is the peak of the resident set, less what it was before: the simulation's own is in it.
 
-    python benchmarks/scale.py                      # all rows, Markdown
+    python benchmarks/scale.py --json               # all rows
     python benchmarks/scale.py --model 70b --sharding fsdp2 --ranks 4096
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -29,7 +28,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+import results
 import shardopt
+from results import Cell, Column
 from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.data_file import DataFiles, placed
 from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, dump_index, load_index
@@ -325,11 +326,11 @@ def _grid(parameter: Parameter) -> Any:
     return BlockGrid(parameter.shape, 128)
 
 
-COLUMNS = ("describe and plan", "load index", "find reads, same", "find reads, half", "find reads, double")
+PHASES = ("describe and plan", "load index", "find reads, same", "find reads, half", "find reads, double")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--model", nargs="+", default=["8b", "70b"], choices=["8b", "70b"])
     parser.add_argument("--sharding", nargs="+", default=list(SHARDINGS), choices=SHARDINGS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 4096])
@@ -340,21 +341,36 @@ def main() -> None:
         torch.set_num_threads(1)
         print(json.dumps(row(args.model[0], args.sharding[0], args.ranks[0], args.folder)))
         return
-    titles = [f"{each}: s, MiB" for each in COLUMNS]
-    print("| model, sharding, ranks | index KiB | told B | " + " | ".join(titles), end="")
-    print(" | files and KiB of tables: same, half, double | shards: s, MiB; cut blocks |")
-    print("| --- " * (len(COLUMNS) + 5) + "|")
-    for model, sharding, ranks in itertools.product(args.model, args.sharding, args.ranks):
-        command = [sys.executable, __file__, "--row", "--model", model, "--sharding", sharding, "--ranks", str(ranks)]
-        done = subprocess.run([*command, "--folder", args.folder], check=True, capture_output=True, text=True)
-        found = json.loads(done.stdout)
-        assert found["listed"] == 0, "a tensor has no rule"
-        times = [f"{found[each][0]:.3f}, {found[each][1]:.0f}" for each in COLUMNS]
-        tables = [found[f"tables, {each}"] for each in ("same", "half", "double")]
-        cells = [f"{model} {sharding} {ranks:,}", f"{found['index'] / 1024:,.0f}", str(found["bytes told"]), *times]
-        cells.append("; ".join(f"{count} {size / 1024:,.0f}" for count, size in tables))
-        cells.append("{:.3f}, {:.0f}; {}".format(*found["optimizer's tables"], found["cut blocks"]))
-        print("| " + " | ".join(cells) + " |", flush=True)
+
+    def rows() -> Iterator[list[Cell]]:
+        for model, sharding, ranks in itertools.product(args.model, args.sharding, args.ranks):
+            options = [
+                "--row",
+                "--model",
+                model,
+                "--sharding",
+                sharding,
+                "--ranks",
+                str(ranks),
+                "--folder",
+                args.folder,
+            ]
+            done = subprocess.run([sys.executable, __file__, *options], check=True, capture_output=True, text=True)
+            found = json.loads(done.stdout)
+            assert found["listed"] == 0, "a tensor has no rule"
+            tables = [found[f"tables, {which}"] for which in ("same", "half", "double")]
+            of_tables = "; ".join(f"{count} {size / 1024:,.0f}" for count, size in tables)
+            cut = "{:.3f}, {:.0f}; {}".format(*found["optimizer's tables"], found["cut blocks"])
+            times = itertools.chain.from_iterable(found[phase] for phase in PHASES)
+            name = f"{model} {sharding} {ranks:,}"
+            yield [name, found["index"] / 1024, found["bytes told"], *times, of_tables, cut]
+
+    columns = [Column("model, sharding, ranks"), Column("index", "KiB", 0), Column("told", "B", 0)]
+    for phase in PHASES:
+        columns += [Column(phase, "s", 3), Column(f"{phase}, memory", "MiB", 0)]
+    columns += [Column("files and KiB of tables: same; half; double"), Column("shards: s, MiB; cut blocks")]
+    title = "Checkpoints of Llama: what one rank does to save, and to load on as many, half and twice as many ranks"
+    results.report(args.json, "scale", title, columns, rows())
 
 
 if __name__ == "__main__":

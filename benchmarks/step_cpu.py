@@ -24,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -36,7 +35,8 @@ from torch import Tensor
 
 import results as files
 import shardopt
-from results import ROOT, Cell, Column, commit, machine
+from measuring import in_turn
+from results import ROOT, Cell, Column
 from shardopt import _C
 from shardopt.kernels.dispatch import CpuCall
 
@@ -182,34 +182,12 @@ def step_of(contender: str, gradients: list[torch.Tensor]) -> Callable[[], objec
     return CONTENDERS[contender](params).step
 
 
-def interleaved(steps: dict[str, Callable[[], object]], rounds: int, at_once: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round, after two unmeasured rounds.
-
-    Args:
-        steps: what takes turns.
-        rounds: turns that are measured.
-        at_once: steps in one turn, whose median counts.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for current in range(rounds + 2):
-        for name, step in steps.items():
-            turn = []
-            for _ in range(at_once):
-                start = time.perf_counter()
-                step()
-                turn.append(time.perf_counter() - start)
-            if current >= 2:
-                seconds[name].append(statistics.median(turn))
-    return seconds
-
-
 def measure(
     contenders: list[str],
     shapes: dict[str, list[tuple[int, ...]]],
     threads: int,
     rounds: int,
     dtype: torch.dtype,
-    at_once: int = 1,
 ) -> list[Result]:
     """Each contender on each list of sizes, all in one interleaved run."""
     torch.set_num_threads(threads)
@@ -227,7 +205,7 @@ def measure(
             print(f"left out {contender}: {error}", file=sys.stderr)
             continue
         cases[case] = contender, name, sum(gradient.numel() for gradient in gradients[name])
-    seconds = interleaved(steps, rounds, at_once).values()
+    seconds = in_turn(steps, rounds).values()
     return [
         Result(contender, threads, name, numel, statistics.median(times) * 1e3, min(times) * 1e3)
         for (contender, name, numel), times in zip(cases.values(), seconds, strict=True)
@@ -265,20 +243,8 @@ def in_cache(contenders: list[str], columns: list[int], rounds: int, dtype: torc
             gradient = torch.randn(2**15 // length, length).mul_(1e-3).to(dtype)
             kernels[f"{contender}, {length}"] = kernel_of(contender, gradient)
             cases[f"{contender}, {length}"] = contender, 1, f"rows of {length}", gradient.numel()
-    seconds = interleaved(kernels, rounds, at_once=50)
+    seconds = in_turn(kernels, rounds, at_once=50)
     return [Result(*cases[case], statistics.median(s) * 1e3, min(s) * 1e3) for case, s in seconds.items()]
-
-
-def print_table(results: list[Result]) -> None:
-    base = results[0]
-    print(f"\n{base.numel:,} parameters, {base.threads} threads")
-    print(f"{'':42}{'ms':>10}{'fastest':>10}{'ns/param':>10}{'to the first':>14}{'fastest':>10}")
-    for result in results:
-        name = f"{result.contender}, {result.shapes}"
-        ratio = result.ns_per_parameter / base.ns_per_parameter
-        fastest = result.fastest_ms / result.numel / (base.fastest_ms / base.numel)
-        row = f"{name:42}{result.ms:10.3f}{result.fastest_ms:10.3f}{result.ns_per_parameter:10.3f}"
-        print(f"{row}{ratio:14.2f}{fastest:10.2f}")
 
 
 def print_bound(results: list[Result]) -> None:
@@ -296,8 +262,9 @@ def part(args: argparse.Namespace) -> tuple[str, str]:
     if args.all_cores:
         return f"step_cpu_all_cores{dtype}", "One AdamW step on the CPU by number of threads"
     if args.in_cache:
-        rows = "_rows" if args.columns else ""
-        return f"step_cpu_in_cache{rows}{dtype}", "The kernels alone: in cache, one thread"
+        if args.columns:
+            return f"step_cpu_rows{dtype}", "The kernels alone by length of rows: in cache, one thread"
+        return f"step_cpu_in_cache{dtype}", "The kernels alone: in cache, one thread"
     if args.columns:
         return f"step_cpu_columns{dtype}", "One AdamW step on the CPU by length of rows"
     shapes = "" if args.shapes == ["one"] else "_" + "_".join(args.shapes)
@@ -306,8 +273,8 @@ def part(args: argparse.Namespace) -> tuple[str, str]:
     return f"step_cpu{peers}{shapes}{dtype}", title
 
 
-def write(args: argparse.Namespace, results: list[Result]) -> None:
-    """Writes the results where ``--json`` says."""
+def report(args: argparse.Namespace, results: list[Result]) -> None:
+    """Prints the results, and writes them where ``--json`` says."""
     args.contenders = [name for name in args.contenders if any(r.contender == name for r in results)]
     several = len({r.threads for r in results}) > 1
     shapes = len({r.shapes for r in results}) > 1
@@ -316,18 +283,20 @@ def write(args: argparse.Namespace, results: list[Result]) -> None:
     for r in results:
         name = r.contender + (f", {r.shapes}" if shapes else "") + (f", {r.threads} threads" if several else "")
         peer = base.get((r.threads, r.shapes))
-        rows.append([name, r.ms, r.fastest_ms, files.ratio(peer and peer.ms, r.ms), r.ns_per_parameter])
+        ns, first = r.ns_per_parameter, results[0].ns_per_parameter
+        rows.append([name, r.ms, r.fastest_ms, files.ratio(peer and peer.ms, r.ms), ns, ns / first])
     columns = [Column(""), Column("median", "ms"), Column("fastest", "ms")]
     columns += [Column("DeepSpeedCPUAdam's time over it", digits=2), Column("ns per parameter", digits=3)]
+    columns.append(Column("over the first's", digits=2))
     threads = None if several else results[0].threads
     numels = ", ".join(f"{numel:,}" for numel in dict.fromkeys(r.numel for r in results))
     notes = [f"{numels} parameters of {args.dtype}; {args.rounds} interleaved rounds."]
     name, title = part(args)
-    files.write(args.json, name, title, columns, rows, threads=threads, notes=notes)
+    files.report(args.json, name, title, columns, rows, threads=threads, notes=notes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = files.parser(__doc__)
     parser.add_argument("--numel", type=int, default=64 * 2**20)
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=15)
@@ -338,14 +307,12 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--in-cache", action="store_true", help="the kernels alone, in one thread, by --columns")
     parser.add_argument("--all-cores", action="store_true", help="log8, fp32 and memory in 1, 2, 4, ... all threads")
-    files.add_argument(parser)
     args = parser.parse_args()
     if args.all_cores:
         cores = len(os.sched_getaffinity(0))
         args.threads = sorted({*(2**k for k in range(cores.bit_length())), cores})
         args.contenders = ["shardopt log8", "shardopt fp32", "memory, 16.2 bytes", "memory, 28 bytes"]
 
-    print(f"{machine()}, commit {commit()}, {args.dtype}, medians of {args.rounds} rounds")
     dtype = getattr(torch, args.dtype)
     if args.columns:
         runs = [{f"rows of {columns}": [(args.numel // columns, columns)] for columns in args.columns}]
@@ -355,15 +322,12 @@ def main() -> None:
     results: list[Result] = []
     if args.in_cache:
         results = in_cache(args.contenders, args.columns or [1024], args.rounds, dtype)
-        print_table(results)
     else:
         for shapes, threads in product(runs, args.threads):
-            found = measure(args.contenders, shapes, threads, args.rounds, dtype)
-            print_table(found)
-            results += found
+            results += measure(args.contenders, shapes, threads, args.rounds, dtype)
+    report(args, results)
     if args.all_cores:
         print_bound(results)
-    write(args, results)
 
 
 if __name__ == "__main__":

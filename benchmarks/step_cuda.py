@@ -10,8 +10,6 @@ until the call of step() returns. A contender whose package is not installed is 
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import statistics
 import sys
 import time
@@ -22,7 +20,7 @@ import torch
 
 import results as figures
 import shardopt
-from results import Cell, Column, commit
+from results import Cell, Column
 from shardopt.kernels import dispatch_cuda
 from step_cpu import SHAPES
 
@@ -166,45 +164,33 @@ def measure(names: list[str], shapes: str, numel: int, rounds: int, bandwidth: f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = figures.parser(__doc__)
     parser.add_argument("--numel", type=int, help="parameters; default: 1e9, or as many as fit")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    figures.add_argument(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device that PyTorch can use")
 
-    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    revision = commit() if shutil.which("git") else "unknown"
     bandwidth = copy_bandwidth(args.rounds)
     torch.cuda.empty_cache()
     numel = args.numel or numel_that_fits(args.contenders, torch.cuda.mem_get_info()[0])
     if numel == 0:
         sys.exit("got too little free memory for 1e8 parameters of all contenders; name fewer, or give --numel")
-    print(f"{device}, commit {revision}, medians of {args.rounds} rounds; copy {bandwidth / 1e9:,.0f} GB/s")
     results: list[Result] = []
     for shapes in args.shapes:
-        found = measure(args.contenders, shapes, numel, args.rounds, bandwidth)
+        results += measure(args.contenders, shapes, numel, args.rounds, bandwidth)
         torch.cuda.empty_cache()
-        results += found
-        if not found:
-            continue
-        base = found[0]
-        print(f"\n{shapes}: {base.numel:,} parameters in {len(SHAPES[shapes](numel))} tensors")
-        print(f"{'':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'time / ' + base.contender:>22}{'host us':>10}")
-        for r in found:
-            share, ratio = f"{r.share_of_copy:.0%}", r.ms / base.ms
-            print(f"{r.contender:30}{r.ms:9.3f}{r.gb_per_s:8.0f}{share:>9}{ratio:22.2f}{r.host_us:10.0f}")
     columns = [Column(""), Column("median", "ms", 3), Column("fastest", "ms", 3), Column("traffic", "GB/s", 0)]
     columns += [Column("of a copy's", digits=2), Column("host", "us", 0)]
     rows: list[list[Cell]] = [
         [f"{r.contender}, {r.shapes}", r.ms, r.fastest_ms, r.gb_per_s, r.share_of_copy, r.host_us] for r in results
     ]
-    notes = [f"Up to {numel:,} parameters; medians of {args.rounds} rounds; a copy has {bandwidth / 1e9:.0f} GB/s."]
+    numels = ", ".join(f"{shapes} {numel:,}" for shapes, numel in dict.fromkeys((r.shapes, r.numel) for r in results))
+    notes = [f"Parameters: {numels}; medians of {args.rounds} rounds; a copy has {bandwidth / 1e9:.0f} GB/s."]
     name = torch.cuda.get_device_name()
-    figures.write(args.json, "step_cuda", "One step on a GPU", columns, rows, notes=notes, device=name)
+    figures.report(args.json, "step_cuda", "One step on a GPU", columns, rows, notes=notes, device=name)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ contender by itself with warm ones. Medians are reported.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import results
 import shardopt
-from results import Cell, Column, commit, machine
+from measuring import in_turn
+from results import Cell, Column
 from step_cpu import CONTENDERS, Params
 
 Step = Callable[[], object]
@@ -100,54 +100,35 @@ def new_gradients(params: Params) -> None:
 def measure(kinds: list[str], tensors: int, numel: int, rounds: int) -> dict[tuple[str, str, str], float]:
     """Median seconds by parameters, contender and kind of gradients, after 10 unmeasured rounds."""
     runs: dict[tuple[str, str, str], tuple[Params, Step]] = {}
-    for kind in kinds:
-        for name in NAMES:
-            for gradients in ("same", "fresh"):
-                params = PARAMS[kind](tensors, numel)
-                new_gradients(params)
-                runs[kind, name, gradients] = (params, step_of(name, kind, params))
-    seconds: dict[tuple[str, str, str], list[float]] = {key: [] for key in runs}
-    for _ in range(rounds + 10):
-        for key, (params, step) in runs.items():
-            if key[2] == "fresh":
-                new_gradients(params)
-            seconds[key].append(timed(step))
-    for kind in kinds:
-        for name in NAMES:
-            _, step = runs[kind, name, "same"]
-            seconds[kind, name, "alone"] = [timed(step) for _ in range(rounds + 10)]
-    return {key: statistics.median(times[10:]) for key, times in seconds.items()}
-
-
-def timed(step: Step) -> float:
-    """Seconds that a step takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    for kind, name, gradients in product(kinds, NAMES, ("same", "fresh")):
+        params = PARAMS[kind](tensors, numel)
+        new_gradients(params)
+        runs[kind, name, gradients] = (params, step_of(name, kind, params))
+    fresh = {key: params for key, (params, _) in runs.items() if key[2] == "fresh"}
+    steps = {key: step for key, (_, step) in runs.items()}
+    seconds = in_turn(steps, rounds, unmeasured=10, before=lambda key: new_gradients(fresh.get(key, [])))
+    for kind, name in product(kinds, NAMES):
+        alone = kind, name, "alone"
+        seconds |= in_turn({alone: steps[kind, name, "same"]}, rounds, unmeasured=10)
+    return {key: statistics.median(times) for key, times in seconds.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.parser(__doc__)
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--numel", type=int, default=16, help="elements per tensor")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--params", choices=PARAMS, nargs="+", default=list(PARAMS))
-    results.add_argument(parser)
     args = parser.parse_args()
     rows: list[list[Cell]] = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(f"{machine()}, commit {commit()}, medians of {args.rounds} rounds")
     for threads in args.threads:
         torch.set_num_threads(threads)
         found = measure(args.params, args.tensors, args.numel, args.rounds)
-        print(f"\n{args.tensors} tensors of {args.numel} elements, {threads} threads, microseconds per step")
-        print(f"{'':26}{'same gradients':>16}{'fresh gradients':>17}{'same, alone':>14}")
-        for kind in args.params:
-            for name in NAMES:
-                same, fresh, alone = (found[kind, name, which] * 1e6 for which in ("same", "fresh", "alone"))
-                print(f"{kind + ', ' + name:26}{same:16.1f}{fresh:17.1f}{alone:14.1f}")
-                rows.append([f"{kind}, {name}{f', {threads} threads' if threads > 1 else ''}", same, fresh, alone])
+        for kind, name in product(args.params, NAMES):
+            times = (found[kind, name, which] * 1e6 for which in ("same", "fresh", "alone"))
+            rows.append([f"{kind}, {name}{f', {threads} threads' if threads > 1 else ''}", *times])
     dist.destroy_process_group()
     columns = [Column(""), *(Column(name, "us", 0) for name in ("same gradients", "new gradients", "alone"))]
     same, alone = ({str(row[0]): float(row[at]) for row in rows} for at in (1, 3))  # type: ignore[arg-type]
@@ -157,9 +138,10 @@ def main() -> None:
         results.at_least("torch fused's time over log8's", results.ratio(same.get(fused), same.get(ours)), 1.5),
     ]
     notes = [
-        f"{args.tensors} tensors of {args.numel} elements. The first two columns are interleaved, so with cold caches."
+        f"{args.tensors} tensors of {args.numel} elements; medians of {args.rounds} rounds.",
+        "The first two columns are interleaved, so with cold caches.",
     ]
-    results.write(args.json, "step_overhead", "Calling a step", columns, rows, threads=1, goals=goals, notes=notes)
+    results.report(args.json, "step_overhead", "Calling a step", columns, rows, threads=1, goals=goals, notes=notes)
 
 
 if __name__ == "__main__":

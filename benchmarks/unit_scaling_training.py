@@ -1,29 +1,31 @@
 """Trains the job's model in the standard parametrization and in u-muP, with 8-bit state, in float32, FP16 and FP8.
 
-    OMP_NUM_THREADS=1 python benchmarks/unit_scaling_training.py [--steps N] [--widths 64 128 256] [--plot FILE]
+    OMP_NUM_THREADS=1 python benchmarks/unit_scaling_training.py [--steps N] [--widths 64 128 256] [--json]
 
-Three tables: held-out losses by learning rate and width; those by number format at the best learning rate of the first
-width; and shares of weight gradients that are zero in FP16 at initialisation. FP16 has no loss scale and 24-bit master
-weights, FP8 no scales. "1 of 256" divides the loss by 256, as if the batch had 256 times as many tokens. It takes
-five minutes on one core. The text is that of ``launch/train.py``: the source of Python's standard library.
+Three tables: held-out losses by learning rate and width, for each parametrization; and those by number format at the
+best learning rate of the first width, with shares of weight gradients that are zero in FP16 at initialisation. FP16 has
+no loss scale and 24-bit master weights, FP8 no scales. "1 of 256" divides the loss by 256, as if the batch had 256
+times as many tokens. It takes five minutes on one core. The text is that of ``launch/train.py``: the source of Python's
+standard library.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
 import sys
 import tempfile
-import time
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
+import results
+from results import ROOT, Cell, Column
+
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
 from lm import config, data, networks, plan, training  # noqa: E402
@@ -44,6 +46,10 @@ FORMATS: dict[str, tuple[Any, ...]] = {
     "fp16": ("--precision", "fp16", "--master-weight-bits", 24),
     "fp8": ("--precision", "fp8"),
 }
+#: In headings, and in names of files, by parametrization; and in headings by what the loss is divided by.
+TITLES = {"sp": "standard", "u-mup": "u-muP"}
+FILES = {"sp": "standard", "u-mup": "umup"}
+PARTS = {1: "", 256: ", 1 of 256"}
 
 
 def heldout_loss(parametrization: str, width: int, lr: float, steps: int, *options: Any, parts: int = 1) -> float:
@@ -89,63 +95,42 @@ def zeros(parametrization: str, width: int, parts: int) -> list[float]:
     return [(p.grad == 0).double().mean().item() for p in matrices]
 
 
-def sweep(widths: list[int], steps: int) -> dict[str, dict[int, dict[float, float]]]:
-    """Prints and returns held-out losses by parametrization, width and learning rate."""
-    losses: dict[str, dict[int, dict[float, float]]] = {}
-    for parametrization, rates in RATES.items():
-        print(f"\n| {parametrization} | " + " | ".join(f"{lr:g}" for lr in rates) + " | best |")
-        print("| --- " * (len(rates) + 2) + "|")
-        losses[parametrization] = {}
-        for width in widths:
-            found = {lr: heldout_loss(parametrization, width, lr, steps) for lr in rates}
-            losses[parametrization][width] = found
-            cells = [f"{loss:.3f}" for loss in found.values()] + [f"{min(found, key=found.__getitem__):g}"]
-            print(f"| width {width} | " + " | ".join(cells) + " |", flush=True)
-    return losses
-
-
-def plot(losses: dict[str, dict[int, dict[float, float]]], path: str) -> None:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(losses), figsize=(9, 4), sharey=True)
-    for axis, (parametrization, by_width) in zip(axes, losses.items(), strict=True):
-        for width, found in by_width.items():
-            axis.plot(list(found), list(found.values()), "o-", label=f"width {width}")
-        axis.set(xscale="log", xlabel="learning rate", title=parametrization)
-        axis.legend()
-    axes[0].set_ylabel("held-out loss [nats per byte]")
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--plot", help="PNG of the first table")
-    arguments = parser.parse_args()
-    widths, steps = arguments.widths, arguments.steps
-    print(
-        f"{steps} steps of {BATCH} x {CONTEXT} bytes, {LAYERS} layers, AdamW with log8 state, torch {torch.__version__}"
+    args = parser.parse_args()
+    run = f"In nats per byte after {args.steps} steps of {BATCH} x {CONTEXT} bytes, one seed; {LAYERS} layers, AdamW "
+    notes = [f"{run}with log8 state."]
+    first = args.widths[0]
+    best: dict[str, float] = {}
+    for name, rates in RATES.items():
+        found = {(width, lr): heldout_loss(name, width, lr, args.steps) for width in args.widths for lr in rates}
+        best[name] = min(rates, key=lambda lr, found=found: found[first, lr])  # type: ignore[misc]
+        rows: list[list[Cell]] = [[f"width {width}", *(found[width, lr] for lr in rates)] for width in args.widths]
+        columns = [Column(""), *(Column(f"{lr:.3g}", digits=3) for lr in rates)]
+        title = f"Held-out loss by learning rate: {TITLES[name]}"
+        results.report(args.json, f"unit_scaling_{FILES[name]}", title, columns, rows, threads=1, notes=notes)
+    shown = ", ".join(f"{TITLES[name]} {lr:.3g}" for name, lr in best.items())
+    shares = {(name, parts): zeros(name, first, parts) for name in best for parts in PARTS}
+    of_zeros = "; ".join(
+        f"{TITLES[name]}{PARTS[parts]} {sum(found) / len(found):.2%}, {max(found):.2%}"
+        for (name, parts), found in shares.items()
     )
-    losses = sweep(widths, steps)
-    if arguments.plot:
-        plot(losses, arguments.plot)
-    width = widths[0]
-    best = {name: min(by_width[width], key=by_width[width].__getitem__) for name, by_width in losses.items()}
-    shown = ", ".join(f"{name} {lr:g}" for name, lr in best.items())
-    print(f"\n| width {width}, lr {shown} | " + " | ".join(f"{name} | 1 of 256" for name in best) + " |")
-    print("| --- " * (2 * len(best) + 1) + "|")
-    for label, options in FORMATS.items():
-        cells = [
-            f"{heldout_loss(name, width, lr, steps, *options, parts=parts):.3f}"
-            for name, lr in best.items()
-            for parts in (1, 256)
-        ]
-        print(f"| {label} | " + " | ".join(cells) + " |", flush=True)
-    shares = [zeros(name, width, parts) for name in best for parts in (1, 256)]
-    cells = [f"{100 * sum(found) / len(found):.2f}%, {100 * max(found):.2f}%" for found in shares]
-    print("| zeros in FP16 at initialisation: mean, worst matrix | " + " | ".join(cells) + " |")
-    print(f"\n{time.process_time():.0f} s of processor time")
+    notes = [
+        f"{run}with log8 state, width {first}, learning rates {shown}. FP16 stores parameters with 24-bit masters and "
+        "has no loss scale; FP8 is emulated by casts. '1 of 256': the loss is divided by 256.",
+        f"Zeros among FP16's weight gradients at initialisation, mean and worst matrix: {of_zeros}.",
+    ]
+    columns = [Column(""), *(Column(f"{TITLES[name]}{PARTS[parts]}", digits=3) for name in best for parts in PARTS)]
+
+    def of_formats() -> Iterator[list[Cell]]:
+        for label, options in FORMATS.items():
+            runs = product(best.items(), PARTS)
+            yield [label, *(heldout_loss(name, first, lr, args.steps, *options, parts=n) for (name, lr), n in runs)]
+
+    title = "Unit scaling: number formats"
+    results.report(args.json, "unit_scaling_formats", title, columns, of_formats(), threads=1, notes=notes)
 
 
 if __name__ == "__main__":

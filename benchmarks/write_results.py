@@ -54,7 +54,7 @@ SHOWN = {
     "step_overhead": Shown(5, ("alone",)),
     "optimizers": Shown(15),
     "clip": Shown(3, ("torch", "in place, to torch", "by the step, to torch", "norm below the limit, to torch")),
-    "ordered_reduction": Shown(7),
+    "ordered_reduction": Shown(8, ("2 ranks", "4 ranks", "sent, of float32's")),
     "checkpoint": Shown(3),
     "zero_offload": Shown(6),
     "free_running": Shown(6, ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")),
@@ -106,8 +106,7 @@ def table_of(tables: list[Table], shown: Shown) -> Iterator[str]:
     for table in tables:
         for index, column in enumerate(table.columns[1:], 1):
             if shown.columns is None or column.name in shown.columns:
-                head = f"{column.name}, {column.unit}" if column.unit else column.name
-                heads.append(f"{short(table.kind)}: {head}" if len(tables) > 1 else head)
+                heads.append(f"{short(table.kind)}: {column.head}" if len(tables) > 1 else column.head)
                 columns.append({str(row[0]): column.text(row[index]) for row in table.rows})
     yield line(heads)
     yield line(["---"] * len(heads))

@@ -12,7 +12,6 @@ resident memory that the first step added, and at most what later ones took and 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import os
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 import results as figures
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
+from measuring import among_ranks
 from results import Cell, Column, commit, machine
 
 #: By the name that the results give them: config types. DeepSpeed makes of AdamW its DeepSpeedCPUAdam.
@@ -151,7 +151,7 @@ def measure(numel: int, dtype: str, rounds: int, length: int) -> tuple[list[Resu
 
 
 def _result(kind: str, run: Run) -> Result:
-    optimizer, cpu, engine = (_slowest(times[1:]) for times in (run.optimizer_s, run.cpu_s, run.engine_s))
+    optimizer, cpu, engine = (among_ranks(times[1:]) for times in (run.optimizer_s, run.cpu_s, run.engine_s))
     sizes = [run.state_bytes, run.resident, run.peak]
     return Result(
         kind,
@@ -161,13 +161,6 @@ def _result(kind: str, run: Run) -> Result:
         min(optimizer) * 1e3,
         *(size / run.owned for size in sizes),
     )
-
-
-def _slowest(seconds: list[float]) -> list[float]:
-    """Per round, of all ranks."""
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.tolist()
 
 
 def _resident(*, peak: bool) -> int:
@@ -215,36 +208,17 @@ def first_use() -> dict[str, float]:
     return found
 
 
-def print_table(results: list[Result]) -> None:
-    base = results[-1]
-    print(f"{'':22}{'optimizer ms':>14}{'fastest':>10}{'on a core':>11}{'engine.step ms':>16}", end="")
-    print(f"{'state B/param':>15}{'resident':>10}{'peak':>8}   over {base.contender}: ", end="")
-    print("".join(f"{ratio:>7}" for ratio in ("time", "core", "step", "state")))
-    for result in results:
-        print(
-            f"{result.contender:22}{result.optimizer_ms:14.2f}{result.fastest_optimizer_ms:10.2f}"
-            f"{result.cpu_ms:11.2f}{result.engine_step_ms:16.2f}{result.state_bytes_per_parameter:15.3f}"
-            f"{result.resident_bytes_per_parameter:10.2f}{result.peak_bytes_per_parameter:8.2f}"
-            f"{'':{9 + len(base.contender)}}{result.optimizer_ms / base.optimizer_ms:7.2f}"
-            f"{result.cpu_ms / base.cpu_ms:7.2f}"
-            f"{result.engine_step_ms / base.engine_step_ms:7.2f}"
-            f"{result.state_bytes_per_parameter / base.state_bytes_per_parameter:7.3f}"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = figures.parser(__doc__)
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the model")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--length", type=int, default=33, help="tokens of a batch")
     parser.add_argument("--first-use", action="store_true", help="measure only the time to the first step")
-    figures.add_argument(parser)
     args = parser.parse_args()
-    header: dict[str, Any] = {"machine": machine(), "commit": commit(), "command": sys.argv}
     if args.first_use:
         times = first_use()
-        print(f"{header['machine']}, commit {header['commit']}, one run")
+        print(f"{machine()}, commit {commit()}, one run")
         for kind, seconds in times.items():
             print(f"{kind:22}{seconds:10.2f} s from making the optimizer to the end of its first step")
         return
@@ -254,10 +228,6 @@ def main() -> None:
     dist.destroy_process_group()
     if not first:
         return
-    threads = torch.get_num_threads()
-    print(f"{header['machine']}, commit {header['commit']}, {' '.join(sys.argv)}, medians of {args.rounds} rounds")
-    print(f"{numel:,} parameters in {args.dtype}, ZeRO-2, optimizer offloaded, {ranks} ranks, {threads} threads each")
-    print_table(results)
     columns = [
         Column("optimizer"),
         *(Column(name, "ms", 1) for name in ("optimizer's step", "fastest", "CPU time", "engine step")),
@@ -279,7 +249,9 @@ def main() -> None:
     ]
     title = "DeepSpeed ZeRO-2 with offload of the optimizer"
     notes = [f"{numel:,} parameters in {args.dtype}, {ranks} ranks; medians of {args.rounds} rounds."]
-    figures.write(args.json, "zero_offload", title, columns, rows, threads=threads, goals=goals, notes=notes)
+    figures.report(
+        args.json, "zero_offload", title, columns, rows, threads=torch.get_num_threads(), goals=goals, notes=notes
+    )
 
 
 if __name__ == "__main__":

@@ -163,9 +163,9 @@ sanitizer)
     done
     ;;
 bench)
-    check step 330 step.log "$python" benchmarks/step_cuda.py --rounds "${ROUNDS:-50}" --json "$out/step_cuda.json"
+    check step 330 step.log "$python" benchmarks/step_cuda.py --rounds "${ROUNDS:-50}" --json "$out"
     left_out step step.log "^left out"
-    check offload 230 offload.log "$python" benchmarks/offload_cuda.py --json "$out/offload_cuda.json"
+    check offload 230 offload.log "$python" benchmarks/offload_cuda.py --json "$out"
     ;;
 profile)
     command -v ncu >/dev/null || die "no ncu on PATH"

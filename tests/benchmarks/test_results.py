@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -37,13 +36,13 @@ def test_every_benchmark_stands_in_the_results() -> None:
             assert goal.text in text
 
 
-def table(path: Path) -> Table:
+def table(folder: Path) -> Table:
     """A small table, written by a script's call, as it is read again."""
     columns = [Column("optimizer"), Column("time", "ms", 2), Column("size")]
     rows = [["ours", 1.23456, 3], ["theirs", [1.5, 2.25], None]]
     goals = [results.at_most("time", 1.23456, 1.2), results.at_least("ratio", None, 2.0)]
-    results.write(path, "small", "A small benchmark", columns, rows, threads=2, goals=goals, notes=["a note"])
-    return results.read(path)
+    results.report(folder, "small", "A small benchmark", columns, rows, threads=2, goals=goals, notes=["a note"])
+    return results.read(folder / "small" / "amd-zen4-2-cores.json")
 
 
 @pytest.fixture
@@ -54,32 +53,33 @@ def script(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_what_a_script_writes_can_be_read(script: None, tmp_path: Path) -> None:
-    path = tmp_path / "small" / "amd-zen4-2-cores.json"
-    found = table(path)
+def test_what_a_script_writes_can_be_read(script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = table(tmp_path)
     assert found.rows == (("ours", 1.23, 3), ("theirs", [1.5, 2.25], None))
     assert found.goals == (Goal("time 1.23, at most 1.2", False),)
     assert found.command == "python benchmarks/small.py --rounds 3 --fast"
-    assert found.json() == path.read_text()
+    assert found.json() == (tmp_path / "small" / "amd-zen4-2-cores.json").read_text()
     assert [found.columns[1].text(row[1]) for row in found.rows] == ["1.23", "1.50, 2.25"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["optimizer", "time,", "ms", "size"] in lines
+    assert ["ours", "1.23", "3"] in lines
+    assert ["goal", "MISSED:", "time", "1.23,", "at", "most", "1.2"] in lines
 
 
 def test_without_json_nothing_is_written(script: None, tmp_path: Path) -> None:
-    results.write(None, "small", "A small benchmark", [Column("")], [["ours"]])
+    results.report(None, "small", "A small benchmark", [Column("")], [["ours"]])
     assert not list(tmp_path.iterdir())
 
 
-def test_the_default_place_is_that_of_the_machine(
-    script: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "FOLDER", tmp_path)
-    results.write(results.DEFAULT, "small", "A small benchmark", [Column("")], [["ours"]])
-    assert json.loads((tmp_path / "small" / "amd-zen4-2-cores.json").read_text())["title"] == "A small benchmark"
+def test_the_default_place_is_that_of_the_repository() -> None:
+    parser = results.parser("A small benchmark")
+    assert parser.parse_args(["--json"]).json == results.ROOT / "benchmarks" / "results"
+    assert parser.parse_args([]).json is None
 
 
 def test_faulty_files_are_refused(script: None, tmp_path: Path) -> None:
+    found = table(tmp_path)
     path = tmp_path / "small" / "amd-zen4-2-cores.json"
-    found = table(path)
     path.write_text(dataclasses.replace(found, rows=(("ours", 1.0),)).json())
     with pytest.raises(ValueError, match=r"got 2 cells in the row 'ours', expected 3"):
         results.read(path)

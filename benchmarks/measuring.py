@@ -1,0 +1,81 @@
+"""How benchmarks measure: contenders in turn, so that a machine's changes of pace hit all alike; and ranks of gloo."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+Name = TypeVar("Name")
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def in_turn(
+    acts: Mapping[Name, Callable[[], object]],
+    rounds: int,
+    *,
+    unmeasured: int = 2,
+    at_once: int = 1,
+    before: Callable[[Name], object] | None = None,
+) -> dict[Name, list[float]]:
+    """Seconds of each act in each round.
+
+    Args:
+        acts: what takes turns (A B C A B C ...).
+        rounds: turns that are measured.
+        unmeasured: rounds before them.
+        at_once: calls in one turn, whose median counts.
+        before: called with an act's name before each call, outside of its time.
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in acts}
+    for current in range(unmeasured + rounds):
+        for name, act in acts.items():
+            turn = []
+            for _ in range(at_once):
+                if before is not None:
+                    before(name)
+                turn.append(seconds_of(act))
+            if current >= unmeasured:
+                seconds[name].append(statistics.median(turn))
+    return seconds
+
+
+def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function on so many new processes of one thread, and returns what it returns on the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (ranks, Path(folder), work, args), ranks)  # type: ignore[no-untyped-call]
+        return torch.load(Path(folder) / "result", weights_only=False)
+
+
+def _rank(rank: int, ranks: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    result = work(*args)
+    if rank == 0:
+        torch.save(result, folder / "result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def among_ranks(numbers: list[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
+    """The largest of all ranks' numbers, one by one; or what another operation makes of them."""
+    together = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(together, op)
+    return together.tolist()
