@@ -1,7 +1,6 @@
-"""The portable checkpoint, for any sharding and number of ranks; other packages' states; a single file."""
+"""The portable checkpoint, for any sharding and number of ranks; other packages' states."""
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.foreign import load_safetensors, save_safetensors
 from shardopt.checkpoint.importing import ImportReport, Outcome, import_state
 from shardopt.checkpoint.index import read_header
 from shardopt.checkpoint.portable import Loaded, async_save, load, save
@@ -14,8 +13,6 @@ __all__ = [
     "async_save",
     "import_state",
     "load",
-    "load_safetensors",
     "read_header",
     "save",
-    "save_safetensors",
 ]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.checkpoint.foreign.targets import check_not_flat, sharded
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.peers import OTHERS, TORCH
 from shardopt.checkpoint.peers.base import Moments, Peer
@@ -19,6 +18,7 @@ from shardopt.checkpoint.peers.coded import CodedMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.agreement import agreeing, all_or_none
 from shardopt.state.loaded_entries import check_dense, check_moment, checked_step
@@ -135,7 +135,7 @@ def import_state(
         ValueError: the state has no known form, is damaged, or is of other parameters or another kind of optimizer; a
             hyper-parameter is out of range; or the optimizer's parameters are flat. Nothing was changed.
     """
-    check_not_flat(optimizer)
+    _check_not_flat(optimizer)
     exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
     imports = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names))
     state: dict[int, StateDict] = {}
@@ -339,7 +339,7 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     for moment in spec.moments:
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)
-    in_parts = {k: v if isinstance(v, DTensor) else sharded(spec.shard, v.float()) for k, v in values.items()}
+    in_parts = {k: v if isinstance(v, DTensor) else _sharded(spec.shard, v.float()) for k, v in values.items()}
     if first.codec.name != "fp32":
         return spec.encode(in_parts) | taken, "requantized" if coded else "quantized"
     return spec.encode(in_parts), "as float32" if coded else "exact"
@@ -354,6 +354,41 @@ def _entries(spec: SliceSpec, moment: Moment, coded: CodedMoment) -> StateDict:
     """The state entries with these codes and scales."""
     scales = coded.scales.reshape(spec.grid.rows, spec.grid.blocks_per_row)
     return {
-        spec.codes_name(moment): sharded(spec.shard, coded.codes),
-        spec.scales_name(moment): sharded(spec.shard, scales, spec.grid),
+        spec.codes_name(moment): _sharded(spec.shard, coded.codes),
+        spec.scales_name(moment): _sharded(spec.shard, scales, spec.grid),
     }
+
+
+def _check_not_flat(optimizer: ShardedOptimizer) -> None:
+    """Checks that the parameters are whole or DTensors.
+
+    Raises:
+        ValueError: a parameter is flat, as FSDP1's are.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(
+        hasattr(param, "_fsdp_flattened") or isinstance(shard_of(param), FlatShard | FlatBuffer) for param in params
+    ):
+        raise ValueError(
+            "got flat parameters, as those of FullyShardedDataParallel, expected whole ones or DTensors; do this with "
+            "an optimizer of the bare model, and go on from there with shardopt.checkpoint.save and load"
+        )
+
+
+def _sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) -> Tensor:
+    """This rank's part of a whole tensor, in the form of a state entry: wrapped as the parameter is.
+
+    Args:
+        shard: the shard of the parameter.
+        whole: a tensor of the parameter's shape, possibly with trailing dimensions; the same on all ranks.
+        scales_of: the block grid, if `whole` has the scales of a grid's blocks instead.
+    """
+    if scales_of is None:
+        return shard.like_parameter(_apart(shard.part(whole)))
+    return shard.like_scales(_apart(shard.scales_part(whole, scales_of)), scales_of)
+
+
+def _apart(part: Tensor) -> Tensor:
+    """A part as a tensor that does not keep the memory of anything larger."""
+    part = part.contiguous()
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part

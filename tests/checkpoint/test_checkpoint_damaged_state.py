@@ -15,11 +15,13 @@ import pytest
 import torch
 
 import shardopt
-from checkpoint_runs import Small, assert_refuses, everything, same, step_with, trained
+from checkpoint_runs import Small, assert_refuses, step_with, trained
 from foreign_states import by_hand, params_of
 from helpers import CODEC_NAMES
 from ranks.snapshot import assert_same, snapshot
-from shardopt.checkpoint import CheckpointError, import_state, load_safetensors, save_safetensors
+from safetensors_files import save_by_library
+from shardopt.checkpoint import CheckpointError, import_state
+from shardopt.checkpoint.convert import convert
 from shardopt.optim import ShardedOptimizer
 
 NAN, INF = math.nan, math.inf
@@ -150,28 +152,21 @@ HIDDEN = ("scales of the second moment", True)
 
 @pytest.mark.parametrize(("name", "dequantize"), [(n, d) for n in DAMAGE for d in (False, True) if (n, d) != HIDDEN])
 def test_states_in_a_file(tmp_path: Path, name: str, dequantize: bool) -> None:
-    pytest.importorskip("safetensors")
     model, optimizer = trained()
     parameter = damage(model, optimizer, name)
-    save_safetensors(tmp_path / "run", model, optimizer, dequantize=dequantize)
-    other, running = trained(seed=7)
-    before = everything(other, running)
+    save_by_library(tmp_path / "run", model, optimizer, dequantize=dequantize)
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'run'}: {parameter}: got ")):
-        load_safetensors(tmp_path / "run", other, running)
-    assert same(everything(other, running), before)
-    step_with(other, running, 9)
+        convert(tmp_path / "run", tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
 
 
 def test_hyper_parameters_in_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = NAN
-    save_safetensors(tmp_path / "run", model, optimizer)
-    other, running = trained(seed=7)
-    before = everything(other, running)
-    with pytest.raises(CheckpointError, match=r"run: param group 0: lr: got nan"):
-        load_safetensors(tmp_path / "run", other, running)
-    assert same(everything(other, running), before)
+    save_by_library(tmp_path / "run", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"run: .*lr: got nan"):
+        convert(tmp_path / "run", tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
 
 
 def wrapped(state_dict: dict[str, Any], index: int) -> dict[str, Any]:

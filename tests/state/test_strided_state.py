@@ -12,6 +12,7 @@ import torch
 
 import shardopt
 from helpers import CODEC_NAMES
+from safetensors_files import load_file, save_file
 from shardopt.optim import ShardedOptimizer
 from strided_problem import BF16, OPTIONS, Conv, advance, assert_equal, reversed_dims, trained
 
@@ -34,8 +35,8 @@ def test_round_trip(tmp_path: Path, how: str, options: dict[str, Any], saved_str
         shardopt.checkpoint.save(tmp_path / "saved", model, optimizer)
         shardopt.checkpoint.load(tmp_path / "saved", other, loaded)
     elif how == "safetensors":
-        shardopt.checkpoint.save_safetensors(tmp_path / "saved.safetensors", model, optimizer)
-        shardopt.checkpoint.load_safetensors(tmp_path / "saved.safetensors", other, loaded)
+        save_file(tmp_path / "saved.safetensors", model, optimizer)
+        load_file(tmp_path / "saved.safetensors", other, loaded)
     else:
         other.load_state_dict(model.state_dict())
         loaded.load_state_dict(optimizer.state_dict())

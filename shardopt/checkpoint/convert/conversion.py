@@ -11,14 +11,13 @@ from typing import NamedTuple
 from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.portable import read_portable, write_portable
 from shardopt.checkpoint.convert.recoding import recoded
-from shardopt.checkpoint.convert.safetensors import read_safetensors, write_safetensors
+from shardopt.checkpoint.convert.safetensors import HEADER_BEGIN, read_safetensors, write_safetensors
 from shardopt.checkpoint.convert.stream import PIECE_NUMEL, Checkpoint
 from shardopt.checkpoint.convert.torch_file import read_torch, write_torch
 from shardopt.checkpoint.convert.unfinished import unfinished
 from shardopt.checkpoint.convert.universal import COMMON, read_universal
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
-from shardopt.checkpoint.foreign.safetensors_reader import HEADER_BEGIN
 from shardopt.checkpoint.header import dumped
 from shardopt.checkpoint.index import INDEX_NAME, is_own_name
 from shardopt.checkpoint.local_folder import LocalFolder
@@ -67,7 +66,7 @@ def convert(
     """Converts a checkpoint between codecs and formats, without the model, in pieces of a few MiB.
 
     Args:
-        source: a portable checkpoint, a file of ``save_safetensors``, or one of
+        source: a portable checkpoint, a safetensors file of a conversion, or a file of
             ``torch.save({"model": ..., "optimizer": ...})``, a folder of torch.distributed.checkpoint, or a
             universal checkpoint of DeepSpeed; recognized by its files.
         target: the path or URL of the result, where nothing is yet.

@@ -219,7 +219,7 @@ def refusing(path: str, expected: str) -> Iterator[None]:
     """
     try:
         yield
-    except (CheckpointError, MemoryError):
+    except (CheckpointError, MemoryError, ModuleNotFoundError):
         raise
     except Exception as error:  # of the many types that damage leads to
         reason = line(error, 160)

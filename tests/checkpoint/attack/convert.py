@@ -1,4 +1,5 @@
-"""Damaged and hostile files of other packages: mutations of files of torch.save, DCP and DeepSpeed, converted.
+"""Damaged and hostile files of other packages: mutations of files of torch.save, safetensors, DCP and DeepSpeed,
+converted.
 
 A conversion may refuse with a CheckpointError, and has then left nothing behind. If it succeeds, a strict reading of
 the target finds a whole checkpoint; only portable checkpoints have checksums, so that its values may be others. Where a
@@ -32,9 +33,9 @@ from foreign_states import GROUPS, STATES, made_up, save_torchao
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.convert import FORMATS, convert
 
-SOURCES = ("torch", "bitsandbytes", "torchao", "flashoptim", "dcp", "universal")
-#: Sources that are a single file of torch.save.
-FILES = SOURCES[:4]
+SOURCES = ("torch", "bitsandbytes", "torchao", "flashoptim", "safetensors", "dcp", "universal")
+#: Sources that are a single file.
+FILES = SOURCES[:5]
 #: Bytes of addresses beyond those of the process: files are mapped, and some have holes of a terabyte.
 ADDRESSES = 1 << 30
 
@@ -80,6 +81,9 @@ def prepare(base: Path) -> None:
         _objects[file] = content
     for package in ("bitsandbytes", "torchao", "flashoptim"):
         _objects[f"{package}/run.pt"] = _of_package(package, base / "pristine" / package / "run.pt")
+    convert(
+        _source(base / "pristine", "torch"), _source(base / "pristine", "safetensors"), "safetensors", optimizer="AdamW"
+    )
     _objects["dcp/.metadata"] = dcp.FileSystemReader(sources["dcp"]).read_metadata()
     for kind in SOURCES:
         convert(_source(base / "pristine", kind), base / f"whole {kind}", optimizer="AdamW")
@@ -123,7 +127,7 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
 def _mutate(rng: Random, path: Path, file: str) -> tuple[bool, str]:
     """Mutates a file. Whether it still has the same values, and what was done."""
     how = rng.choice(["pickle", "pickle", "objects", "zip", "zip", "bytes"])
-    if how == "bytes" or (how == "objects" and file.startswith("dcp/__")):
+    if how == "bytes" or file.startswith("safetensors/") or (how == "objects" and file.startswith("dcp/__")):
         mutate = rng.choice([each for each in damage.MUTATIONS if each not in damage.OF_SEVERAL_FILES])
         return False, f"{mutate.__name__.strip('_')} {mutate(rng, path)}"
     if file == "dcp/.metadata":

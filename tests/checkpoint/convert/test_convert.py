@@ -1,4 +1,4 @@
-"""Conversions between codecs and to and from the single file: the bits of the library's own functions."""
+"""Conversions between codecs: the bits of the library's own functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import torch
 import shardopt
 from convert_runs import PIECE, Net, assert_loads, make, step, trained
 from helpers import EIGHT_BIT
-from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from shardopt import checkpoint
 from shardopt.checkpoint.convert import convert
-from shardopt.checkpoint.foreign import load_safetensors, save_safetensors
-from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 
 
 @pytest.mark.parametrize(
@@ -106,33 +103,3 @@ def test_quantize_state_is_copied(tmp_path: Path) -> None:
         step(*other)
         loaded.append(dict(other[0].state_dict()))
     assert_same(loaded[0], loaded[1])
-
-
-def content(path: Path) -> dict[str, Any]:
-    with SafetensorsReader(path) as file:
-        return {name: file.read(name) for name in sorted(file.tensors)}
-
-
-@pytest.mark.parametrize("codec", ["log8", "log4", "fp32"])
-def test_safetensors(tmp_path: Path, codec: str) -> None:
-    run = trained(codec=codec)
-    checkpoint.save(tmp_path / "saved", *run)
-    file, back = tmp_path / "run.safetensors", tmp_path / "back"
-    convert(tmp_path / "saved", file, "safetensors", piece_numel=PIECE)
-    other = make(codec=codec)
-    load_safetensors(file, *other)
-    assert_same(snapshot_of(*other), snapshot_of(*run))
-    save_safetensors(tmp_path / "own.safetensors", *run)
-    assert_same(*(content(path) for path in (file, tmp_path / "own.safetensors")))
-    for source in (file, tmp_path / "own.safetensors"):
-        convert(source, back / source.name, piece_numel=PIECE)
-        assert_loads(back / source.name, run, codec=codec)
-
-
-def test_dequantized_safetensors(tmp_path: Path) -> None:
-    run = trained(codec="companded8")
-    save_safetensors(tmp_path / "run.safetensors", *run, dequantize=True)
-    convert(tmp_path / "run.safetensors", tmp_path / "converted", codec="log8", piece_numel=PIECE)
-    expected = make(codec="log8")
-    load_safetensors(tmp_path / "run.safetensors", *expected)
-    assert_loads(tmp_path / "converted", expected, codec="log8")

@@ -17,12 +17,12 @@ import shardopt
 from convert_runs import PIECE, assert_loads, make, trained
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
+from safetensors_files import save_by_library
 from shardopt import checkpoint
 from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, convert_command
 from shardopt.checkpoint.convert import FORMATS, convert
 from shardopt.checkpoint.folder_lock import FolderLock
-from shardopt.checkpoint.foreign import save_safetensors
 from shardopt.checkpoint.index import dump_index, load_index
 from shardopt.checkpoint.location import folder_at
 
@@ -261,7 +261,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
                 checkpoint_id=tmp_path / name,
             )
         elif kind == "safetensors":
-            save_safetensors(tmp_path / name, model, optimizer)
+            save_by_library(tmp_path / name, model, optimizer)
         else:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
     arguments = [str(tmp_path / "run"), str(tmp_path / "target"), to, codec, str(1 << 17)]

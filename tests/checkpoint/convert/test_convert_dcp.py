@@ -16,6 +16,7 @@ from convert_runs import PIECE, Net, assert_loads, make, step, trained
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
+from safetensors_files import content
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.convert import convert
@@ -116,12 +117,7 @@ def test_sharded(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, _save_sharded, tmp_path, "log8")
     for name in ("dcp", "saved"):
         convert(tmp_path / name, tmp_path / f"{name}.safetensors", "safetensors", piece_numel=PIECE, optimizer="AdamW")
-    found, expected = (checkpoint.foreign.safetensors_reader.SafetensorsReader(tmp_path / f"{n}.safetensors") for n in
-                       ("dcp", "saved"))  # fmt: skip
-    with found, expected:
-        assert found.tensors.keys() == expected.tensors.keys()
-        for name in found.tensors:
-            assert torch.equal(found.read(name), expected.read(name))
+    assert_same(*(content(tmp_path / f"{name}.safetensors")[0] for name in ("dcp", "saved")))
 
 
 def test_channels_last(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from ranks.deepspeed import config, stepped_engine
 from ranks.pool import Pool
+from ranks.snapshot import assert_same
+from safetensors_files import content
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.convert import convert
-from shardopt.checkpoint.foreign.safetensors_reader import SafetensorsReader
 from shardopt.checkpoint.reading import read_index
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'shardopt[deepspeed]'")
@@ -57,10 +58,7 @@ def test_as_the_portable_checkpoint(
         file = tmp_path / f"{name}.safetensors"
         convert(tmp_path / name, file, "safetensors", codec="fp32", piece_numel=4096)
         files.append(file)
-    with SafetensorsReader(files[0]) as found, SafetensorsReader(files[1]) as expected:
-        assert found.tensors.keys() == expected.tensors.keys()
-        for name in found.tensors:
-            assert torch.equal(found.read(name), expected.read(name)), name
+    assert_same(*(content(file)[0] for file in files))
     convert(tmp_path / "universal", tmp_path / "portable", codec="log8", block_size=64, piece_numel=4096)
     assert any(name.endswith("_codes") for name in read_index(tmp_path / "portable"))
 

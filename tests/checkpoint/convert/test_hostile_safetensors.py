@@ -1,4 +1,4 @@
-"""Hostile files: load_safetensors loads the bits that were saved, or raises one line and changes nothing.
+"""Hostile safetensors files: converted and loaded they give the bits that were saved, or one line, and nothing changes.
 
 Every node of the header, and of the JSON in its metadata, is replaced, removed, renamed and doubled; bytes are cut off,
 added and flipped.
@@ -7,7 +7,9 @@ added and flipped.
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +21,11 @@ from torch import Tensor, nn
 import shardopt
 from helpers import everything
 from ranks.models import set_gradients
-from ranks.pool import Pool
-from ranks.runs import snapshot_of, trained
 from ranks.snapshot import assert_same
+from safetensors_files import save_file
+from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.foreign import load_safetensors, save_safetensors
+from shardopt.checkpoint.convert import convert
 from shardopt.optim import ShardedOptimizer
 
 Run = tuple[nn.Module, ShardedOptimizer]
@@ -218,12 +220,14 @@ class Target(NamedTuple):
 
 
 def fault(path: Path, target: Target, saved: dict[str, Tensor]) -> tuple[str | None, bool]:
-    """The fault in a load of a file, and whether it was loaded."""
+    """The fault in a conversion of a file and a load of the result, and whether it was loaded."""
+    converted = path.with_name("converted")
     try:
-        load_safetensors(path, target.model, target.optimizer)
+        convert(path, converted)
+        checkpoint.load(converted, target.model, target.optimizer)
     except Exception as error:  # any error is judged: most kinds are faults
-        message = str(error)
-        if type(error) is not CheckpointError or not message.startswith(f"{path}: "):
+        message, place = str(error), converted if converted.exists() else path
+        if type(error) is not CheckpointError or not message.startswith(f"{place}: "):
             return repr(error)[:200], False
         if not message.isprintable() or len(message) > 1000:
             return f"not one short line: {message[:200]!r}", False
@@ -232,6 +236,9 @@ def fault(path: Path, target: Target, saved: dict[str, Tensor]) -> tuple[str | N
         except AssertionError as changed:
             return str(changed), False
         return (None if options_of(target.optimizer) == target.options else "changed options"), False
+    finally:
+        shutil.rmtree(converted, ignore_errors=True)
+        assert os.listdir(path.parent) == [path.name]
     try:
         assert_same(bits_of(target.model, target.optimizer), saved)
         for group in target.optimizer.param_groups:
@@ -252,7 +259,7 @@ class Saved(NamedTuple):
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     path = tmp_path_factory.mktemp("saved") / "run"
     run = made(steps=3)
-    save_safetensors(path, *run)
+    save_file(path, *run)
     return Saved(path.read_bytes(), bits_of(*run))
 
 
@@ -287,32 +294,3 @@ def test_all_mutations(tmp_path: Path, saved: Saved) -> None:
 @pytest.mark.slow
 def test_many_damages(tmp_path: Path, saved: Saved) -> None:
     assert_harmless(tmp_path / "run", damages(saved.content, 1000), saved)
-
-
-def load_mutations(way: str, folder: Path, count: int) -> list[str]:
-    model, optimizer = trained(way, 1)
-    before, options = snapshot_of(model, optimizer), options_of(optimizer)
-    messages = []
-    for number in range(count):
-        with pytest.raises(CheckpointError) as raised:
-            load_safetensors(folder / str(number), model, optimizer)
-        messages.append(str(raised.value))
-        assert_same(snapshot_of(model, optimizer), before)
-        assert options_of(optimizer) == options
-    return messages
-
-
-def test_no_rank_changes(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    model, optimizer = trained("single", 2)
-    save_safetensors(path, model, optimizer)
-    count = 0
-    for _, content in random.Random(2).sample(mutations(path.read_bytes()), 30):
-        (tmp_path / str(count)).write_bytes(content())
-        try:
-            load_safetensors(tmp_path / str(count), *trained("single", 1))
-        except CheckpointError:
-            count += 1
-    messages, others = ranks.run(2, load_mutations, "fsdp", tmp_path, count)
-    assert messages == others
-    assert all(message.startswith(f"{tmp_path / str(i)}: ") for i, message in enumerate(messages))
