@@ -17,6 +17,7 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
 
 from shardopt import optim as _optim
 from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
+from shardopt.clients.names import register
 from shardopt.optim import *  # noqa: F403  all optimizers
 from shardopt.optim.clip import clip_grad_norm_
 from shardopt.optim.muon_groups import muon_groups
@@ -46,6 +47,7 @@ __all__ = [
     "muon_groups",
     "param_groups",
     "quantize_state",
+    "register",
     "release_gradients",
 ]
 __all__ += _optim.__all__

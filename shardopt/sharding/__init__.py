@@ -21,7 +21,7 @@ from shardopt.layout import (
     register_engines,
     register_model_reader,
 )
-from shardopt.sharding.hooks import install_hooks
+from shardopt.sharding.hooks import hooked_packages, install_hooks
 
 
 def _resolve_dtensor(param: Tensor) -> Shard | None:
@@ -72,4 +72,4 @@ register_model_reader(_read_fsdp1)
 register_copies_finder(_copies_in_ddp)
 register_engines(_deepspeed_engines)
 
-install_hooks()
+install_hooks(hooked_packages())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -21,7 +21,7 @@ class Hook(NamedTuple):
     Attributes:
         package: the name of the hooked package in ``SHARDOPT_HOOKS``.
         module: the module that is hooked into.
-        install: the function that installs the hook, below ``shardopt.sharding``.
+        install: the function that installs the hook, below ``shardopt``.
         purpose: the effect on users.
     """
 
@@ -32,32 +32,38 @@ class Hook(NamedTuple):
 
 
 HOOKS = (
-    Hook("torch", "torch.distributed.fsdp", "fsdp1:install", "FSDP1's parameters know their places in the model"),
+    Hook(
+        "torch", "torch.distributed.fsdp", "sharding.fsdp1:install", "FSDP1's parameters know their places in the model"
+    ),
     Hook(
         "torch",
         "torch.distributed.fsdp",
-        "fsdp1_state_dict:hook_fsdp1",
+        "sharding.fsdp1_state_dict:hook_fsdp1",
         "FSDP1's own optim_state_dict refuses quantized state, which it would damage",
     ),
     Hook(
         "torch",
         "torch.distributed.checkpoint.state_dict",
-        "fsdp1_state_dict:hook_state_dict",
+        "sharding.fsdp1_state_dict:hook_state_dict",
         "get_optimizer_state_dict refuses it, too, before it takes a step without gradients",
     ),
     Hook(
         "torch",
         "torch.distributed.optim.zero_redundancy_optimizer",
-        "zero_redundancy:install",
+        "sharding.zero_redundancy:install",
         "the optimizer inside ZeroRedundancyOptimizer knows the parameters of other ranks",
     ),
     Hook(
         "deepspeed",
         "deepspeed.runtime.engine",
-        "deepspeed.hooks:install",
+        "sharding.deepspeed.hooks:install",
         "DeepSpeed takes our optimizers, also by name, and their blocks lie within parameters",
     ),
-    Hook("accelerate", "accelerate.accelerator", "accelerate:install", "DeepSpeedCPUAdam does not replace ours"),
+    Hook(
+        "accelerate", "accelerate.accelerator", "sharding.accelerate:install", "DeepSpeedCPUAdam does not replace ours"
+    ),
+    Hook("transformers", "transformers.training_args", "clients.names:add_names", "optim= takes our names"),
+    Hook("transformers", "transformers.trainer", "clients.names:find_by_name", "Trainer finds their classes"),
 )
 PACKAGES = tuple(dict.fromkeys(hook.package for hook in HOOKS))
 
@@ -80,16 +86,15 @@ def hooked_packages() -> tuple[str, ...]:
     return tuple(package for package in PACKAGES if package in names)
 
 
-def install_hooks() -> None:
-    """Installs the hooks of :func:`hooked_packages`, each once its module is imported."""
-    packages = hooked_packages()
+def install_hooks(packages: Container[str]) -> None:
+    """Installs the hooks into some packages, each once its module is imported."""
     for hook in HOOKS:
         if hook.package in packages:
             after_import(hook.module, _installer(hook.install))
 
 
 def _installer(name: str) -> Callable[[ModuleType], None]:
-    return lambda module: pkgutil.resolve_name(f"shardopt.sharding.{name}")(module)
+    return lambda module: pkgutil.resolve_name(f"shardopt.{name}")(module)
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from programs import Programs
-from shardopt.sharding.hooks import HOOKS, PACKAGES, after_import, install_hooks
+from shardopt.sharding.hooks import HOOKS, PACKAGES, after_import, hooked_packages
 
 NAME = "module_for_after_import"
 
@@ -194,6 +194,20 @@ def test_accelerate_keeps_our_optimizers(
     )
 
 
+TRAINING_ARGS = """
+from enum import Enum
+
+class OptimizerNames(str, Enum):
+    SGD = "sgd"
+"""
+
+TRAINER = """
+class Trainer:
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return args.optim, {}
+"""
+
 #: Prints the packages that importing shardopt changes: those imported before it, then those imported after it.
 CHANGED_PACKAGES = """
 import importlib, os, sys
@@ -219,11 +233,12 @@ print(*sorted(left), sep=",")
 @pytest.mark.parametrize(
     ("setting", "hooked"),
     [
-        (None, "accelerate,deepspeed,torch"),
-        ("", "accelerate,deepspeed,torch"),
+        (None, "accelerate,deepspeed,torch,transformers"),
+        ("", "accelerate,deepspeed,torch,transformers"),
         ("0", ""),
         ("deepspeed", "deepspeed"),
         ("torch, accelerate", "accelerate,torch"),
+        ("transformers", "transformers"),
     ],
 )
 def test_setting(setting: str | None, hooked: str, is_first: bool, tmp_path: Path) -> None:
@@ -231,6 +246,12 @@ def test_setting(setting: str | None, hooked: str, is_first: bool, tmp_path: Pat
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "__init__.py").touch()
     (tmp_path / "accelerate" / "accelerator.py").write_text(ACCELERATOR)
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").touch()
+    (tmp_path / "transformers" / "training_args.py").write_text(TRAINING_ARGS)
+    (tmp_path / "transformers" / "trainer.py").write_text(TRAINER)
+    (tmp_path / "transformers-5.24.0.dist-info").mkdir()
+    (tmp_path / "transformers-5.24.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 5.24.0\n")
     modules = sorted({hook.module for hook in HOOKS})
     program = CHANGED_PACKAGES.replace("MODULES", repr(modules)).replace("IS_FIRST", repr(is_first))
     env = {name: value for name, value in os.environ.items() if name != "SHARDOPT_HOOKS"}
@@ -245,4 +266,4 @@ def test_unknown_setting(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDOPT_HOOKS", setting)
     expected = f"got '{setting}', expected 0 for no hooks, or some of {', '.join(PACKAGES)}, .*; unset it for all"
     with pytest.raises(ValueError, match=f"SHARDOPT_HOOKS: {expected}"):
-        install_hooks()
+        hooked_packages()

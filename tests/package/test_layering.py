@@ -1,7 +1,7 @@
 """Imports and includes go one way only, files do not import each other in a circle, and no file grows long.
 
-launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit, comm -> optim -> step ->
-state -> layout -> codec -> kernels -> _C
+launch, clients -> shardopt -> sharding, release, report, checkpoint, estimate, wrapper, unit, comm, clients.names ->
+optim -> step -> state -> layout -> codec -> kernels -> _C
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shardopt.wrapper",
         "shardopt.unit",
         "shardopt.comm",
+        "shardopt.clients.names",
     ),
     ("shardopt",),
     ("shardopt.doctor",),

@@ -163,7 +163,7 @@ def make_trainer(
     options: dict[str, Any] = OPTIONS,
     **more: Any,
 ) -> Any:
-    """A Trainer of 6 steps that saves after the third, with AdamW8bit by ``optimizer_cls_and_kwargs``."""
+    """A Trainer of 6 steps that saves after the third, with AdamW8bit by its class, or by a name, ``optim=...``."""
     fresh(mode)
     from transformers import Trainer, TrainingArguments
 
@@ -188,7 +188,7 @@ def make_trainer(
         model=model(),
         args=arguments,
         train_dataset=Batches(2 * dist.get_world_size()),
-        optimizer_cls_and_kwargs=None if mode == "zero2 by name" else (optimizer, dict(options)),
+        optimizer_cls_and_kwargs=None if mode == "zero2 by name" or "optim" in more else (optimizer, dict(options)),
         callbacks=list(callbacks),
     )
 

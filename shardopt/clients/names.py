@@ -1,0 +1,177 @@
+"""Names of the optimizers for Hugging Face's ``TrainingArguments(optim="shardopt_adamw_8bit")``, and its options.
+
+``transformers.training_args.OptimizerNames`` gets a member per name, and ``Trainer.get_optimizer_cls_and_kwargs``, a
+public static method, knows the class of each. ``import shardopt`` does both by :mod:`shardopt.sharding.hooks`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from glob import escape
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from torch.nn import Module
+
+from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
+from shardopt.optim.muon_groups import muon_groups
+from shardopt.optim.param_groups import ParamGroups, param_groups
+from shardopt.sharding.hooks import hooked_packages, install_hooks
+
+#: Every optimizer by its name for Trainer: "shardopt_adamw", "shardopt_adamw_8bit", "shardopt_adamw_4bit", ...
+NAMES: dict[str, type[ShardedOptimizer]] = {
+    re.sub(r"(\dbit)$", r"_\1", f"shardopt_{name}"): kind for name, kind in OPTIMIZERS.items()
+}
+#: The versions of transformers whose enumeration and method are known: [first, end).
+VERSIONS = ((4, 57), (6, 0))
+
+#: What TrainingArguments hold where nobody has set them: then each rule keeps its own.
+_BETAS, _EPS = (0.9, 0.999), 1e-8
+_OF_GROUPS = inspect.signature(muon_groups).parameters.keys() - {"model", "lr"}
+
+
+def register() -> None:
+    """Makes the names known to transformers, now if it is imported, else once it is.
+
+    ``import shardopt`` does that already, unless the environment variable ``SHARDOPT_HOOKS`` leaves transformers out.
+
+    Raises:
+        RuntimeError: the installed version of transformers has not been tried.
+    """
+    version = installed_version()
+    if version is not None and not is_known(version):
+        first, end = (".".join(map(str, numbers)) for numbers in VERSIONS)
+        raise RuntimeError(
+            f"got transformers {version}, expected {first} or later, before {end}, to name optimizers by optim=; pass "
+            "optimizer_cls_and_kwargs=(shardopt.AdamW8bit, {...}) to Trainer instead, or install one of these"
+        )
+    if "transformers" not in hooked_packages():
+        install_hooks(["transformers"])
+
+
+def installed_version() -> str | None:
+    """The version of transformers; None where it is not installed."""
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_known(version: str) -> bool:
+    """Whether a version of transformers can be taught the names."""
+    return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < VERSIONS[1]
+
+
+def add_names(training_args: ModuleType) -> None:
+    """Adds our names to the enumeration; leaves versions that are not known alone.
+
+    Args:
+        training_args: ``transformers.training_args``.
+    """
+    if not is_known(installed_version() or ""):
+        return
+    names = training_args.OptimizerNames
+    for value in NAMES:
+        if value in names._value2member_map_:
+            continue
+        member = str.__new__(names, value)
+        member._name_, member._value_ = value.upper(), value
+        setattr(names, value.upper(), member)
+        names._member_names_.append(value.upper())
+        names._member_map_[value.upper()] = member
+        names._value2member_map_[value] = member
+
+
+def find_by_name(trainer: ModuleType) -> None:
+    """Makes Trainer find our classes by their names; leaves versions that are not known alone.
+
+    Args:
+        trainer: ``transformers.trainer``.
+    """
+    if not is_known(installed_version() or ""):
+        return
+    of_others = trainer.Trainer.get_optimizer_cls_and_kwargs
+
+    @functools.wraps(of_others)
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        kind = NAMES.get(getattr(args.optim, "value", args.optim))
+        return of_others(args, model) if kind is None else (kind, _arguments(kind, args, model))
+
+    trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
+
+
+def parse_options(text: str | None) -> dict[str, Any]:
+    """Reads ``optim_args``: ``"codec=log8, block_size=128, betas=(0.9, 0.95)"``.
+
+    Values are Python literals; other text stays text.
+
+    Raises:
+        ValueError: a part has no name.
+    """
+    options: dict[str, Any] = {}
+    for part in re.split(r",\s*(?=\w+\s*=)", text.strip()) if text else ():
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not name.isidentifier() or not equals:
+            raise ValueError(f'optim_args: got {part!r}, expected options such as "codec=log8, block_size=128"')
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str, Any]:
+    """The arguments of an optimizer by TrainingArguments; those in ``optim_args`` win.
+
+    Raises:
+        ValueError: ``optim_args`` has a part without a name, or ``weight_decay``; or there is no model for Muon.
+    """
+    given = parse_options(args.optim_args)
+    if "weight_decay" in given:
+        raise ValueError(
+            f"optim_args: got weight_decay={given['weight_decay']}, expected TrainingArguments(weight_decay=...), as "
+            "Trainer writes that one into its param groups; move it there"
+        )
+    of_adam = _changed_of_adam(kind, args)
+    if not issubclass(kind, Muon):
+        return {"lr": args.learning_rate, **of_adam, **given}
+    if model is None:
+        raise ValueError(
+            f"optim: got {kind.__name__} where the trainer passes no model, expected one, as Muon's groups need the "
+            "parameters' names; choose another optimizer"
+        )
+    adamw_eps = of_adam.pop("eps", None)
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **of_adam, **given}
+    groups = _muon_groups(model, options["lr"], {name: options.pop(name) for name in _OF_GROUPS & options.keys()})
+    for group in groups:
+        if adamw_eps is not None and group["algorithm"] == "adamw":
+            group.setdefault("eps", adamw_eps)
+    return {"params": groups, **options}
+
+
+def _changed_of_adam(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
+    """``betas`` and ``eps``, if the user has changed them, for a rule with betas; otherwise each rule keeps its own."""
+    if "betas" not in (parameters := inspect.signature(kind).parameters):
+        return {}
+    changed: dict[str, Any] = {}
+    betas = list(parameters["betas"].default)
+    for place, beta in enumerate((args.adam_beta1, args.adam_beta2)):
+        if beta != _BETAS[place]:
+            betas[place] = beta
+            changed["betas"] = tuple(betas)
+    if args.adam_epsilon != _EPS and "eps" in parameters:
+        changed["eps"] = args.adam_epsilon
+    return changed
+
+
+def _muon_groups(model: Module, lr: float, options: dict[str, Any]) -> ParamGroups:
+    """Groups in which, as in Trainer's, vectors do not decay; Muon takes no frozen matrices."""
+    parameters = param_groups(model).parameters
+    frozen = {escape(p.names[0]): {"algorithm": "adamw"} for p in parameters if "frozen" in p.notes}
+    vectors = [escape(parameter.names[0]) for parameter in parameters if len(parameter.shape) < 2]
+    options = {"no_decay": vectors, **options, "overrides": {**frozen, **options.get("overrides", {})}}
+    return muon_groups(model, lr, **options)

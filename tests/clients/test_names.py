@@ -1,0 +1,291 @@
+"""``TrainingArguments(optim="shardopt_adamw_8bit")``: every optimizer by name, with options, in Python and by argv."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hugging_face
+import shardopt
+from hugging_face import trained
+from needed import needs
+from ranks.pool import Pool
+from shardopt.clients import names
+from shardopt.clients.names import NAMES, add_names, find_by_name, parse_options
+
+NAMED = {"optim": "shardopt_adamw_8bit", "optim_args": "min_quantized_numel=64"}
+
+
+class OptimizerNames(str, Enum):
+    SGD = "sgd"
+
+
+class Args(SimpleNamespace):
+    """TrainingArguments as far as they are about optimizers."""
+
+    def __init__(self, optim: str, optim_args: str | None = None, **changed: Any) -> None:
+        usual = {
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_epsilon": 1e-8,
+        }
+        super().__init__(optim=optim, optim_args=optim_args, **{**usual, **changed})
+
+
+class Trainer:
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+        return torch.optim.SGD, {"lr": args.learning_rate}
+
+
+@pytest.fixture
+def find(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trainer's method after it has learned our names."""
+
+    class Taught(Trainer):
+        pass
+
+    monkeypatch.setattr(names, "installed_version", lambda: "5.24.0")
+    find_by_name(SimpleNamespace(Trainer=Taught))  # type: ignore[arg-type]
+    return Taught.get_optimizer_cls_and_kwargs
+
+
+def test_every_optimizer_has_a_name() -> None:
+    assert NAMES["shardopt_adamw"] is shardopt.AdamW
+    assert NAMES["shardopt_adamw_8bit"] is shardopt.AdamW8bit
+    assert NAMES["shardopt_adamw_4bit"] is shardopt.AdamW4bit
+    assert NAMES["shardopt_stableadamw_8bit"] is shardopt.StableAdamW8bit
+    assert set(NAMES.values()) == {getattr(shardopt, name) for name in shardopt.optim.__all__} - {
+        shardopt.optim.ShardedOptimizer
+    }
+
+
+def test_members_are_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "installed_version", lambda: "5.24.0")
+    for _ in range(2):
+        add_names(SimpleNamespace(OptimizerNames=OptimizerNames))  # type: ignore[arg-type]
+    assert [member.value for member in OptimizerNames] == ["sgd", *NAMES]
+    for value in NAMES:
+        member = OptimizerNames(value)
+        assert member is OptimizerNames[value.upper()] is getattr(OptimizerNames, value.upper())
+        assert member == value
+        assert isinstance(member, OptimizerNames)
+        constructor, arguments = member.__reduce_ex__(2)[:2]
+        assert constructor(*arguments) is member
+        assert {member: 1}[member] == 1
+
+
+@pytest.mark.parametrize("version", ["4.56.2", "6.0.0"])
+def test_other_versions_are_left_alone_and_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Left(str, Enum):
+        SGD = "sgd"
+
+    class LeftTrainer(Trainer):
+        pass
+
+    monkeypatch.setattr(names, "installed_version", lambda: version)
+    add_names(SimpleNamespace(OptimizerNames=Left))  # type: ignore[arg-type]
+    find_by_name(SimpleNamespace(Trainer=LeftTrainer))  # type: ignore[arg-type]
+    assert list(Left) == [Left.SGD]
+    assert LeftTrainer.get_optimizer_cls_and_kwargs is Trainer.get_optimizer_cls_and_kwargs
+    with pytest.raises(
+        RuntimeError, match=rf"got transformers {re.escape(version)}, expected 4.57 or later, before 6.0"
+    ):
+        shardopt.register()
+
+
+def test_register_installs_hooks_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[list[str]] = []
+    monkeypatch.setattr(names, "install_hooks", installed.append)
+    monkeypatch.setattr(names, "installed_version", lambda: None)
+    shardopt.register()
+    assert installed == []
+    monkeypatch.setenv("SHARDOPT_HOOKS", "torch")
+    shardopt.register()
+    assert installed == [["transformers"]]
+
+
+def test_other_names_stay_theirs(find: Any) -> None:
+    assert find(Args("sgd", "momentum=0.9")) == (torch.optim.SGD, {"lr": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, {}),
+        ("", {}),
+        ("codec=log8", {"codec": "log8"}),
+        (
+            "codec=dynamic8, block_size=64,betas=(0.9,0.95),lr=1e-4",
+            {"codec": "dynamic8", "block_size": 64, "betas": (0.9, 0.95), "lr": 1e-4},
+        ),
+        (
+            "ns_coefficients=((1, 2, 3), (4, 5, 6)), split=each",
+            {"ns_coefficients": ((1, 2, 3), (4, 5, 6)), "split": "each"},
+        ),
+        (
+            "stochastic_rounding=True, offload=None, device_state_budget=2GiB",
+            {"stochastic_rounding": True, "offload": None, "device_state_budget": "2GiB"},
+        ),
+    ],
+)
+def test_options(text: str | None, expected: dict[str, Any]) -> None:
+    assert parse_options(text) == expected
+
+
+@pytest.mark.parametrize("text", ["log8", "=3", "codec:log8", "codec log8=1"])
+def test_options_without_names_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"optim_args: got .*expected options such as"):
+        parse_options(text)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (Args("shardopt_adamw_8bit"), {"lr": 1e-3}),
+        (Args("shardopt_lion_8bit"), {"lr": 1e-3}),
+        (Args("shardopt_sgd", "momentum=0.9", adam_beta1=0.8, adam_epsilon=1e-6), {"lr": 1e-3, "momentum": 0.9}),
+        (
+            Args("shardopt_adamw", adam_beta2=0.95, adam_epsilon=1e-6),
+            {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6},
+        ),
+        (Args("shardopt_lion", adam_beta2=0.95, adam_epsilon=1e-6), {"lr": 1e-3, "betas": (0.9, 0.95)}),
+        (Args("shardopt_ademamix", adam_beta1=0.8), {"lr": 1e-3, "betas": (0.8, 0.999, 0.9999)}),
+        (
+            Args("shardopt_adamw", "betas=(0.7, 0.8), lr=0.5, eps=0.1", adam_beta2=0.95, adam_epsilon=1e-6),
+            {"lr": 0.5, "betas": (0.7, 0.8), "eps": 0.1},
+        ),
+    ],
+    ids=lambda value: getattr(value, "optim", None),
+)
+def test_arguments(find: Any, args: Args, expected: dict[str, Any]) -> None:
+    assert find(args) == (NAMES[args.optim], expected)
+
+
+def test_weight_decay_is_trainers(find: Any) -> None:
+    with pytest.raises(ValueError, match=r"got weight_decay=0.1, expected TrainingArguments\(weight_decay=...\)"):
+        find(Args("shardopt_adamw_8bit", "weight_decay=0.1"))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.hidden = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16, bias=False).requires_grad_(False)
+        self.head = nn.Linear(16, 32)
+
+
+def test_muon_gets_groups_of_the_model(find: Any) -> None:
+    args = Args("shardopt_muon_8bit", "adamw_lr=1e-4, momentum=0.9", adam_beta2=0.98, adam_epsilon=1e-6)
+    kind, options = find(args, Model())
+    assert kind is shardopt.Muon8bit
+    optimizer = kind(options.pop("params"), **options)
+    groups = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    assert {name for name in groups if groups[name]["algorithm"] == "muon"} == {"hidden.weight"}
+    expected = {
+        "hidden.weight": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-7},
+        "embed.weight": {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.1, "eps": 1e-6},
+        "head.bias": {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.0, "eps": 1e-6},
+    }
+    for name, options in expected.items():
+        assert {option: groups[name][option] for option in options} == options
+
+
+def test_muon_without_a_model_is_refused(find: Any) -> None:
+    with pytest.raises(ValueError, match="optim: got Muon8bit where the trainer passes no model"):
+        find(Args("shardopt_muon_8bit"))
+
+
+# From here on by transformers itself.
+
+transformers = needs("transformers", "accelerate")
+
+
+def parsed() -> dict[str, Any]:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    parser = HfArgumentParser(TrainingArguments)
+    assert set(NAMES) <= {
+        str(choice) for action in parser._actions if action.dest == "optim" for choice in action.choices
+    }
+    found = {}
+    for name in NAMES:
+        (args,) = parser.parse_args_into_dataclasses(["--optim", name, "--output_dir", "x", "--use_cpu"])
+        assert args.to_dict()["optim"] == name
+        found[name] = args.optim.value
+    with pytest.raises(TypeError, match="blocksize"):
+        hugging_face.make_trainer(
+            "plain", Path("x"), optim="shardopt_adamw_8bit", optim_args="blocksize=3"
+        ).create_optimizer()
+    return found
+
+
+@transformers
+def test_the_command_line_takes_every_name(client_ranks: Pool) -> None:
+    assert client_ranks.run(1, parsed) == [dict(zip(NAMES, NAMES, strict=True))]
+
+
+def methods() -> list[str]:
+    from transformers import Trainer
+
+    return list(inspect.signature(Trainer.get_optimizer_cls_and_kwargs).parameters)
+
+
+@transformers
+def test_the_method_of_trainer_is_the_one_that_is_hooked(client_ranks: Pool) -> None:
+    """The only things of transformers that are relied on: this method, and the enumeration of test_the_command_line."""
+    assert client_ranks.run(1, methods) == [["args", "model"]]
+
+
+@pytest.fixture(scope="module")
+def plain(client_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A run with the class itself, in one process."""
+    return client_ranks.run(1, trained, "plain", tmp_path_factory.mktemp("plain"))[0]
+
+
+@transformers
+@pytest.mark.parametrize("mode", ["plain", "ddp", "fsdp2", pytest.param("zero2 offload", marks=needs("deepspeed"))])
+def test_named_is_the_class(client_ranks: Pool, plain: dict[str, str], mode: str, tmp_path: Path) -> None:
+    """With the same bits, at the end and after a resume."""
+    world_size = 1 if mode == "plain" else 2
+    run = partial(client_ranks.run, world_size, partial(trained, **NAMED), mode, tmp_path)
+    assert run() == [plain] * world_size
+    assert run(str(tmp_path / "checkpoint-3")) == [plain] * world_size
+
+
+@transformers
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero2", marks=needs("deepspeed"))])
+def test_muon_by_name(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
+    options = "adamw_lr=3e-3, min_quantized_numel=64"
+    muon = partial(trained, optim="shardopt_muon_8bit", optim_args=options, weight_decay=0.1)
+    expected = client_ranks.run(1, muon, "plain", tmp_path / "plain")
+    assert "optimizer.model.layers.0.mlp.up_proj.weight.momentum_buffer_codes" in expected[0]
+    assert client_ranks.run(2, muon, mode, tmp_path) == expected * 2
+    assert client_ranks.run(2, muon, mode, tmp_path, str(tmp_path / "checkpoint-3")) == expected * 2
+
+
+def every_name(output: Path) -> dict[str, str]:
+    found = {}
+    for name in NAMES:
+        trainer = hugging_face.make_trainer("plain", output, optim=name)
+        trainer.args.max_steps = 2
+        trainer.train()
+        found[name] = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
+    return found
+
+
+@transformers
+def test_two_steps_by_every_name(client_ranks: Pool, tmp_path: Path) -> None:
+    assert client_ranks.run(1, every_name, tmp_path) == [{name: kind.__name__ for name, kind in NAMES.items()}]
