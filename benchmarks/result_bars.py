@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 
 from results import ROOT, Cell
@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT / "docs" / "figures"))
 from drawing import BLUE, GREEN, ORANGE, PINK, VIOLET, Drawing
 
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, PINK)
-WIDTH, LEFT, RIGHT, BAR, GAP = 840, 250, 90, 17, 9  # pixels; RIGHT is left free for values
+WIDTH, LEFT, RIGHT, BAR, GAP = 840, 265, 90, 17, 9  # pixels; RIGHT is left free for values
+LETTER = 7.1  # pixels that a letter takes at most, in the mean
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Bars:
         series: figures by group, by the series' names; what is missing has no bar.
         digits: of the values, behind the point.
         line: a figure at which a line is drawn through all bars, and its name.
+        pale: by series and group, figures that are added to the bars in a paler colour.
     """
 
     title: str
@@ -36,38 +38,55 @@ class Bars:
     series: Mapping[str, Mapping[str, Cell]]
     digits: int
     line: tuple[float, str] | None = None
+    pale: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
 
     def figure(self) -> str:
         """The figure as SVG.
 
         Raises:
-            ValueError: there are more series than colours.
+            ValueError: there are more series than colours, or a text is longer than its place.
         """
         if len(self.series) > len(COLOURS):
             raise ValueError(f"got {len(self.series)} series in {self.title!r}, expected at most {len(COLOURS)}")
+        for text, width in ((self.caption, WIDTH - LEFT), *((group, LEFT - 10) for group in self.groups)):
+            if LETTER * len(text) > width:
+                letters = round(width // LETTER)
+                raise ValueError(f"got {len(text)} letters in {text!r}, expected at most {letters} there; shorten it")
         drawing = Drawing(WIDTH, self.title)
         drawing.legend(LEFT, 16, dict(zip(self.series, COLOURS, strict=False)))
-        largest = max(
-            size for cells in self.series.values() for group in self.groups for size in _sizes(cells.get(group))
-        )
-        unit = (WIDTH - LEFT - RIGHT) / max(largest, self.line[0] if self.line else 0)
+        shown = {group: self._of_group(group) for group in self.groups}
+        ends = [sum(map(max, filter(None, bar[:2]))) for bars in shown.values() for bar in bars]
+        unit = (WIDTH - LEFT - RIGHT) / max(*ends, self.line[0] if self.line else 0)
+        at_line = LEFT + self.line[0] * unit if self.line else 0.0
         top = y = 34.0 + (18 if self.line else 0)
-        for group in self.groups:
-            shown = [(cells.get(group), colour) for cells, colour in zip(self.series.values(), COLOURS, strict=False)]
-            bars = [(sizes, colour) for cell, colour in shown if (sizes := _sizes(cell))]
+        for group, bars in shown.items():
             drawing.text(LEFT - 10, y + len(bars) * BAR / 2 + 4, group, "end")
-            for found, colour in bars:
-                width, text = max(mean(found), 0) * unit, ", ".join(f"{size:.{self.digits}f}" for size in found)
-                drawing.rect(LEFT, y + 1, width, BAR - 3, fill=colour)
-                drawing.text(LEFT + width + 7, y + 13, text, bold=True, font_size="12")
+            for sizes, pale, colour in bars:
+                x = LEFT
+                for found, style in ((sizes, {}), (pale, {"fill_opacity": "0.45"})):
+                    if found:
+                        drawing.rect(x, y + 1, width := max(mean(found), 0) * unit, BAR - 3, fill=colour, **style)
+                        x += width
+                text = " + ".join(", ".join(f"{n:.{self.digits}f}" for n in found) for found in (sizes, pale) if found)
+                if self.line and x < at_line < x + 14 + LETTER * len(text):
+                    x = at_line
+                drawing.text(x + 7, y + 13, text, bold=True, font_size="12")
                 y += BAR
             y += GAP
         if self.line:
-            x = LEFT + self.line[0] * unit
-            drawing.line([(x, top - 3), (x, y - GAP + 2)], stroke_dasharray="4 3", stroke_opacity="0.6")
-            drawing.text(x, top - 8, self.line[1], "middle", font_size="12")
+            drawing.line([(at_line, top - 3), (at_line, y - GAP + 2)], stroke_dasharray="4 3", stroke_opacity="0.6")
+            drawing.text(at_line, top - 8, self.line[1], "middle", font_size="12")
         drawing.text(LEFT, y + 12, self.caption)
         return drawing.svg(round(y + 22))
+
+    def _of_group(self, group: str) -> list[tuple[list[float], list[float], str]]:
+        """Figures in full colour, those in a paler one, and the colour, of each bar."""
+        found = []
+        for (name, cells), colour in zip(self.series.items(), COLOURS, strict=False):
+            sizes, pale = _sizes(cells.get(group)), _sizes(self.pale.get(name, {}).get(group))
+            if sizes or pale:
+                found.append((sizes, pale, colour))
+        return found
 
 
 def _sizes(cell: Cell) -> list[float]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from result_bars import Bars
-from results import ROOT, Goal, Table, read_all
+from results import ROOT, Cell, Goal, Table, read_all
 
 BEGIN, END = "<!-- speeds: written by benchmarks/write_results.py -->", "<!-- end of speeds -->"
 FIGURES = ROOT / "docs" / "figures"
@@ -57,7 +57,7 @@ SHOWN = {
     "ordered_reduction": Shown(8, ("2 ranks", "4 ranks", "sent, of float32's")),
     "checkpoint": Shown(3),
     "zero_offload": Shown(6),
-    "free_running": Shown(6, ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")),
+    "free_running": Shown(9, ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")),
 }
 #: Optimizers in README's table, by the names of their rows.
 SPEEDS = {
@@ -205,55 +205,189 @@ def readme(found: Tables, text: str) -> str:
     return f"{before}{BEGIN}\n\n{speeds(found)}\n\n{END}{after}"
 
 
-def figures(found: Tables) -> dict[str, Bars]:
-    """The figures of docs/, by their names."""
-    steps = {label(table.kind): table.column("median") for table in found["step_cpu"]}
-    optimizers, reduction, clip, formats = (
-        newest(found[name]) for name in ("optimizers", "ordered_reduction", "clip", "unit_scaling_formats")
+def steps(found: Tables) -> Bars:
+    """Times of a step on the CPU."""
+    return Bars(
+        "Time of one AdamW step on the CPU, by optimizer and machine",
+        "ms per step, 67 million float32 parameters, 2 threads; lower is better",
+        STEPS,
+        {label(table.kind): table.column("median") for table in found["step_cpu"]},
+        1,
     )
-    ratios = {name: clip.column(f"{name}, to torch") for name in ("in place", "by the step", "norm below the limit")}
-    columns = [column.name for column in formats.columns[1:]]
-    losses = {name: {row: float(x) for row, x in formats.column(name).items()} for name in columns}  # type: ignore[arg-type]
-    worse = {name: {row: loss - by_row["fp32"] for row, loss in by_row.items()} for name, by_row in losses.items()}
-    return {
-        "bench-step": Bars(
-            "Time of one AdamW step on the CPU, by optimizer and machine",
-            "ms per step, 67 million float32 parameters, 2 threads; lower is better",
-            STEPS,
-            steps,
-            1,
-        ),
-        "bench-optimizers": Bars(
-            "Time of a step of every optimizer with log8 state, and of torch.optim's",
-            f"ns per float32 parameter, 2 threads, {label(optimizers.kind)}; lower is better",
-            [str(row[0]) for row in optimizers.rows],
-            {"log8 state": optimizers.column("ns per parameter"), "torch.optim": optimizers.column("torch.optim")},
-            2,
-        ),
-        "bench-ordered": Bars(
-            "Time of ordered reductions over that of torch's float32 reduce-scatter",
-            f"time over torch's float32 reduce-scatter, gloo, {label(reduction.kind)}; lower is better",
-            [str(row[0]) for row in reduction.rows],
-            {ranks: reduction.column(ranks) for ranks in ("2 ranks", "4 ranks")},
-            2,
-            (1, "torch, float32"),
-        ),
-        "bench-clip": Bars(
-            "Time of clipping by the norm over torch's",
-            f"time over torch.nn.utils.clip_grad_norm_, {label(clip.kind)}; lower is better",
-            [str(row[0]) for row in clip.rows],
-            ratios,
-            2,
-            (1, "torch"),
-        ),
-        "bench-formats": Bars(
-            "Held-out loss by number format less that of float32: standard parametrization and u-muP",
-            "held-out loss less fp32's, nats per byte, one seed",
-            ["fp16", "fp8"],
-            worse,
-            3,
-        ),
+
+
+def in_cache(found: Tables) -> Bars:
+    """Times of the kernels alone."""
+    tables = found["step_cpu_in_cache"]
+    return Bars(
+        "Time of the kernels alone, by codec and machine",
+        "ns per parameter in cache, one thread; lower is better",
+        names_of(tables),
+        {short(table.kind): table.column("ns per parameter") for table in tables},
+        2,
+    )
+
+
+def optimizers(found: Tables) -> Bars:
+    """Times of a step of every optimizer."""
+    table = newest(found["optimizers"])
+    return Bars(
+        "Time of a step of every optimizer with log8 state, and of torch.optim's",
+        f"ns per float32 parameter, 2 threads, {label(table.kind)}; lower is better",
+        names_of([table]),
+        {"log8 state": table.column("ns per parameter"), "torch.optim": table.column("torch.optim")},
+        2,
+    )
+
+
+def sums(found: Tables) -> Bars:
+    """Times of optimizers that take sums over the parameter."""
+    table = newest(found["optimizers_sums"])
+    return Bars(
+        "Time of a step of optimizers with sums over the parameter, and of some without",
+        f"ns per float32 parameter, log8 state, {label(table.kind)}; lower is better",
+        names_of([table]),
+        {"log8 state": table.column("ns per parameter")},
+        2,
+    )
+
+
+def ordered(found: Tables) -> Bars:
+    """Times of ordered reductions."""
+    table = newest(found["ordered_reduction"])
+    return Bars(
+        "Time of ordered reductions over that of torch's float32 reduce-scatter",
+        f"time over torch's float32 reduce-scatter, {label(table.kind)}; lower is better",
+        [name for name in names_of([table]) if name != "torch, fp32"],
+        {ranks: table.column(ranks) for ranks in ("2 ranks", "4 ranks")},
+        2,
+        (1, "torch, float32"),
+    )
+
+
+def wire(found: Tables) -> Bars:
+    """Drift of AdamW on gradients in 8 bits."""
+    table = newest(found["gradient_drift"])
+    streams = ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")
+    return Bars(
+        "Drift of AdamW from exact gradients, by their coding and stream of gradients",
+        "mean difference over mean movement, 200 steps, FSDP2; lower is better",
+        [row.removesuffix(", RS") for row in names_of([table]) if row.endswith(", RS")],
+        {
+            stream: {row.removesuffix(", RS"): x for row, x in table.column(f"{stream}, drift").items()}
+            for stream in streams
+        },
+        4,
+    )
+
+
+def drift(found: Tables) -> Bars:
+    """Drift of free-running AdamW by codec."""
+    table = newest(found["free_running"])
+    streams = ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")
+    drifts = {stream: table.column(stream) for stream in streams}
+    return Bars(
+        "Drift of free-running AdamW from float32 state, by codec and stream of gradients",
+        "mean difference over mean movement after 200 steps; lower is better",
+        [row.removeprefix("AdamW, ") for row in names_of([table]) if row.startswith("AdamW, ")],
+        {name: {row.removeprefix("AdamW, "): x for row, x in cells.items()} for name, cells in drifts.items()},
+        3,
+    )
+
+
+def clip(found: Tables) -> Bars:
+    """Times of clipping by the norm."""
+    table = newest(found["clip"])
+    return Bars(
+        "Time of clipping by the norm over torch's",
+        f"time over torch.nn.utils.clip_grad_norm_, {label(table.kind)}; lower is better",
+        names_of([table]),
+        {name: table.column(f"{name}, to torch") for name in ("in place", "by the step", "norm below the limit")},
+        2,
+        (1, "torch"),
+    )
+
+
+def formats(found: Tables) -> Bars:
+    """Losses by number format."""
+    table = newest(found["unit_scaling_formats"])
+    worse: dict[str, dict[str, Cell]] = {}
+    for column in table.columns[1:]:
+        losses = numbers(table, column.name)
+        worse[column.name] = {row: loss - losses["fp32"] for row, loss in losses.items()}
+    return Bars(
+        "Held-out loss by number format less that of float32: standard parametrization and u-muP",
+        "held-out loss less fp32's, nats per byte, one seed",
+        ["fp16", "fp8"],
+        worse,
+        3,
+    )
+
+
+def wrapped(found: Tables) -> Bars:
+    """Losses of optimizers in quantize_state, over those with float32 state."""
+    table = newest(found["quantize_state"])
+    exact = numbers(table, "fp32")
+    over: dict[str, dict[str, float]] = {
+        codec: {name: loss / exact[name] for name, loss in numbers(table, codec).items()}
+        for codec in ("log8", "dynamic8")
     }
+    return Bars(
+        "Loss of an MLP with state in 8 bits over that with float32 state, by optimizer",
+        "loss over that with float32 state; optimizers where it differs by more than 1%",
+        [name for name in exact if any(abs(ratios[name] - 1) > 0.01 for ratios in over.values())],
+        over,
+        3,
+        (1, "float32 state"),
+    )
+
+
+def zero(found: Tables) -> Bars:
+    """Memory under DeepSpeed."""
+    table = newest(found["deepspeed_memory"])
+    names = {"AdamW8bit": "AdamW8bit", "peer": "torch's AdamW or DeepSpeedCPUAdam"}
+
+    def short(row: str) -> str:
+        row = row.replace(", offload of optimizer and param,", ", both:").replace(
+            ", offload of optimizer,", ", offload:"
+        )
+        return re.sub(r"^(ZeRO \d), (fp32|bf16)", r"\1: \2", row)
+
+    def bytes_on(side: str) -> dict[str, dict[str, float]]:
+        return {
+            words: {short(row): x for row, x in numbers(table, f"{name}, {side}").items() if x}
+            for name, words in names.items()
+        }
+
+    return Bars(
+        "Bytes per owned parameter under DeepSpeed ZeRO, by stage, offload and model",
+        "bytes per owned parameter on the device + (paler) in the host's memory",
+        [short(row) for row in names_of([table]) if not row.startswith("ZeRO 1")],
+        bytes_on("device"),
+        1,
+        pale=bytes_on("host"),
+    )
+
+
+def numbers(table: Table, column: str) -> dict[str, float]:
+    """Cells of a column that are single figures, by the names of the rows."""
+    return {row: float(x) for row, x in table.column(column).items() if isinstance(x, (int, float))}
+
+
+#: The figures of docs/, by their names.
+BARS: dict[str, Callable[[Tables], Bars]] = {
+    "bench-step": steps,
+    "bench-in-cache": in_cache,
+    "bench-optimizers": optimizers,
+    "bench-sums": sums,
+    "bench-ordered": ordered,
+    "bench-wire": wire,
+    "bench-drift": drift,
+    "bench-clip": clip,
+    "bench-formats": formats,
+    "bench-quantize-state": wrapped,
+    "bench-zero": zero,
+}
 
 
 def outputs() -> dict[Path, str]:
@@ -263,7 +397,7 @@ def outputs() -> dict[Path, str]:
     return {
         ROOT / "benchmarks" / "RESULTS.md": results(found),
         front: readme(found, front.read_text(encoding="utf-8")),
-        **{FIGURES / f"{name}.svg": bars.figure() for name, bars in figures(found).items()},
+        **{FIGURES / f"{name}.svg": bars_of(found).figure() for name, bars_of in BARS.items()},
     }
 
 

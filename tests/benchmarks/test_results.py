@@ -112,8 +112,24 @@ def test_bars_have_the_lengths_of_their_figures() -> None:
     bars = Bars("A title", "ms", ["ours", "theirs"], {"x": {"ours": 1.0, "theirs": [1.0, 3.0]}, "y": {"ours": 4.0}}, 1)
     figure = bars.figure()
     widths = [float(line.partition('width="')[2].partition('"')[0]) for line in figure.splitlines() if "<rect" in line]
-    assert widths[2:] == [125, 500, 250]  # after the legend's two squares; ours by x and y, theirs by x
+    assert widths[2:] == [121.2, 485, 242.5]  # after the legend's two squares; ours by x and y, theirs by x
     assert ">1.0, 3.0</text>" in figure
+
+
+def test_pale_bars_begin_where_the_others_end() -> None:
+    bars = Bars("A title", "bytes", ["ours"], {"x": {"ours": 1.0}}, 1, pale={"x": {"ours": 3.0}})
+    figure = bars.figure()
+    solid, pale = [line for line in figure.splitlines() if "<rect" in line][1:]
+    assert 'x="265"' in solid
+    assert 'width="121.2"' in solid
+    assert 'x="386.2"' in pale
+    assert 'width="363.8"' in pale
+    assert ">1.0 + 3.0</text>" in figure
+
+
+def test_texts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got 40 letters in 'aaa.*expected at most 35"):
+        Bars("A title", "ms", ["a" * 40], {"x": {"a" * 40: 1.0}}, 1).figure()
 
 
 def test_too_many_series_have_no_colours() -> None:
