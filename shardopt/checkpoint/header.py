@@ -1,7 +1,7 @@
 """The header of a checkpoint as JSON that every parser reads.
 
-JSON has no infinities and no NaN, which Python's own encoder writes as bare words that other parsers refuse. They are
-written as objects with one key, as in the extended JSON of MongoDB::
+JSON has no infinities and no NaN, which Python's own encoder writes as bare words that other parsers refuse. The
+header has objects with one key in their place, as in the extended JSON of MongoDB::
 
     {"$numberDouble": "Infinity"}    {"$numberDouble": "-Infinity"}    {"$numberDouble": "NaN"}
 

@@ -1,6 +1,6 @@
 """The index of a checkpoint: ``checkpoint.json``, the last file of a save, which completes the checkpoint.
 
-The file is JSON, so that any program can read it. It has one line per tensor, however many files there are::
+The file is JSON, so that any program can read it, with one line per tensor, however many files there are::
 
     {"format": "shardopt", "format_version": 2,
     "header": {...},

@@ -1,7 +1,7 @@
 """A tensor's part on its way into a checkpoint or out of one.
 
 An :class:`Item` is a parameter or buffer of the bare model with the optimizer's state, under the name that it has
-without sharding. It becomes several :class:`Chunks`, one for each tensor of the checkpoint.
+without sharding. An item becomes several :class:`Chunks`, one for each tensor of the checkpoint.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:
     """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape.
 
-    ``local`` has the elements along dimension 0. Its further dimensions are not in ``shape``.
+    ``local`` has the elements along dimension 0, and further dimensions which ``shape`` does not list.
     """
     behind = tuple(local.shape[1:])
     chunks = []

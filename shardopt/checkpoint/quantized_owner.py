@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 class EntriesState(SliceSpec):
     """State of a slice of a model parameter whose entries are those of some optimizer, not of a rule.
 
-    Its moments are the quantized entries, each in units of its own.
+    The moments are the quantized entries, each in units of its own.
     """
 
     kept: Mapping[str, Kept] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from shardopt.comm.progress import Progress, rows_of
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Wire, WireFormat
 
-#: Its name since PyTorch 2.13, whose old name warns.
+#: all_gather_into_tensor, whose name warns since PyTorch 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 

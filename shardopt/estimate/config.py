@@ -55,7 +55,7 @@ class _Config:
         return value
 
 
-#: What the models made of rotary attention and a gated feed-forward part differ in.
+#: Differences between the models that have rotary attention and a gated feed-forward part.
 _LLAMA: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},

@@ -13,8 +13,8 @@ ZeRO, offload    weights   masters                             gradients
 3, all           *w n*     *m n*, or the weights if m = w      *w n*, and *m n* if m > w
 ===============  ========  ==================================  ===============================
 
-What is between asterisks is in the host's memory. What DeepSpeed holds twice is one, as
-``shardopt/sharding/deepspeed/masters.py`` makes it. For a step without offload gradients are flattened, which makes
+Figures between asterisks are of the host's memory. Masters that DeepSpeed holds twice count once, as
+``shardopt/sharding/deepspeed/masters.py`` shares them. For a step without offload gradients are flattened, which makes
 a view of a single tensor: if m = w, a partition within one parameter keeps the whole parameter's gradient alive (ZeRO 1
 and 2), and a sub-group of one parameter takes no further memory (ZeRO 3).
 """
@@ -27,7 +27,7 @@ from collections import Counter
 from shardopt.estimate.backends import Held
 from shardopt.report import MemoryReport
 
-#: What DeepSpeed moves to the host's memory itself: nothing, ``offload_optimizer``, ``offload_param`` too.
+#: Parts that DeepSpeed itself keeps in the host's memory: nothing, ``offload_optimizer``, ``offload_param`` too.
 ZERO_OFFLOADS = ("none", "optimizer", "all")
 
 

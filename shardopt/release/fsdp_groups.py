@@ -1,4 +1,4 @@
-"""What a release adds to fully_shard's parameter groups: they say when they gather, and whether more gradients come.
+"""Hooks of a release in fully_shard's parameter groups: a group says when it gathers, and whether more gradients come.
 
 Both stay for good, as DDP's communication hook does: several releases may share a group, and end in any order.
 """

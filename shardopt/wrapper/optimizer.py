@@ -161,9 +161,9 @@ class QuantizedState(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step, chunk by chunk.
 
-        After a failure, the chunks before the failing one are stepped, and the failing chunk has its former codes. Its
-        weights and other state, and counters, stay where the inner optimizer has left them: load a checkpoint to repeat
-        the step.
+        After a failure, the chunks before the failing one are stepped, and the failing chunk has its former codes. The
+        chunk's weights and other state, and counters, stay where the inner optimizer has left them: load a checkpoint
+        to repeat the step.
 
         Args:
             closure: evaluates the model again and returns the loss, once.

@@ -183,7 +183,7 @@ def check(data: bytes) -> None:
 
 
 def _opcode_of_made(name: str, nodes: list[_Node]) -> str:
-    """What the node for a new value says has made the value."""
+    """The opcode that the node of a new value names as its maker."""
     if name == "REDUCE" and nodes[0].opcode == _DICT:
         return "EMPTY_DICT"
     return _DICT if name == "STACK_GLOBAL" and nodes[1].opcode == _DICT else name

@@ -55,7 +55,7 @@ def class_named(name: object, path: str) -> type[ShardedOptimizer]:
 def made_optimizer(
     kind: type[ShardedOptimizer], groups: Sequence[SavedGroup], checkpoint: Checkpoint
 ) -> ShardedOptimizer:
-    """An optimizer with a checkpoint's options, of parameters without memory. It has checked the options.
+    """An optimizer with a checkpoint's options, of parameters without memory; the constructor checks the options.
 
     Raises:
         CheckpointError: an option is not allowed.

@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote, alone in a file or in a range of one: tensors, mapped into memory, and plain values.
+"""Reads a file of ``torch.save``, or a range of one: tensors, mapped into memory, and plain values.
 
 ``torch.load(weights_only=True, mmap=True)`` runs no foreign code either, but sets no limit to time and memory, and maps
 no file that is larger than memory.
