@@ -2,7 +2,7 @@
 
 Links between pages are written for the repository, where they also work; here they get the paths of the site.
 Docstrings name objects by the roles of Sphinx, such as :class:`shardopt.AdamW`: here they become links to objects that
-the API page has, and code elsewhere.
+the API page has, and code elsewhere. The two colons before a block become one.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Turns roles into references, which mkdocs-autorefs resolves."""
+    """Turns roles into references, which mkdocs-autorefs resolves, and ends sentences before blocks with one colon."""
 
     def reference(role: re.Match[str]) -> str:
         name = role[1] if "." in role[1] else f"shardopt.{role[1]}"
         return f'<autoref identifier="{name}" optional><code>{role[1]}</code></autoref>'
 
-    return ROLE.sub(reference, html)
+    return ROLE.sub(reference, html).replace("::</p>", ":</p>")

@@ -33,4 +33,5 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     api = (tmp_path / "api" / "index.html").read_text()
     assert "AdamW8bit" in api
     assert re.findall(r".*:[a-z]+:(?:`|<code>).*", api) == [], "roles must not be shown raw"
+    assert "::</p>" not in api
     assert re.search(r'<a [^>]*href="#shardopt[.\w]*"><code>', api), "roles must link to what the page has"
