@@ -28,9 +28,8 @@ from results import ROOT, Cell, Column
 
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
-from lm import config, data, networks, plan, training  # noqa: E402
-from lm.model import ModelConfig  # noqa: E402
-from lm.unit_model import UnitTransformer  # noqa: E402
+from lm import config, data, plan, training  # noqa: E402
+from lm.model import ModelConfig, UnitTransformer, build  # noqa: E402
 from shardopt import unit  # noqa: E402
 
 LAYERS, HEAD_DIM, CONTEXT, BATCH = 2, 32, 64, 8
@@ -85,7 +84,7 @@ def split(network: torch.nn.Module, parts: int) -> None:
 def zeros(parametrization: str, width: int, parts: int) -> list[float]:
     """Share of zeros among the gradients of each matrix at initialisation, in FP16."""
     model_config = ModelConfig(width, LAYERS, width // HEAD_DIM, parametrization=parametrization)
-    network = networks.build(model_config, CONTEXT, 0, torch.float16)
+    network = build(model_config, CONTEXT, 0, torch.float16)
     split(network, parts)
     corpus = data.load(None, 0.05)
     windows = data.windows(corpus.train, data.train_offsets(corpus, CONTEXT, BATCH, 0, 1), CONTEXT)

@@ -44,8 +44,7 @@ from low_bits import (  # noqa: E402
 from free_running import COLS, SCENARIOS  # noqa: E402
 from free_running import STEPS as DRIFT_STEPS  # noqa: E402
 from lm import data  # noqa: E402
-from lm.model import ModelConfig, Transformer  # noqa: E402
-from lm.networks import build  # noqa: E402
+from lm.model import ModelConfig, Transformer, build  # noqa: E402
 
 CONTEXT, BATCH, STEPS, WARMUP, FINAL_LR = 64, 8, 250, 20, 0.1
 MODEL = ModelConfig(dim=64, layers=2, heads=4)

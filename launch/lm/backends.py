@@ -1,10 +1,11 @@
-"""Backends, each a way to spread a model and its optimizer over the ranks: PyTorch's own, and the table of all."""
+"""Backends, each a way to spread a model and its optimizer over the ranks."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,77 +23,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import shardopt
-from lm import optimizers, runtime
-from lm.engine import Engine
+from lm import engine_config, optimizers, runtime
+from lm.errors import UserError
 from lm.learner import Learner
 from lm.model import Transformer
 from lm.options import Config
 from lm.runtime import Ranks
+from shardopt.sharding.deepspeed.engine import opened
 
 
-class Single(Learner):
-    """A model in one process, and the base of PyTorch's other backends."""
-
-    needs_group = False
-    releases_gradients = True
-    orders_gradients = True
-
-    def __init__(self, model: Transformer, ranks: Ranks, config: Config) -> None:
-        self._config = config
-        self._device = ranks.device
-        matrices = optimizers.matrices(model)
-        self.module = self.wrap(model.to(ranks.device), ranks)
-        if config.ordered:
-            shardopt.comm.ordered_gradients(
-                self.module,
-                micro_batches=config.micro_batches,
-                wire=config.wire,  # type: ignore[arg-type]
-            )
-        groups = optimizers.groups(config, self.module, matrices)
-        self.optimizer = optimizers.build(config, groups, self.make_optimizer)
-        if config.release_gradients:
-            shardopt.release_gradients(
-                self.module,
-                self.optimizer,  # type: ignore[arg-type]
-                overlap_forward=config.overlap_forward,
-                waiting_gradients=config.waiting_gradients,
-            )
-
-    def wrap(self, model: Transformer, ranks: Ranks) -> nn.Module:
-        """Wraps the model, which is on the rank's device."""
-        return model
-
-    def make_optimizer(self, kind: type[Optimizer], groups: optimizers.Groups, options: dict[str, Any]) -> Optimizer:
-        """Makes the optimizer of the wrapped model's parameters."""
-        return optimizers.plain(kind, groups, options)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward passes accumulate gradients without exchanging them."""
-        return nullcontext()
-
-    @contextmanager
-    def held(self) -> Iterator[tuple[nn.Module, Optimizer]]:
-        yield self.module, self.optimizer
-
-    def autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.mixed)
-
-    def micro_step(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last or self._config.ordered else self.no_sync()
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self) -> tuple[float | None, float]:
-        limit = self._config.clip
-        norm = shardopt.clip_grad_norm_(self.module.parameters(), limit).item() if limit else None
-        seconds = runtime.timed(self._device, self.optimizer.step)
-        self.optimizer.zero_grad()
-        return norm, seconds
-
-
-class Ddp(Single):
+class Ddp(Learner):
     """DistributedDataParallel: every rank holds all."""
 
     needs_group = True
@@ -100,9 +40,6 @@ class Ddp(Single):
     def wrap(self, model: Transformer, ranks: Ranks) -> nn.Module:
         devices = [ranks.device] if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()  # type: ignore[no-any-return, operator]
 
 
 class ZeroRedundancy(Ddp):
@@ -114,12 +51,13 @@ class ZeroRedundancy(Ddp):
         return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
 
 
-class Fsdp1(Single):
+class Fsdp1(Learner):
     """FullyShardedDataParallel: flat shards."""
 
     needs_group = True
     releases_gradients = False
     orders_gradients = False
+    autocasts = False
 
     def wrap(self, model: Transformer, ranks: Ranks) -> nn.Module:
         policy = None
@@ -137,17 +75,12 @@ class Fsdp1(Single):
         optimizer.attach(self.module)  # type: ignore[attr-defined]  # its parameters do not refer to their modules
         return optimizer
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()  # type: ignore[no-any-return, operator]
 
-    def autocast(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class Fsdp2(Single):
+class Fsdp2(Learner):
     """fully_shard: DTensors."""
 
     needs_group = True
+    autocasts = False
 
     def wrap(self, model: Transformer, ranks: Ranks) -> nn.Module:
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -168,8 +101,64 @@ class Fsdp2(Single):
         yield
         self.module.set_requires_gradient_sync(True)
 
-    def autocast(self) -> AbstractContextManager[None]:
-        return nullcontext()
+
+class Engine(Learner):
+    """DeepSpeed, whose engine is model and optimizer in one, made from its config and the job's options."""
+
+    needs_group = True
+    releases_gradients = False
+    orders_gradients = False
+    autocasts = False
+
+    module: Any
+
+    def __init__(self, model: Transformer, ranks: Ranks, config: Config) -> None:
+        """Makes the engine. Raises UserError if DeepSpeed refuses the config."""
+        self._config = config
+        self._device = ranks.device
+        deepspeed = _import_deepspeed(ranks)
+        tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        groups = optimizers.groups(config, model, optimizers.matrices(model))
+        settings = engine_config.complete(config, ranks.world_size)
+        try:
+            self.module, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
+        except ValueError as error:
+            raise UserError(f"{config.deepspeed}: {error}") from error
+        for name, buffer in model.named_buffers():  # cast to bfloat16 with the parameters
+            buffer.data = tables[name].to(buffer.device)
+        self.optimizer = self.module.basic_optimizer
+
+    def held(self) -> AbstractContextManager[tuple[nn.Module, Optimizer]]:
+        return opened(self.module)
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.module.step()  # here DeepSpeed only counts the accumulation steps
+
+    def backward(self, loss: Tensor) -> None:
+        self.module.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> tuple[float | None, float]:
+        seconds = runtime.timed(self._device, self.module.step)
+        norm = self.module.get_global_grad_norm()
+        return None if norm is None else float(norm), seconds
+
+
+def _import_deepspeed(ranks: Ranks) -> Any:
+    # DeepSpeed reads its rank from the environment, and takes a GPU if there is one and DS_ACCELERATOR is not set.
+    os.environ["DS_ACCELERATOR"] = ranks.device.type
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
+    import deepspeed  # type: ignore[import-untyped]
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    # DeepSpeed calls functions that PyTorch has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if ranks.device.type == "cpu":
+        # Compiling DeepSpeed's collectives over shared memory takes minutes; gloo's do as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 BACKENDS: dict[str, type[Learner]] = {
@@ -178,5 +167,5 @@ BACKENDS: dict[str, type[Learner]] = {
     "ddp": Ddp,
     "zero_redundancy": ZeroRedundancy,
     "deepspeed": Engine,
-    "single": Single,
+    "single": Learner,
 }

@@ -14,8 +14,7 @@ import yaml
 from lm import engine_config, runtime
 from lm.backends import BACKENDS
 from lm.errors import UserError
-from lm.model import SIZES
-from lm.networks import PARAMETRIZATIONS
+from lm.model import PARAMETRIZATIONS, SIZES
 from lm.optimizers import OF_UNIT_SCALING, OPTIMIZERS, rule_of
 from lm.options import PRECISIONS, Config
 from shardopt.comm.wire import WIRES

@@ -1,4 +1,4 @@
-"""A byte-level decoder-only transformer: RMSNorm, rotary positions, SwiGLU."""
+"""A byte-level decoder-only transformer (RMSNorm, rotary positions, SwiGLU), in two parametrizations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lm.errors import UserError
 from lm.options import Config
 from shardopt import unit
+from shardopt.unit import multipliers
 
 VOCABULARY = 256
 
@@ -207,3 +208,96 @@ class Transformer(nn.Module):
         x = self.norm(x)
         logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         return logits
+
+
+class UnitBlock(nn.Module):
+    """One pre-norm, unit-scaled layer, whose two residual branches have weights of their own."""
+
+    def __init__(self, config: ModelConfig, attention_weight: float, mlp_weight: float) -> None:
+        super().__init__()
+        self.weights = attention_weight, mlp_weight
+        self.attention_norm = unit.RMSNorm(config.dim)
+        self.attention = unit.Attention(config.dim, config.heads)
+        self.mlp_norm = unit.RMSNorm(config.dim)
+        self.mlp = unit.SwiGLU(config.dim, config.hidden)
+
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        """x: (batch, positions, dim); turn applies the rotary positions."""
+        for_attention, for_mlp = self.weights
+        branch, skip = unit.residual_split(x, for_attention)
+        x = unit.residual_add(self.attention(self.attention_norm(branch), turn), skip, for_attention)
+        branch, skip = unit.residual_split(x, for_mlp)
+        return unit.residual_add(self.mlp(self.mlp_norm(branch)), skip, for_mlp)
+
+
+class UnitTransformer(Transformer):
+    """The transformer in u-muP (arXiv 2407.17465): unit-scaled, with norms that have no gain.
+
+    Attributes:
+        accumulation: backward passes of a step, by which losses are divided.
+    """
+
+    accumulation = 1
+
+    def make_layers(self, config: ModelConfig) -> None:
+        """Makes the modules that have parameters."""
+        weights = unit.residual_weights(2 * config.layers)
+        self.embedding = unit.Embedding(VOCABULARY, config.dim)
+        self.blocks = unit.Stack(UnitBlock(config, *weights[2 * i : 2 * i + 2]) for i in range(config.layers))
+        self.norm = unit.RMSNorm(config.dim)
+        self.head = unit.Readout(config.dim, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits for the mean cross entropy over the tokens, whose gradient is turned into that of the sum, scaled.
+
+        Args:
+            tokens: int64, (batch, positions), positions at most the context.
+
+        Returns:
+            (batch, positions, 256), in float32 at least.
+        """
+        logits = super().forward(tokens)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return unit.scale_bwd(logits, tokens.numel() * self.accumulation * multipliers.cross_entropy(VOCABULARY))
+
+
+# By the values of the option parametrization.
+PARAMETRIZATIONS = {"sp": Transformer, "u-mup": UnitTransformer}
+
+
+def build(
+    config: ModelConfig,
+    context: int,
+    seed: int,
+    dtype: torch.dtype,
+    fp8: bool = False,
+    ranks: int = 1,
+    accumulation: int = 1,
+    dropout: float = 0.0,
+) -> Transformer:
+    """The model on the CPU with the same weights on every rank; the rotary tables stay float32.
+
+    Args:
+        config: its dimensions and parametrization.
+        context: most positions.
+        seed: of the weights.
+        dtype: of the parameters.
+        fp8: whether the linear layers of the blocks multiply in FP8.
+        ranks: ranks that average gradients.
+        accumulation: backward passes of a step, by which losses are divided.
+        dropout: share of each layer's outputs that training drops.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = PARAMETRIZATIONS[config.parametrization](config, context)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in network.blocks.modules():
+        if isinstance(module, Linear | unit.Linear):
+            module.fp8 = fp8
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    if isinstance(network, UnitTransformer):
+        unit.set_split(network, ranks, accumulation)
+        network.accumulation = accumulation
+    return network

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from lm import checkpoint, data, digests, metrics, networks, optimizers, runtime
+from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
 from lm.backends import BACKENDS
 from lm.errors import UserError
 from lm.options import Config
@@ -42,7 +42,7 @@ class Trainer:
         self.plan = plan
         self.config = config = plan.config
         self.ranks = plan.ranks
-        network = networks.build(
+        network = model.build(
             plan.model_config,
             config.context,
             config.seed,
@@ -128,8 +128,8 @@ class Trainer:
 
     def _digests(self) -> dict[str, str]:
         """Digests of every parameter, buffer and tensor of the optimizer's live state."""
-        with self.learner.held() as (model, optimizer):
-            return digests.of_tensors(held_tensors(model, optimizer))
+        with self.learner.held() as (module, optimizer):
+            return digests.of_tensors(held_tensors(module, optimizer))
 
     def _verify(self, path: Path, saved: dict[str, str]) -> dict[str, int]:
         loaded = self._digests()

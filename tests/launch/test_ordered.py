@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ranks.pool import Pool
-from train_job import TINY, digests, losses, run, run_on, summary, write_text
+from train_job import TINY, assert_same_run, run, run_on
 from versions import needs_fsdp2_on_the_cpu
 
 pytestmark = needs_fsdp2_on_the_cpu
@@ -16,24 +16,11 @@ ORDERED = (*TINY, "--ordered", "--micro-batches", "6", "--clip", "0.2", "--dropo
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text."""
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def alone(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run in one process."""
     output = tmp_path_factory.mktemp("alone")
     run_on(ranks, 1, *ORDERED, "--backend", "single", "--data", text, "--output", output)
     return output
-
-
-def assert_same_run(found: Path, wanted: Path) -> None:
-    assert losses(found) == losses(wanted)
-    assert summary(found)["heldout_loss"] == summary(wanted)["heldout_loss"]
-    for step in (4, 8):
-        assert digests(found, step) == digests(wanted, step)
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,9 @@ import yaml
 from ranks.offload import before_steps, offload_from_cpu
 from ranks.pool import Pool
 from shardopt.checkpoint.index import INDEX_NAME
-from train_job import ROOT, TINY, TINY_MODEL, digests, edit_header, losses, run, run_on, summary, write_text
+from train_job import ROOT, TINY, TINY_MODEL, assert_same_run, digests, edit_header, losses, run, run_on, summary
 
 TRAIN = ROOT / "launch" / "train.py"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text."""
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +84,7 @@ def test_backends_leave_the_same_bits(
 ) -> None:
     """The mean of two gradients is the same, whoever takes it: so is everything that is made of it."""
     found = run_on(ranks, 2, *TINY, *options, "--clip", 0, "--data", text, "--output", tmp_path)
-    assert losses(tmp_path) == losses(unclipped)
-    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(unclipped, step) for step in (4, 8)]
+    assert_same_run(tmp_path, unclipped)
     assert found["state_bytes_per_parameter"] == pytest.approx(summary(unclipped)["state_bytes_per_parameter"], rel=0.1)
     assert found["parameters"] == summary(unclipped)["parameters"]
 
@@ -118,8 +111,7 @@ def test_steps_on_the_host_beside_the_next_forward_pass(
     options = [*TINY, "--clip", 0, "--release-gradients", "--offload", "step", "--overlap-forward"]
     arguments = [*options, "--waiting-gradients", 100, "--data", text, "--output", tmp_path]
     assert ranks.run(2, _train_offloaded, arguments) == [0, 0]
-    assert losses(tmp_path) == losses(unclipped)
-    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(unclipped, step) for step in (4, 8)]
+    assert_same_run(tmp_path, unclipped)
 
 
 def test_resumed_run_equals_an_uninterrupted_one(ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path) -> None:

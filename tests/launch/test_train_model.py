@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lm import config, data, metrics, model, networks, training
+from lm import config, data, metrics, model, training
 from lm.errors import UserError
 from lm.model import ModelConfig
 from train_job import write_text
@@ -20,7 +20,7 @@ CONTEXT = 16
 
 
 def make(tied: bool = False) -> model.Transformer:
-    return networks.build(ModelConfig(dim=32, layers=2, heads=4, tied=tied), CONTEXT, 0, torch.float32)
+    return model.build(ModelConfig(dim=32, layers=2, heads=4, tied=tied), CONTEXT, 0, torch.float32)
 
 
 def test_rope_depends_on_the_distance_alone() -> None:

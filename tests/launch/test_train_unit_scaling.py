@@ -11,7 +11,7 @@ import pytest
 from lm import config
 from lm.errors import UserError
 from ranks.pool import Pool
-from train_job import TINY, digests, edit_header, losses, run, run_on, summary, write_text
+from train_job import TINY, digests, edit_header, losses, run, run_on, summary
 
 U_MUP = (*TINY, "--parametrization", "u-mup", "--lr", "0.5", "--clip", 0, "--min-quantized-numel", 64)
 #: With 24-bit master weights beside float16 ones.
@@ -20,12 +20,6 @@ PRECISIONS = {
     "fp16": ("--precision", "fp16", "--master-weight-bits", 24),
     "fp8": ("--precision", "fp8"),
 }
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text."""
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

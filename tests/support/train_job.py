@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ MULTINODE = ROOT / "launch" / "multinode"
 
 #: Where the launchers of this environment are.
 PROGRAMS = Path(sys.executable).parent
+
+DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
 
 #: A model of 30 thousand parameters: some of its matrices are quantized, some are too small.
 TINY_MODEL = ("--dim", "32", "--layers", "1", "--heads", "2", "--context", "32", "--device", "cpu")
@@ -66,6 +68,14 @@ def digests(output: Path, step: int) -> dict[str, str]:
     """The digests that a checkpoint holds."""
     found: dict[str, str] = checkpoint.read_header(output / "checkpoints" / f"step-{step:08d}")["digests"]
     return found
+
+
+def assert_same_run(output: Path, other: Path, steps: Iterable[int] = (4, 8)) -> None:
+    """Demands that two runs have the same losses, and the same bits in their checkpoints at some steps."""
+    assert losses(output) == losses(other)
+    assert summary(output)["heldout_loss"] == summary(other)["heldout_loss"]
+    for step in steps:
+        assert digests(output, step) == digests(other, step)
 
 
 def steps_saved(output: Path) -> list[int]:

@@ -204,26 +204,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
 
 
-def final_loss(wrap: Callable[[Optimizer], Optimizer], make: Make, steps: int = 300) -> float:
-    """The network's loss on a fixed task after training."""
-    model = network()
-    optimizer = wrap(make(list(model.parameters())))
-    train_mode(optimizer)
-    generator = torch.Generator().manual_seed(7)
-    teacher: Tensor = torch.randn(64, 64, generator=generator) / 8
-    torch.manual_seed(3)  # for optimizers that draw
-    for step in range(steps + 1):
-        x = torch.randn(256, 64, generator=generator if step < steps else torch.Generator().manual_seed(8))
-        if step == steps and hasattr(optimizer, "eval"):
-            optimizer.eval()
-        loss = (model(x) - torch.tanh(x @ teacher)).square().mean()
-        if step < steps:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return float(loss.detach())
-
-
 class Counting(Optimizer):
     """An untested optimizer, element by element, with counters of each kind and a copy of the weights."""
 

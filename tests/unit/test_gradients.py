@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm import networks
-from lm.model import ModelConfig, rotate
-from lm.unit_model import UnitTransformer
+from lm.model import ModelConfig, UnitTransformer, build, rotate
 from shardopt import unit
 from shardopt.unit import multipliers
 
@@ -108,7 +106,7 @@ def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], batch: Tens
 
 def transformer() -> tuple[UnitTransformer, Tensor]:
     config = ModelConfig(dim=32, layers=2, heads=2, parametrization="u-mup")
-    model = networks.build(config, CONTEXT, 0, torch.float64)
+    model = build(config, CONTEXT, 0, torch.float64)
     assert isinstance(model, UnitTransformer)
     return model, torch.randint(256, (WINDOWS, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
 

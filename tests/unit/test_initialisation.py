@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm import networks
-from lm.model import ModelConfig
+from lm.model import ModelConfig, build
 from shardopt import unit
 from shardopt.unit import functional
 
@@ -57,7 +56,7 @@ def deviations(
         monkeypatch.setattr(functional, name, watched)
         monkeypatch.setattr(unit, name, watched)
     config = ModelConfig(dim, layers, 4, parametrization="u-mup")
-    model = networks.build(config, CONTEXT, 0, dtype, fp8)
+    model = build(config, CONTEXT, 0, dtype, fp8)
 
     def note(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         return lambda module, inputs, output: found.note(f"output of {name}", output)

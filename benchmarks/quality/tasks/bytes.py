@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from lm import data
-from lm.model import ModelConfig
-from lm.networks import build
+from lm.model import ModelConfig, build
 from quality.task import Task
 from quality.text import TextProblem
 

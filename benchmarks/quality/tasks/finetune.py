@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lm import data
-from lm.model import ModelConfig
-from lm.networks import build
+from lm.model import ModelConfig, build
 from quality.task import Task, lr_factor
 from quality.tasks import bytes as pretraining
 from quality.text import TextProblem

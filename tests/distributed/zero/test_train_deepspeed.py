@@ -16,7 +16,7 @@ import torch.utils.cpp_extension
 
 import train
 from ranks.pool import Pool
-from train_job import ROOT, TINY, digests, losses, run_on, summary, write_text
+from train_job import ROOT, TINY, assert_same_run, digests, losses, run_on, summary, write_text
 
 CONFIGS = ROOT / "configs"
 UNCLIPPED = (*TINY, "--clip", 0)  # a norm is summed in another order elsewhere
@@ -70,11 +70,9 @@ def test_zero_1_and_2_leave_the_bits_of_fsdp2(
 ) -> None:
     path = CONFIGS / f"{name}.json"
     found = run_deepspeed(deepspeed_ranks, path, *UNCLIPPED, "--data", text, "--output", tmp_path)
-    assert losses(tmp_path) == losses(fsdp2)
+    assert_same_run(tmp_path, fsdp2)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
-    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(fsdp2, step) for step in (4, 8)]
     theirs = summary(fsdp2)
-    assert found["heldout_loss"] == theirs["heldout_loss"]
     assert found["parameters"] == theirs["parameters"]
     assert found["state_bytes_per_parameter"] == pytest.approx(theirs["state_bytes_per_parameter"], rel=0.1)
 
@@ -84,8 +82,7 @@ def test_zero_3_with_offload_leaves_the_bits_of_zero_3(
 ) -> None:
     options = (*UNCLIPPED, "--data", text, "--output", tmp_path)
     run_deepspeed(deepspeed_ranks, CONFIGS / "zero3_offload.json", *options)
-    assert losses(tmp_path) == losses(zero3)
-    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(zero3, step) for step in (4, 8)]
+    assert_same_run(tmp_path, zero3)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
     # ZeRO 3 multiplies matrices in a function of its own.
     assert losses(tmp_path) == pytest.approx(losses(fsdp2), rel=1e-4)
@@ -216,5 +213,4 @@ def test_zero_3_on_nvme_leaves_the_bits_of_zero_3(zero3: Path, text: Path, tmp_p
         [str(part) for part in command], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=1500
     )
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path) == losses(zero3)
-    assert [digests(tmp_path, step) for step in (4, 8)] == [digests(zero3, step) for step in (4, 8)]
+    assert_same_run(tmp_path, zero3)
