@@ -13,6 +13,8 @@ import pytest
 # are small: with a thread per core in each process they take twice as long. Tests of several threads ask for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
 import shardopt  # noqa: F401  a source tree that is not built ends the session here, with one message
 from programs import Programs
 from ranks.pool import Pool
@@ -37,6 +39,15 @@ def deepspeed_ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small operations of PyTorch are quickest on one."""
+    saved = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(saved)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import shardopt
 from foreign_states import ALIGNED, MATRICES, OTHERS, SHAPES, STEP, assert_imported, params_of, specification, stepped
-from helpers import everything, with_gradient
+from helpers import everything, through_a_file, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import import_state
@@ -128,13 +127,6 @@ def go_on(
         allowed = (here - there).abs() + ROUNDINGS * 2**-24 * (bound + their_bound)
         found = (our_param.detach().double() - their_param.detach().double()).abs()
         assert (found <= allowed).all(), f"{tuple(our_param.shape)}: {(found / allowed).max():.3g} of what is allowed"
-
-
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize(("codec", "block_size"), [("dynamic8", 256), ("dynamic8", 128), ("log8", 128), ("fp32", 128)])

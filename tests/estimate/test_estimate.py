@@ -6,12 +6,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from estimate_problem import RULE_OF, both, host_bytes, run
 from ranks.offload import offload_from_cpu
@@ -23,15 +21,7 @@ from shardopt.report import MemoryReport
 
 CHUNK = 1 << 17
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps with one thread: tensors so small gain nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 
@@ -38,14 +37,7 @@ from weight_formats import BF16, FP16, FP32
 VARIANTS = [(target, threads) for target in _C.cpu_targets() for threads in (1, 2)]
 PRIME = 1_000_003
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """PyTorch's own small operations are quickest on one."""
-    saved = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(saved)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @lru_cache(maxsize=2)

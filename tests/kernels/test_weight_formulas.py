@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -13,14 +12,7 @@ from torch import Tensor
 from shardopt.kernels.weights import bf16_at_random, join_weight, noise, noise_key, split_weight
 from weight_formats import BF16, FP16, every_mantissa, int_bits, special_values
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small operations are quickest on one."""
-    saved = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(saved)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Word(NamedTuple):

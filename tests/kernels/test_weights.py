@@ -42,13 +42,7 @@ from weight_formats import (
 
 each_master = pytest.mark.parametrize(("dtype", "bits"), [(BF16, 24), (BF16, 32), (FP16, 24), (FP16, 32)], ids=str)
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    saved = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(saved)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options: Any) -> None:

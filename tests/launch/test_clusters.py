@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from train_job import MULTINODE, TINY, digests, summary, write_text
+from train_job import MULTINODE, TINY, digests, summary
 
 
 def test_kubernetes() -> None:
@@ -36,13 +36,13 @@ def test_skypilot() -> None:
         assert f"{variable}=" in task.run
 
 
-def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers of Ray on this machine."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
     monkeypatch.syspath_prepend(MULTINODE)
     import ray_train
 
-    options = [*TINY, "--data", str(write_text(tmp_path / "text")), "--output", str(tmp_path / "run")]
+    options = [*TINY, "--data", str(text), "--output", str(tmp_path / "run")]
     ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}})
     try:
         ray_train.main(options, ranks=2, gpus=False)

@@ -14,7 +14,6 @@ import shardopt.checkpoint
 from lm.errors import EXIT_RANKS_LOST
 from ranks.pool import Pool
 from shardopt.checkpoint.errors import LostRanksError
-from test_launchers import free_port
 from train_job import (
     DEEPSPEED,
     MULTINODE,
@@ -22,6 +21,7 @@ from train_job import (
     ROOT,
     TINY,
     assert_same_run,
+    free_port,
     pid_of_rank,
     run,
     run_on,

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ import torch
 
 from lm import runtime
 from lm.errors import UserError
-from train_job import DEEPSPEED, MULTINODE, PROGRAMS, ROOT, TINY, assert_same_run, summary
+from train_job import DEEPSPEED, MULTINODE, PROGRAMS, ROOT, TINY, assert_same_run, free_port, summary
 from versions import needs_fsdp2_on_the_cpu
 
 TIMEOUT = 240
@@ -46,12 +45,6 @@ def torchrun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run_script("torchrun.sh", output, text, places)
     assert done.returncode == 0, done.stderr
     return output
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def run_script(

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from ranks.pool import Pool
-from test_launchers import free_port
-from train_job import MULTINODE, PROGRAMS, ROOT, TINY, digests, losses, run_on, wait_for_checkpoint, write_text
+from train_job import MULTINODE, PROGRAMS, ROOT, TINY, assert_same_run, free_port, run_on, wait_for_checkpoint
 from versions import needs_fsdp2_on_the_cpu
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
@@ -135,10 +134,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow  # Slurm waits for two minutes before it starts a job again
-def test_a_requeued_job_goes_on(cluster: Cluster, ranks: Pool, tmp_path: Path) -> None:
+def test_a_requeued_job_goes_on(cluster: Cluster, ranks: Pool, text: Path, tmp_path: Path) -> None:
     """Slurm starts it again on both nodes, from its last checkpoint, and nothing shows in the end."""
-    text, whole, requeued = (tmp_path / name for name in ("text", "whole", "requeued"))
-    write_text(text)
+    whole, requeued = tmp_path / "whole", tmp_path / "requeued"
     run_on(ranks, 2, *LONG, "--data", text, "--output", whole)
     process = cluster.submit(text, requeued, *LONG)
     assert process.stdout is not None
@@ -149,5 +147,4 @@ def test_a_requeued_job_goes_on(cluster: Cluster, ranks: Pool, tmp_path: Path) -
     log = Path(f"{requeued}.log").read_text()
     assert process.returncode == 0, said + log
     assert f"resumed {requeued}/checkpoints/step-" in log
-    assert losses(requeued) == losses(whole)
-    assert [digests(requeued, step) for step in (20, 40, 60, 80)] == [digests(whole, step) for step in (20, 40, 60, 80)]
+    assert_same_run(requeued, whole, steps=(20, 40, 60, 80))

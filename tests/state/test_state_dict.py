@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, step
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, step, through_a_file
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec import CODECS
@@ -39,13 +38,6 @@ def advance(optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype =
 
 def made(rule: str, dtype: torch.dtype = torch.float32, **options: Any) -> ShardedOptimizer:
     return RULES[rule].make(params_of(dtype), **options)
-
-
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:

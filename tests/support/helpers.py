@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -326,3 +327,11 @@ def everything(optimizer: torch.optim.Optimizer) -> Snapshot:
     """All parameters and state entries of an optimizer, by their place in its groups."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return snapshot({str(index): param for index, param in enumerate(params)}, optimizer)
+
+
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The value after torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

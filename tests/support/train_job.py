@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,13 @@ DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "ze
 TINY_MODEL = ("--dim", "32", "--layers", "1", "--heads", "2", "--context", "32", "--device", "cpu")
 TINY_RUN = ("--batch", "12", "--steps", "8", "--warmup", "2", "--eval-windows", "10", "--eval-interval", "0")
 TINY = (*TINY_MODEL, *TINY_RUN, "--log-interval", "1", "--checkpoint-interval", "4", "--verify")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def write_text(folder: Path, files: int = 12) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from helpers import RULES
+from helpers import RULES, through_a_file
 from ranks.flat import forget_shards, gathered, pieces
 from ranks.models import FEW_WORLDS, WAYS, Odds, copy_weights, fsdp1, make_net, make_odds
 from ranks.pool import Pool
@@ -26,14 +25,6 @@ BF16 = torch.bfloat16
 SMALL = {"min_quantized_numel": 32}
 #: A rule of ours beside torch.optim's of the same hyper-parameters.
 THEIRS: dict[str, Any] = {"adamw": torch.optim.AdamW, "momentum": torch.optim.SGD}
-
-
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The value after torch.save and torch.load."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def _odds_pair(orig: bool, dtype: torch.dtype, rule: str, options: Any) -> tuple[nn.Module, ShardedOptimizer]:
