@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.recoding import FLOAT32, add_states, class_of_entries, of_names
-from shardopt.checkpoint.convert.stream import Checkpoint, Described, LazyTensor
+from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, places_of, write_pieces
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.groups import checked_groups
@@ -201,25 +201,17 @@ def write_safetensors(checkpoint: Checkpoint, path: PathLike, numel: int, progre
             "optimizer of shardopt; choose another format"
         )
     _leave_out_extra(checkpoint)
-    # Tensors with larger elements come first, so that each begins aligned.
-    in_order = dict(sorted(checkpoint.described.items(), key=lambda item: -item[1].dtype.itemsize))
-    header = _header_of(checkpoint, in_order)
-    places, end = {}, len(header)
-    for key, described in in_order.items():
-        places[key] = end
-        end += described.nbytes
+    places = places_of(checkpoint.described)
+    header = _header_of(checkpoint, places)
     with open(path, "xb") as file:
         file.write(header)
-        for key, first, data in checkpoint.pieces(numel):
-            file.seek(places[key] + first * data.itemsize)
-            file.write(memoryview_of(data))
-            progress(data.nbytes)
+        write_pieces(checkpoint, file, places, numel, progress, begin=len(header))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _header_of(checkpoint: Checkpoint, in_order: Mapping[str, Described]) -> bytes:
-    """The bytes before the data of a file with these tensors in this order."""
+def _header_of(checkpoint: Checkpoint, places: Mapping[str, int]) -> bytes:
+    """The bytes before the data of a file, in which the tensors have these places."""
     saved = {
         "format_version": _FORMAT_VERSION,
         "dequantized": False,
@@ -227,15 +219,16 @@ def _header_of(checkpoint: Checkpoint, in_order: Mapping[str, Described]) -> byt
         "param_groups": checkpoint.groups,
     }
     header: dict[str, Any] = {_METADATA: {"format": "pt", _KEY: json.dumps(saved)}}
-    end = 0
-    for key, described in in_order.items():
-        if described.dtype not in _NAMES:
+    described = checkpoint.described
+    for key, begin in places.items():
+        dtype, shape = described[key]
+        if dtype not in _NAMES:
             raise CheckpointError(
-                f"{checkpoint.path}: got {named(key)} of {described.dtype}, expected one of "
-                f"{', '.join(map(str, _NAMES))}; choose another format"
+                f"{checkpoint.path}: got {named(key)} of {dtype}, expected one of {', '.join(map(str, _NAMES))}; "
+                "choose another format"
             )
-        begin, end = end, end + described.nbytes
-        header[key] = {"dtype": _NAMES[described.dtype], "shape": described.shape, "data_offsets": [begin, end]}
+        end = begin + described[key].nbytes
+        header[key] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin aligned
     return len(text).to_bytes(HEADER_BEGIN, "little") + text

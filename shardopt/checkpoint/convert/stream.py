@@ -6,9 +6,9 @@ Memory then does not depend on the size of a checkpoint, or of a tensor in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from shardopt.checkpoint.groups import SavedGroup
 from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.reading import common_part, inside
 from shardopt.checkpoint.wording import named
+from shardopt.kernels.memory import memoryview_of
 from shardopt.layout import FlatShard
 from shardopt.layout.partition import Part, rectangles_of_range
 from shardopt.state.options import MAX_BLOCK_SIZE
@@ -168,6 +169,44 @@ def pieces_of_state(name: str, state: State, numel: int) -> Iterator[Piece]:
     for first, end in ranges(state.form.shard.global_shape, numel):
         for entry, data in state.read(first, end).items():
             yield Piece(state_key(name, entry), range_of_entry(state.form, entry, first, end)[0], data.reshape(-1))
+
+
+def places_of(tensors: Mapping[str, Described]) -> dict[str, int]:
+    """Positions in a file, bytes. Tensors with larger elements come first, so that each begins aligned."""
+    places, end = {}, 0
+    for key, described in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        places[key] = end
+        end += described.nbytes
+    return places
+
+
+def write_pieces(
+    checkpoint: Checkpoint,
+    file: BinaryIO,
+    places: Mapping[str, int],
+    numel: int,
+    progress: Callable[[int], object],
+    begin: int = 0,
+) -> None:
+    """Writes tensors into a file, piece by piece.
+
+    Args:
+        checkpoint: the checkpoint.
+        file: the file.
+        places: the tensors' positions, bytes; tensors without one are left out.
+        numel: elements of a piece.
+        progress: called with the bytes of each piece.
+        begin: the position that places are counted from.
+
+    Raises:
+        CheckpointError: the checkpoint could not be read.
+        OSError: the system fails to write.
+    """
+    for key, first, data in checkpoint.pieces(numel):
+        if key in places:
+            file.seek(begin + places[key] + first * data.itemsize)
+            file.write(memoryview_of(data))
+        progress(data.nbytes)
 
 
 def ranges(shape: Sequence[int], most: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:

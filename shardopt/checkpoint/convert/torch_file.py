@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import SpooledTemporaryFile
+from tempfile import TemporaryFile
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.contents import model_key
+from shardopt.checkpoint.contents import model_key, state_key
 from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.recoding import class_named, made_optimizer
 from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, lazy_tensors, take_state_dicts
-from shardopt.checkpoint.convert.stream import (
-    Checkpoint,
-    Piece,
-    State,
-    lazy,
-    pieces_of_state,
-    pieces_of_tensor,
-    refuse_quantize_state,
-)
-from shardopt.checkpoint.convert.torch_archive import ArchivedTensor, TorchArchive, bytes_of
-from shardopt.checkpoint.convert.torch_zip import torch_objects
+from shardopt.checkpoint.convert.stream import Checkpoint, lazy, places_of, refuse_quantize_state, write_pieces
+from shardopt.checkpoint.convert.torch_zip import mapped_tensor, torch_objects
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.peers.structure import check_structure
@@ -38,7 +28,6 @@ from shardopt.checkpoint.wording import few, line
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import LOW_BITS
 
-_SPOOLED = 1 << 22  # bytes of a moment in memory before its temporary file is used
 _MODEL = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
 
@@ -111,24 +100,52 @@ def write_torch(checkpoint: Checkpoint, path: PathLike, numel: int, progress: Ca
     refuse_quantize_state(checkpoint, "load it, and save state_dict(dequantize=True)")
     if any(LOW_BITS in state.form.entries for state in checkpoint.states.values()):
         checkpoint.left_out.append("low bits of master weights")
-    with TorchArchive(Path(path)) as archive:
-        model: dict[str, Any] = {}
-        extra = dict(checkpoint.extra)
-        for key, tensor in checkpoint.tensors.items():
-            kind, _, name = key.partition(".")
-            parts = _told(pieces_of_tensor(key, tensor, numel), progress)
-            (model if kind == "model" else extra)[name] = archive.add(tensor.dtype, tensor.shape, parts)
-        content = {**extra, "model": model}
-        if checkpoint.optimizer is not None:
-            content["optimizer"] = _optimizer_state(checkpoint, archive, numel, progress)
-        archive.commit(content)
+    with TemporaryFile(dir=Path(path).parent) as pieces, open(path, "xb") as file:
+        content = _content(checkpoint, _tensors_by_way_of(pieces, checkpoint, numel, progress))
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # PyTorch's, of an archive that is not complete; the cause stands behind it
+            raise error.__context__ or error from None
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _optimizer_state(
-    checkpoint: Checkpoint, archive: TorchArchive, numel: int, progress: Callable[[int], object]
-) -> dict[str, Any]:
+def _tensors_by_way_of(
+    file: BinaryIO, checkpoint: Checkpoint, numel: int, progress: Callable[[int], object]
+) -> dict[str, Tensor]:
+    """Writes the tensors of a checkpoint, but no step counts and low bits, into a file, and maps them into memory.
+
+    A parameter's moments are read by turns, but torch.save writes one tensor after another, whole ones only.
+    """
+    described = checkpoint.described
+    moments = [
+        state_key(name, moment.name) for name, state in checkpoint.states.items() for moment in state.form.moments
+    ]
+    places = places_of({key: described[key] for key in (*checkpoint.tensors, *moments)})
+    write_pieces(checkpoint, file, places, numel, progress)
+    file.seek(0, os.SEEK_END)
+    file.write(b"\0")  # an empty file cannot be mapped
+    file.flush()
+    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return {key: mapped_tensor(memory, *described[key], place) for key, place in places.items()}
+
+
+def _content(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The objects to save."""
+    model: dict[str, Tensor] = {}
+    extra = dict(checkpoint.extra)
+    for key in checkpoint.tensors:
+        kind, _, name = key.partition(".")
+        (model if kind == "model" else extra)[name] = tensors[key]
+    content = {**extra, "model": model}
+    if checkpoint.optimizer is not None:
+        content["optimizer"] = _optimizer_state(checkpoint, tensors)
+    return content
+
+
+def _optimizer_state(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     optimizer = made_optimizer(class_named(checkpoint.optimizer, checkpoint.path), checkpoint.groups, checkpoint)
-    states: dict[int, dict[str, ArchivedTensor]] = {}
+    states: dict[int, dict[str, Tensor]] = {}
     groups = []
     number = 0
     for group, own in zip(checkpoint.groups, optimizer.param_groups, strict=True):
@@ -137,42 +154,13 @@ def _optimizer_state(
         for index, name in zip(ids, group["parameters"], strict=True):
             state = checkpoint.states.get(name)
             if state is not None:
-                scalars = {"step": state.step, **optimizer.derived_state(own, state.step)}
-                small = {key: archive.add(x.dtype, tuple(x.shape), [bytes_of(x)]) for key, x in scalars.items()}
-                states[index] = {**small, **_moments(name, state, archive, numel, progress)}
+                scalars = {"step": state.step.clone(), **optimizer.derived_state(own, state.step)}
+                moments = {moment.name: tensors[state_key(name, moment.name)] for moment in state.form.moments}
+                states[index] = {**scalars, **moments}
         options = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
         tuples = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
         groups.append({**options, **tuples, "params": ids, "param_names": list(group["parameters"])})
     return {"state": states, "param_groups": groups}
-
-
-def _moments(
-    name: str, state: State, archive: TorchArchive, numel: int, progress: Callable[[int], object]
-) -> dict[str, ArchivedTensor]:
-    """Writes the float32 moments of a parameter, which are read by turns, by way of temporary files."""
-    shape = state.form.shard.global_shape
-    with ExitStack() as closing:
-        files = {
-            moment.name: closing.enter_context(SpooledTemporaryFile(_SPOOLED, dir=str(archive.path.parent)))
-            for moment in state.form.moments
-        }
-        for key, _, data in pieces_of_state(name, state, numel):
-            progress(data.nbytes)
-            entry = key.rpartition(".")[2]
-            if entry in files:
-                files[entry].write(bytes_of(data))
-        found = {}
-        for moment, file in files.items():
-            file.seek(0)
-            found[moment] = archive.add(torch.float32, shape, iter(partial(file.read, _SPOOLED), b""))
-    return found
-
-
-def _told(pieces: Iterator[Piece], progress: Callable[[int], object]) -> Iterator[memoryview]:
-    """The bytes of pieces, of which progress is told."""
-    for piece in pieces:
-        yield bytes_of(piece.data)
-        progress(piece.data.nbytes)
 
 
 def _first(found: Any, keys: tuple[str, ...]) -> Any:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.convert.pickled import Dict, Unused, size, unpickled
-from shardopt.checkpoint.convert.torch_archive import STORAGES
 
 _LOCAL_HEADER = 30  # bytes, without the name and what follows it
 _MAX_DIMS = 64
@@ -50,6 +49,16 @@ def torch_objects(descriptor: int, begin: int, length: int, classes: Mapping[tup
     return unpickled(archive.record("data.pkl"), {**_CLASSES, **classes}, archive.storage)
 
 
+def mapped_tensor(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Tensor:
+    """A tensor whose elements are in a file that is mapped into memory, and whose storage has no others."""
+    numel = math.prod(shape)
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    with warnings.catch_warnings():  # of memory that must not be written to, as the mapping
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=position).view(shape)
+
+
 class _Archive:
     """A zip archive without compression, whose records lie in a folder, at the end of a mapping."""
 
@@ -77,11 +86,7 @@ class _Archive:
         begin, length = self._place(f"data/{key}")
         if not 0 <= numel * dtype.itemsize <= length:
             raise pickle.UnpicklingError("a storage of another length")
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        with warnings.catch_warnings():  # of memory that must not be written to, as the mapping
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(self._mapped, dtype=dtype, count=numel, offset=begin)
+        return mapped_tensor(self._mapped, dtype, (numel,), begin)
 
     def _place(self, name: str) -> tuple[int, int]:
         """Where a record's bytes begin, and how many there are."""
@@ -127,6 +132,22 @@ def _of_type(rebuild: Any, kind: Any, arguments: Any, state: Any) -> Any:
     return rebuild(*arguments)
 
 
+#: The classes that files of torch.save name for dtypes.
+_STORAGES: dict[torch.dtype, Any] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+
 _CLASSES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Dict,
     ("collections", "Counter"): Dict,
@@ -140,7 +161,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_wrapper_subclass"): _OF_TENSORS,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
     ("torch.storage", "UntypedStorage"): torch.uint8,
-    **{("torch", storage.__name__): dtype for dtype, storage in STORAGES.items()},
+    **{("torch", storage.__name__): dtype for dtype, storage in _STORAGES.items()},
     **dict.fromkeys([("builtins", name) for name in ("bytearray", "complex", "set")], Unused),
     ("_codecs", "encode"): Unused,
     ("torch", "device"): Unused,

@@ -134,7 +134,7 @@ def _groups(common: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]],
 
 
 def _folder_of(folder: Path, name: object) -> Path:
-    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable():
         raise CheckpointError(f"{folder}: got a parameter {named(name)}, expected names of folders in zero; {_REMEDY}")
     return folder / "zero" / name
 

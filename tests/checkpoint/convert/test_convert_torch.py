@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import zipfile
+import builtins
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointError, import_state
-from shardopt.checkpoint.convert import convert, torch_archive
+from shardopt.checkpoint.convert import convert, torch_file
 from versions import adamw_names_itself
 
 
@@ -107,18 +109,52 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert_loads(tmp_path / "back", run, codec="fp32")
 
 
-def test_large_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As records of more than 2 GiB: with the fields of zip64, and aligned."""
-    monkeypatch.setattr(torch_archive, "_LARGE", 1000)
-    model, optimizer = trained(codec="fp32")
-    checkpoint.save(tmp_path / "saved", model, optimizer)
-    convert(tmp_path / "saved", tmp_path / "run.pt", "torch", piece_numel=PIECE)
-    for options in ({}, {"mmap": True}):
-        found = torch.load(tmp_path / "run.pt", weights_only=True, **options)
-        assert_same(dict(sorted(found["model"].items())), dict(sorted(model.state_dict().items())))
-    assert all(value.data_ptr() % 64 == 0 for value in found["model"].values())
-    with zipfile.ZipFile(tmp_path / "run.pt") as archive:
-        assert archive.testzip() is None
+@pytest.mark.parametrize("after", [0, 1, 7, 30])
+@pytest.mark.parametrize(
+    ("cause", "raised"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), CheckpointError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_a_write_of_the_archive_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: BaseException, raised: type[BaseException], after: int
+) -> None:
+    """Of which PyTorch tells that the archive is not complete."""
+    checkpoint.save(tmp_path / "saved", *trained(codec="fp32"))
+    left = iter(range(after))
+
+    class Failing:
+        def __init__(self, *args: str) -> None:
+            self.file = builtins.open(*args)  # noqa: SIM115  closed by __exit__
+
+        def __enter__(self) -> Failing:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.close()
+
+        def write(self, data: Any) -> int:
+            if next(left, None) is None:
+                raise cause
+            return self.file.write(data)
+
+    monkeypatch.setattr(torch_file, "open", Failing, raising=False)
+    with pytest.raises(raised, match="target: got .*No space left on device" if raised is CheckpointError else None):
+        convert(tmp_path / "saved", tmp_path / "target", "torch", piece_numel=PIECE)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_tensors_without_elements(tmp_path: Path) -> None:
+    """A model of them alone, and a buffer of a dtype that has no storage class."""
+    model = torch.nn.Linear(3, 0, bias=False)
+    model.register_buffer("odd", torch.zeros(0, dtype=torch.float8_e4m3fn))
+    checkpoint.save(tmp_path / "saved", model)
+    convert(tmp_path / "saved", tmp_path / "run.pt", "torch")
+    found = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    assert {key: (value.shape, value.dtype) for key, value in found.items()} == {
+        key: (value.shape, value.dtype) for key, value in model.state_dict().items()
+    }
 
 
 def test_own_state_dicts_keep_their_codes(tmp_path: Path) -> None:

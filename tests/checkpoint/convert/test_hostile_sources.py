@@ -274,9 +274,11 @@ def test_floats_of_eight_bits(tmp_path: Path) -> None:
     value = torch.arange(8.0).to(torch.float8_e4m3fn)
     torch.save({"model": {"a": value, "b": torch.nn.Parameter(torch.ones(2))}}, tmp_path / "run.pt")
     convert(tmp_path / "run.pt", tmp_path / "target")
-    convert(tmp_path / "target", tmp_path / "dcp", "dcp")
+    convert(tmp_path / "target", tmp_path / "again.pt", "torch")
+    convert(tmp_path / "again.pt", tmp_path / "again")
+    convert(tmp_path / "again", tmp_path / "dcp", "dcp")
     convert(tmp_path / "dcp", tmp_path / "back")
-    for name in ("target", "back"):
+    for name in ("target", "again", "back"):
         model = torch.nn.Module()
         model.a = torch.nn.Parameter(torch.zeros(8).to(torch.float8_e4m3fn), requires_grad=False)
         model.b = torch.nn.Parameter(torch.zeros(2))
