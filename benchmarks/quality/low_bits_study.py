@@ -1,7 +1,7 @@
 """Measures the definitions of ``low_bits.py``: drift, fed gradients and training.
 
     python benchmarks/quality/low_bits_study.py drift|fed|train [--rule adamw|sgd|lion] [--variant NAME ...]
-        [--seeds N] [--first-seed N] [--betas B B] [--lr LR] [--weight-decay W]
+        [--seeds N] [--first-seed N] [--betas B B] [--lr LR] [--weight-decay W] [--json]
 
 ``drift``: mean and worst drift, as ``benchmarks/free_running.py`` defines them, on its streams, 8,192 elements.
 ``fed``: each variant steps on the gradients of a float32 run; its held-out loss over that run's in %, and its drift.
@@ -15,12 +15,12 @@ with a warm-up of 20 steps and a cosine to a tenth of the learning rate. One thr
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -41,10 +41,13 @@ from low_bits import (  # noqa: E402
     Variant,
 )
 
+import results  # noqa: E402
 from free_running import COLS, SCENARIOS  # noqa: E402
 from free_running import STEPS as DRIFT_STEPS  # noqa: E402
 from lm import data  # noqa: E402
 from lm.model import ModelConfig, Transformer, build  # noqa: E402
+from quality.intervals import summary  # noqa: E402
+from results import Cell, Column  # noqa: E402
 
 CONTEXT, BATCH, STEPS, WARMUP, FINAL_LR = 64, 8, 250, 20, 0.1
 MODEL = ModelConfig(dim=64, layers=2, heads=4)
@@ -52,8 +55,6 @@ HELD_OUT = 512  #: windows
 CONTROL = "lr * 1.0001"
 ELEMENTS = 8192
 STREAMS = ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")
-#: Quantiles .975 of Student's t by degrees of freedom.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
 
 Make = Callable[..., LowBitOptimizer]
 #: Class, variants, learning rate in training.
@@ -158,16 +159,43 @@ def drift(make: Make, variants: dict[str, Variant], name: str, stream: str, seed
     return float(difference.mean() / exact.abs().mean()), float(difference.max()) / largest
 
 
-def summary(values: list[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:+.2f}, 1 seed"
-    mean, sd = statistics.fmean(values), statistics.stdev(values)
-    half = (_T[len(values) - 2] if len(values) < len(_T) + 2 else 2.09) * sd / math.sqrt(len(values))
-    return f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f}), sd {sd:.2f}, {len(values)} seeds"
+def report_drifts(where: Path | None, make: Make, variants: dict[str, Variant], names: list[str], seeds: range) -> None:
+    columns = [Column("variant")]
+    for stream in STREAMS:
+        columns += [Column(stream, digits=3), Column(f"{stream}, worst")]
+
+    def rows() -> Iterator[list[Cell]]:
+        for name, seed in product(names, seeds):
+            found = (drift(make, variants, name, stream, seed) for stream in STREAMS)
+            yield [f"{name}, seed {seed}", *chain.from_iterable(found)]
+
+    title = f"Definitions of low-bit state: drift after {DRIFT_STEPS} steps"
+    results.report(where, "low_bits_drift", title, columns, rows(), threads=1)
+
+
+def report_losses(where: Path | None, job: Job, measure: str, names: list[str], seeds: range) -> None:
+    run_all = job.fed if measure == "fed" else job.trained
+    runs: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
+    for seed in seeds:
+        for name, run in run_all(names, seed).items():
+            runs[name].append(run)
+            print(f"{seed}, {name}: {', '.join(f'{value:+.3f}' for value in run)}", flush=True)
+    columns = [Column("state"), Column("mean", "%", 2), Column("95% interval (t), %"), Column("sd", "%", 2)]
+    columns += [Column("seeds", digits=0), Column("drift", digits=3)]
+    rows: list[list[Cell]] = []
+    for name, found in runs.items():
+        losses, *drifts = (list(column) for column in zip(*found, strict=True))
+        s = summary(losses)
+        low, high = s.t
+        mean_drift = statistics.fmean(drifts[0]) if drifts else None
+        rows.append([name, s.mean, f"{low:+.2f} to {high:+.2f}", s.spread, s.count, mean_drift])
+    kind = "_fed" if measure == "fed" else ""
+    title = "Definitions of low-bit state: held-out loss over float32's of the same seed"
+    results.report(where, f"low_bits{kind}", title, columns, rows, threads=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compares definitions of low-bit optimizer state.")
+    parser = results.parser(__doc__)
     parser.add_argument("measure", choices=("drift", "fed", "train"))
     parser.add_argument("--rule", choices=RULES, default="adamw")
     parser.add_argument("--variant", nargs="+", metavar="NAME", help="default: all of the rule")
@@ -186,22 +214,10 @@ def main() -> None:
         make = partial(make, betas=tuple(arguments.betas))
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     if arguments.measure == "drift":
-        print(f"| variant | {' | '.join(STREAMS)} |\n{'| --- ' * (1 + len(STREAMS))}|")
-        for name in names:
-            for seed in seeds:
-                cells = [drift(make, variants, name, stream, seed) for stream in STREAMS]
-                print(f"| {name} | {' | '.join(f'{mean:.3f}, {worst:.2g}' for mean, worst in cells)} |", flush=True)
-        return
-    job = Job(make, variants, arguments.lr or lr, arguments.weight_decay)
-    runs: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
-    for seed in seeds:
-        for name, run in (job.fed if arguments.measure == "fed" else job.trained)(names, seed).items():
-            runs[name].append(run)
-            print(f"{seed}, {name}: {', '.join(f'{value:+.3f}' for value in run)}", flush=True)
-    for name, found in runs.items():
-        losses, *drifts = (list(column) for column in zip(*found, strict=True))
-        extra = f"; drift {statistics.fmean(drifts[0]):.3f}" if drifts else ""
-        print(f"{name}: {summary(losses)}{extra}")
+        report_drifts(arguments.json, make, variants, names, seeds)
+    else:
+        job = Job(make, variants, arguments.lr or lr, arguments.weight_decay)
+        report_losses(arguments.json, job, arguments.measure, names, seeds)
 
 
 if __name__ == "__main__":
