@@ -17,6 +17,13 @@ from shardopt.optim import ShardedOptimizer
 PIECE = 4096  # elements, so that most tensors are cut, some within rows
 
 
+class Evil:
+    """Makes a file where a pickle of it is executed."""
+
+    def __reduce__(self) -> Any:
+        return open, ("executed", "w")
+
+
 class Net(nn.Module):
     """Rows that are no multiples of blocks, one longer than a piece, float32 state, a frozen parameter, a buffer."""
 

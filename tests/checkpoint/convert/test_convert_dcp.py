@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import shardopt
-from convert_runs import PIECE, Net, assert_loads, make, step, trained
+from convert_runs import PIECE, Evil, Net, assert_loads, make, step, trained
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
@@ -127,11 +127,6 @@ def test_channels_last(tmp_path: Path) -> None:
     other = torch.nn.Conv2d(3, 8, 3)
     checkpoint.load(tmp_path / "portable", other)
     assert torch.equal(other.weight, model.weight)
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return open, ("executed", "w")
 
 
 def _change(path: Path, change: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardopt
-from convert_runs import PIECE, Net, assert_loads, make, step, trained
+from convert_runs import PIECE, Evil, Net, assert_loads, make, step, trained
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from shardopt import checkpoint
@@ -218,11 +218,6 @@ def test_what_is_refused(tmp_path: Path, change: Any, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         convert(tmp_path / "run.pt", tmp_path / "converted", piece_numel=PIECE, optimizer=name)
     assert not (tmp_path / "converted").exists()
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return open, ("executed", "w")
 
 
 @pytest.mark.parametrize("cut", [None, 10, 2000, -100])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from convert_runs import Evil
 from ranks.deepspeed import config, stepped_engine
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
@@ -61,11 +62,6 @@ def test_as_the_portable_checkpoint(
     assert_same(*(content(file)[0] for file in files))
     convert(tmp_path / "universal", tmp_path / "portable", codec="log8", block_size=64, piece_numel=4096)
     assert any(name.endswith("_codes") for name in read_index(tmp_path / "portable"))
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return open, ("executed", "w")
 
 
 def test_damaged_and_hostile_folders(deepspeed_ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
