@@ -332,6 +332,24 @@ def test_a_read_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dequ
     _assert_refused(tmp_path, "ended while it was read, expected a whole")
 
 
+def test_a_file_that_is_larger_than_memory(tmp_path: Path) -> None:
+    """A parameter of 2^40 bytes, most of which is a hole, of which one piece is read."""
+    options = {"parameters": ["a"], "options": {"lr": 0.5}}
+    saved = {"format_version": 1, "dequantized": False, "optimizer": "AdamW", "param_groups": [options]}
+    tensor = {"dtype": "U8", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 40]}
+    header = json.dumps({"__metadata__": {"shardopt": json.dumps(saved)}, "model.a": tensor}).encode()
+    (tmp_path / "run").write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(tmp_path / "run", 8 + len(header) + (1 << 40))
+
+    def interrupt(done: int, total: int) -> None:
+        assert (done, total) == (PIECE, 1 << 40)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "run", tmp_path / "target", progress=interrupt, piece_numel=PIECE)
+    assert os.listdir(tmp_path) == ["run"]
+
+
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_names_outlast_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """The file is on the disk before it gets its name, and the folder afterwards."""
