@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardopt import doctor
+from shardopt import doctor, program
 from shardopt.checkpoint import convert_command, inspect_command
 from shardopt.estimate import cli
 
@@ -23,13 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (cli, inspect_command, convert_command, doctor):
+    for command in (cli, inspect_command, convert_command, doctor, program):
         command.add_parser(commands)
     args = parser.parse_args(arguments)
     try:
         status: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
+        if args.run is program.run_program:
+            raise  # the program's own
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
         return 141
     return status

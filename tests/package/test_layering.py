@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shardopt.clients.names",
     ),
     ("shardopt",),
-    ("shardopt.doctor",),
+    ("shardopt.doctor", "shardopt.program"),
     ("shardopt.__main__", "shardopt.clients", "launch"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,142 @@
+"""``shardopt run`` runs a program as python does, with shardopt's classes in others' places."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from needed import needs
+from shardopt.__main__ import main
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+#: Writes the facts that a program sees.
+PROGRAM = """
+import json, os, pickle, sys
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.adamw import AdamW as Defined
+
+import beside
+
+def function(): ...
+
+assert pickle.loads(pickle.dumps(function)) is function
+assert AdamW is Defined is torch.optim.AdamW
+weight = torch.nn.Parameter(torch.ones(64, 64))
+optimizer = AdamW([weight], lr=0.1, fused=True, foreach=False)
+weight.grad = torch.ones(64, 64)
+optimizer.step()
+facts = [__name__, os.path.basename(sys.argv[0]), sys.argv[1:], f"{AdamW.__module__}.{AdamW.__name__}", SGD.__module__]
+open("facts" + os.environ.get("RANK", ""), "w").write(json.dumps(facts))
+sys.exit(7)
+"""
+OURS, THEIRS = "shardopt.optim.adam.AdamW8bit", "torch.optim.adamw.AdamW"
+
+
+def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    (folder / "package").mkdir(exist_ok=True)
+    for place in (folder / "package", folder):
+        (place / "program.py").write_text(PROGRAM)
+        (place / "beside.py").touch()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, *launcher, "-m", "shardopt", "run", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("package/program.py",), ["program.py", [], THEIRS]),
+        (
+            ("--replace", "AdamW=AdamW8bit", "package/program.py", "--replace", "x", "-m", "--help"),
+            ["program.py", ["--replace", "x", "-m", "--help"], OURS],
+        ),
+        (("--replace=torch.optim.AdamW=AdamW8bit", "-m", "package.program", "a"), ["program.py", ["a"], OURS]),
+    ],
+)
+def test_a_program_runs_as_main(arguments: tuple[str, ...], expected: list[Any], tmp_path: Path) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 7, done.stderr
+    name, argv, kind = expected
+    assert json.loads((tmp_path / "facts").read_text()) == ["__main__", name, argv, kind, "torch.optim.sgd"]
+
+
+def test_a_command_on_path(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "a-command").write_text(f"#!{sys.executable}\n{PROGRAM}")
+    (tmp_path / "a-command").chmod(0o755)
+    done = run(tmp_path, "a-command", "train", "config.yml")
+    assert done.returncode == 7, done.stderr
+    assert json.loads((tmp_path / "facts").read_text())[1:3] == ["a-command", ["train", "config.yml"]]
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    done = run(tmp_path, "--replace", "AdamW=AdamW8bit", "program.py", "a", launcher=TORCHRUN)
+    assert "exitcode  : 7" in done.stderr, done.stderr
+    assert [json.loads((tmp_path / f"facts{rank}").read_text())[2:4] for rank in (0, 1)] == [[["a"], OURS]] * 2
+
+
+def test_a_class_of_another_package_is_replaced_when_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text("class FusedAdam: ...\n")
+    (tmp_path / "using.py").write_text("from other import FusedAdam\nprint(FusedAdam)\n")
+    done = run(tmp_path, "--replace", "other.FusedAdam=AdamW8bit", "using.py")
+    assert OURS in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--replace", "AdamW=Adamw8bit", "program.py"), "expected an optimizer of shardopt after ="),
+        (("--replace", "AdamW", "program.py"), "expected an optimizer of shardopt after ="),
+        (("--replace", "AdamV=AdamW8bit", "program.py"), "expected a class of torch.optim before ="),
+        (("--replace", "Optimizer=AdamW8bit", "program.py"), "expected a class of torch.optim before ="),
+        (("missing.py",), "got missing.py, expected a file or a command on PATH"),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments])
+    assert message in f"{ended.value.code}{capsys.readouterr().err}"
+    assert ended.value.code != 0
+
+
+def test_errors_of_programs_are_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "broken.py").write_text("raise BrokenPipeError('the worker is gone')\n")
+    with pytest.raises(BrokenPipeError, match="the worker is gone"):
+        main(["run", str(tmp_path / "broken.py")])
+    with pytest.raises(AttributeError, match=r"--replace: got json.FusedAdm, expected a class"):
+        main(["run", "--replace", "json.FusedAdm=AdamW8bit", str(tmp_path / "broken.py")])
+
+
+DEEPSPEED = """
+import deepspeed, torch
+
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True},
+          "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
+model = torch.nn.Linear(64, 64)
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+print(type(engine.basic_optimizer), "exp_avg_codes" in engine.basic_optimizer.state_dict()["state"][0])
+"""
+
+
+@needs("deepspeed")
+def test_deepspeeds_type_of_that_name(tmp_path: Path) -> None:
+    """Trainers such as OpenRLHF write "AdamW" into DeepSpeed's config."""
+    (tmp_path / "engine.py").write_text(DEEPSPEED)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-m", "shardopt", "run", "--replace", "AdamW=AdamW8bit", "engine.py"]
+    env = {**os.environ, **alone, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert f"<class '{OURS}'> True" in done.stdout, done.stderr
