@@ -44,7 +44,7 @@ class Bars:
         """The figure as SVG.
 
         Raises:
-            ValueError: there are more series than colours, or a text is longer than its place.
+            ValueError: there are more series than colours, a text is longer than its place, or there is no bar.
         """
         if len(self.series) > len(COLOURS):
             raise ValueError(f"got {len(self.series)} series in {self.title!r}, expected at most {len(COLOURS)}")
@@ -55,6 +55,8 @@ class Bars:
         drawing = Drawing(WIDTH, self.title)
         drawing.legend(LEFT, 16, dict(zip(self.series, COLOURS, strict=False)))
         shown = {group: self._of_group(group) for group in self.groups}
+        if not any(shown.values()):
+            raise ValueError(f"got no figures for {self.title!r}, expected some; run the whole benchmark")
         ends = [sum(map(max, filter(None, bar[:2]))) for bars in shown.values() for bar in bars]
         unit = (WIDTH - LEFT - RIGHT) / max(*ends, self.line[0] if self.line else 0)
         at_line = LEFT + self.line[0] * unit if self.line else 0.0

@@ -116,9 +116,16 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def column(self, name: str) -> dict[str, Cell]:
-        """Cells of a column, by the names of the rows."""
-        (index,) = [i for i, column in enumerate(self.columns) if column.name == name]
-        return {str(row[0]): row[index] for row in self.rows}
+        """Cells of a column, by the names of the rows.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        names = [column.name for column in self.columns]
+        if name not in names:
+            file = f"results/{self.benchmark}/{self.kind}.json"
+            raise ValueError(f"got the columns {names} in {file}, expected {name!r}, too; run the whole benchmark")
+        return {str(row[0]): row[names.index(name)] for row in self.rows}
 
     def texts(self, name: str) -> dict[str, str]:
         """Cells of a column as tables show them, by the names of the rows."""
@@ -308,7 +315,7 @@ def command() -> str:
     """The command of this process, as it is given in the repository's root; without ``--json``."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    arguments = re.sub(r"(?:^| )--json(?:[= ](?!-)\S+)?", "", shlex.join(sys.argv[1:]))
+    arguments = re.sub(r"(?:^| )--json(?:[= ](?!-)\S+)?", "", shlex.join(sys.argv[1:])).strip()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {name} {arguments}".rstrip()
     return f"python {name} {arguments}".rstrip()

@@ -132,6 +132,13 @@ def test_texts_that_do_not_fit_are_refused() -> None:
         Bars("A title", "ms", ["a" * 40], {"x": {"a" * 40: 1.0}}, 1).figure()
 
 
+def test_figures_of_a_part_of_a_benchmark_are_refused(script: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got the columns .* expected 'speed', too; run the whole benchmark"):
+        table(tmp_path).column("speed")
+    with pytest.raises(ValueError, match="got no figures for 'A title'"):
+        Bars("A title", "ms", ["ours"], {"x": {"theirs": 1.0}}, 1).figure()
+
+
 def test_too_many_series_have_no_colours() -> None:
     with pytest.raises(ValueError, match="got 6 series"):
         Bars("A title", "ms", ["ours"], {name: {"ours": 1.0} for name in "abcdef"}, 1).figure()
