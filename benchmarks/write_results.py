@@ -171,9 +171,9 @@ def results(found: Tables) -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python benchmarks/write_results.py` from the files in `benchmarks/results/`: the newest run on each",
-        "kind of machine, as the scripts printed it. The files have all rows and columns, git's history has older runs,",
-        "and [tried](../docs/tried.md) has trials that were not kept.",
+        "Written by `python benchmarks/write_results.py` from the files in `benchmarks/results/`: the newest run on",
+        "each kind of machine, as the scripts printed it. The files have all rows and columns, git's history has",
+        "older runs, and [tried](../docs/tried.md) has trials that were not kept.",
         "",
     ]
     for benchmark, shown in SHOWN.items():
