@@ -28,7 +28,8 @@ from shardopt.state.options import (
 )
 from shardopt.state.slice_spec import StateDict
 
-_NUMBERS = "numbers"  # key in pickles: the parameters' numbers in the model
+#: Keys in pickles: the parameters' numbers in the model; whether the state is in the host's memory.
+_NUMBERS, _ASLEEP = "numbers", "asleep"
 
 
 class ShardedOptimizer(OptimizerInterface):
@@ -119,6 +120,43 @@ class ShardedOptimizer(OptimizerInterface):
         if self._internals.released is not None:
             self._internals.released.wait()
         self._internals.residency.synchronize()
+
+    @torch.no_grad()
+    def offload(self) -> None:
+        """Moves all state from the devices to the host's memory, so that something else has room there until a reload.
+
+        The host's memory is page-locked (unless ``pin_memory=False``) and kept for the next time. Copies are
+        asynchronous: later work on the device goes on beside them, and PyTorch's allocator has the state's memory back
+        when they are complete. Step counts, 4 bytes per parameter, stay. State dicts and checkpoints are saved and
+        loaded as ever, and loading leaves the state in the host's memory. Where it is there already (parameters on the
+        CPU, ``offload="state"`` or ``"step"``), and after an earlier call, nothing is done.
+
+        Raises:
+            MemoryError: the host has too little memory. Nothing was moved.
+        """
+        if self._internals.released is not None:
+            self._internals.released.wait()
+        self._internals.residency.sleep()
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
+
+        Copies are asynchronous: they go on beside a forward and backward pass, and the next step waits for them on the
+        device. That step would call this itself. Call :meth:`synchronize` before reading :attr:`state` by hand.
+        """
+        self._internals.residency.wake()
+
+    def reset_state(self) -> None:
+        """Forgets all state: the next step is the first one of a new optimizer of the same weights, bit for bit.
+
+        Moments, step counts and low bits of master weights go, and what rules keep in param groups (Prodigy's estimate,
+        NAdam's product); options and param groups stay. Where parameters are sharded all ranks must call this.
+        """
+        self.synchronize()
+        self.state.clear()
+        for group in self.param_groups:
+            self.reset_group(group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -272,11 +310,12 @@ class ShardedOptimizer(OptimizerInterface):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        return {**super().__getstate__(), _NUMBERS: [number_of(param) for _, param in self._all_params()]}
+        numbers = [number_of(param) for _, param in self._all_params()]
+        return {**super().__getstate__(), _NUMBERS: numbers, _ASLEEP: self._internals.residency.asleep}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        numbers = state.pop(_NUMBERS, None)
+        numbers, asleep = state.pop(_NUMBERS, None), state.pop(_ASLEEP, None)
         if "state" in state:
             for param, value in state["state"].items():
                 if isinstance(value, Adopted):
@@ -285,6 +324,8 @@ class ShardedOptimizer(OptimizerInterface):
         if numbers is not None:  # of a copy, whose parameters have lost theirs
             give_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
+        if asleep is not None:
+            self._internals.residency.asleep = asleep
         self._internals.forget_tables()
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:

@@ -83,6 +83,9 @@ class OptimizerInterface(Optimizer, ABC):
     def begin_step(self, group: dict[str, Any]) -> None:
         """Called before a step of some of a param group's parameters, which may change the group."""
 
+    def reset_group(self, group: dict[str, Any]) -> None:
+        """Sets what steps change in a param group to what it begins with; options stay."""
+
     def adopt_derived(self, group: dict[str, Any], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
         """Reads back the entries that :meth:`derived_state` makes.
 

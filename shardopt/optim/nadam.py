@@ -16,6 +16,9 @@ from shardopt.state.rule import Rule
 
 _NADAM = Rule("nadam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)))
 
+#: ``past_mu`` before the first step.
+_NO_PAST: tuple[int, float, float | None] = (0, 1.0, None)
+
 
 class NAdam(AdamKin):
     """NAdam as in torch: Adam with Nesterov's momentum, whose decay rate rises to ``betas[0]``.
@@ -60,7 +63,7 @@ class NAdam(AdamKin):
             "weight_decay": weight_decay,
             "momentum_decay": momentum_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
-            "past_mu": (0, 1.0, None),
+            "past_mu": _NO_PAST,
         }
         super().__init__(params, defaults, options)
 
@@ -80,6 +83,9 @@ class NAdam(AdamKin):
             states = (self.state.get(param) for param in group["params"])
             taken = max((int(state["step"]) for state in states if state), default=0)
             group["past_mu"] = (taken, _product(group, taken), beta1)
+
+    def reset_group(self, group: dict[str, Any]) -> None:
+        group["past_mu"] = _NO_PAST
 
     def adopt_derived(self, group: dict[str, Any], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
         if "past_mu" not in saved and "mu_product" in entries:

@@ -154,6 +154,9 @@ class Prodigy(ShardedOptimizer):
             group.update(new)
         return [{"eps": new["d"] * group["eps"]} for group in groups]
 
+    def reset_group(self, group: dict[str, Any]) -> None:
+        group.update(d=group["d0"], d_max=group["d0"], d_numerator=0.0, k=0)
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         if group["beta3"] is not None:

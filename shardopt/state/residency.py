@@ -25,6 +25,7 @@ from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
 from shardopt.state.host_memory import Entry, demand_memory, make_homes
 from shardopt.state.names import named
 from shardopt.state.options import bytes_of
+from shardopt.state.sleep import Sleep, Stateful
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
@@ -145,12 +146,39 @@ class StateResidency:
         self._foreseen, self._taken_then = 0, 0
         self._pins = False
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
+        self._sleep = Sleep()
 
     def of(self, param: Tensor) -> Residency:
         """Where a parameter's state lives."""
         if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
             self._decide()
-        return self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
+        where = self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
+        return where._replace(state=_CPU) if self.asleep and where.offload is None else where
+
+    @property
+    def asleep(self) -> bool:
+        """Whether all state is in the host's memory until :meth:`wake`."""
+        return self._sleep.asleep
+
+    @asleep.setter
+    def asleep(self, asleep: bool) -> None:
+        self._sleep.asleep = asleep
+
+    def sleep(self) -> None:
+        """Moves the state that is on devices to the host's memory.
+
+        Raises:
+            MemoryError: there is not enough. Nothing was moved.
+        """
+        if not self.asleep:
+            pins = all(group["pin_memory"] for group in self._optimizer.param_groups)
+            self._sleep.begin(self._stateful(), pin=pins)
+
+    def wake(self) -> None:
+        """Moves the state back, and has the current streams wait until it is there."""
+        if self.asleep:
+            self._sleep.end(self._stateful())
+        self._sleep.arrive()
 
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Readies a parameter's state for a step, in place: makes it if there is none, and puts it where it lives.
@@ -218,12 +246,14 @@ class StateResidency:
         for (device, offload), transfers in self._transfers.items():
             there = _CPU if offload == "step" else device
             found[there] = found.get(there, 0) + transfers.nbytes
+        found[_CPU] = found.get(_CPU, 0) + self._sleep.nbytes
         return found
 
     def synchronize(self) -> None:
         """Waits until all that was computed is in the host's memory."""
         for transfers in self._transfers.values():
             transfers.synchronize()
+        self._sleep.synchronize()
 
     def check(self, added: dict[str, Any] | None = None) -> None:
         """Checks that param groups agree on what they share, and that the host has memory for what is to be offloaded.
@@ -247,6 +277,16 @@ class StateResidency:
         if new:
             demand_memory(before + new, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._foreseen, self._taken_then = before + new, budget.taken
+
+    def _stateful(self) -> list[Stateful]:
+        """The parameters whose state is beside them, on a device, while it does not sleep."""
+        group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
+        found = []
+        for param, state in self._optimizer.state.items():
+            if state and _can_offload(param.device) and self.of(param).offload is None:
+                spec = self._state_of(param, group_of[param]) if param in group_of else None
+                found.append(Stateful(param.device, state, spec))
+        return found
 
     def _is_decided(self, param: Tensor) -> bool:
         return param in self._decisions and self._decisions[param].device == param.device

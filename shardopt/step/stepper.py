@@ -83,6 +83,7 @@ class Stepper:
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
+        self._residency.wake()
         tables, self._tables = self._tables, None  # put back only after a step that went well
         changed = tables is None or tables.options_changed(param_groups)
         checked = self._check(param_groups, state) if changed else self._checked

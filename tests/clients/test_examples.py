@@ -57,7 +57,13 @@ def llama(client_ranks: Pool, tmp_path: Path) -> Path:
 
 def test_examples_are_short_and_all_here() -> None:
     found = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert found.keys() == {"deepspeed_offload.py", "fsdp2_finetune.py", "muon_pretrain.py", "trainer.py"}
+    assert found.keys() == {
+        "deepspeed_offload.py",
+        "fsdp2_finetune.py",
+        "muon_pretrain.py",
+        "rl_sleep_wake.py",
+        "trainer.py",
+    }
     assert max(found.values()) <= 60
 
 
@@ -65,6 +71,12 @@ def test_muon_pretrain(ranks: Pool, text: Path) -> None:
     losses = ranks.run(2, run, "muon_pretrain.py", text, 12)[0]
     assert len(losses) == 12
     assert losses[11] < losses[0] - 1.0
+
+
+def test_rl_sleep_wake() -> None:
+    losses = run("rl_sleep_wake.py", 20)
+    assert len(losses) == 20
+    assert losses[19] < losses[0] - 0.2
 
 
 @needs("deepspeed")

@@ -172,6 +172,27 @@ def replaced(device: torch.device) -> Named:
     return problem.result()
 
 
+def slept(device: torch.device) -> Named:
+    """State that goes to the host and comes back while steps are under way, and is read there, in all orders."""
+    problem, found = Problem(device, master_weight_bits=24), {}
+    optimizer = problem.optimizer
+    for t in range(6):
+        with side_stream(device) if t == 3 else nullcontext():
+            problem.step(t)
+        optimizer.offload()
+        if t == 2:
+            saved = optimizer.state_dict()["state"]
+            found.update({f"{i} {key}": x.clone() for i, state in saved.items() for key, x in state.items()})
+        if t == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if t % 2:
+            optimizer.reload()
+        if t == 1:
+            optimizer.offload()
+            optimizer.reload()
+    return {**problem.result(), **on_cpu(found)}
+
+
 def captured(device: torch.device) -> Named:
     """Steps in a CUDA graph, replayed, with a step of other gradients in between."""
     lr = torch.full((), 0.01, device=device)
@@ -355,6 +376,7 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "dropped state": dropped("state"),
         "dropped step": dropped("step"),
         "replaced": replaced,
+        "slept": slept,
         "captured": captured,
         "released": released(),
         "released offload": released(offload="state"),

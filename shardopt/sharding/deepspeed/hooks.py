@@ -6,6 +6,7 @@
 - ``DeepSpeedEngine._save_zero_checkpoint`` and ``_load_zero_checkpoint`` call ZeRO's ``state_dict`` and
   ``load_state_dict``: around them moments show as float32, and universal checkpoints are quantized.
 - ``DeepSpeedEngine.load_checkpoint`` loads no state where masters are on NVMe: ours stays in memory, and is loaded.
+- ``offload_states`` and ``reload_states`` of ZeRO 3's wrapper move the state of DeepSpeed's FusedAdam only: ours, too.
 - ``ZeROOptimizer._configure_master_weights`` says whether masters may be in bf16.
 - ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
 """
@@ -30,7 +31,12 @@ from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
 from shardopt.sharding.deepspeed.fragments import show_state
 from shardopt.sharding.deepspeed.masters import share_copies
 from shardopt.sharding.deepspeed.muon import divided, leave_gradients
-from shardopt.sharding.deepspeed.offload import accepting_bf16_masters, loading_state_too, swap_what_survives
+from shardopt.sharding.deepspeed.offload import (
+    accepting_bf16_masters,
+    loading_state_too,
+    move_state_too,
+    swap_what_survives,
+)
 from shardopt.sharding.deepspeed.partitions import assign_partitions
 from shardopt.sharding.deepspeed.universal import loading_universal, read_natively, saving
 from shardopt.state.options import DEFAULTS, is_own
@@ -110,6 +116,7 @@ def install(engine_module: ModuleType) -> None:
             use_numbers(self.module.parameters())
             share_copies(self.optimizer)
             swap_what_survives(self.optimizer)
+            move_state_too(self.optimizer)
             _warn_of_lost_updates(self)
             read_natively(self.basic_optimizer)
             show_state(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardopt.optim import ShardedOptimizer
+from shardopt.sharding.deepspeed.masters import share_copies
 
 #: Bytes, to multiples of which disks read past the system's cache.
 _SECTOR = 512
@@ -66,6 +67,47 @@ def swap_what_survives(wrapper: Any) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def move_state_too(wrapper: Any) -> None:
+    """Has ZeRO 3's ``offload_states`` and ``reload_states`` move our state: they know FusedAdam's only.
+
+    Afterwards masters that were the partitions themselves (:func:`share_copies`) are so again.
+
+    Args:
+        wrapper: the ``optimizer`` of a DeepSpeedEngine.
+    """
+    if type(wrapper).__name__ != "DeepSpeedZeroOptimizer_Stage3":
+        return
+    from deepspeed.ops.adam.fused_adam import FusedAdam  # type: ignore[import-untyped]
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # type: ignore[import-untyped]
+
+    optimizer, offload, reload = wrapper.optimizer, wrapper.offload_states, wrapper.reload_states
+    stateless = object.__new__(FusedAdam)
+    stateless.state = {}
+
+    @contextmanager
+    def hidden() -> Iterator[None]:
+        wrapper.optimizer = stateless
+        try:
+            yield
+        finally:
+            wrapper.optimizer = optimizer
+
+    def offload_states(include: Container[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        if include is None or OffloadStateTypeEnum.optim_states in include:
+            optimizer.offload()
+            optimizer.synchronize()
+        with hidden():
+            offload(include, *args, **kwargs)
+
+    def reload_states(*args: Any, **kwargs: Any) -> None:
+        with hidden():
+            reload(*args, **kwargs)
+        optimizer.reload()
+        share_copies(wrapper)
+
+    wrapper.offload_states, wrapper.reload_states = offload_states, reload_states
 
 
 def loading_state_too(load: Callable[..., Any]) -> Callable[..., Any]:

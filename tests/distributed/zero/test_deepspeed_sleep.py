@@ -1,0 +1,70 @@
+"""``engine.offload_states()`` and ``reload_states()``: the bits of a run that never moved anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.deepspeed import (
+    BF16,
+    ROUND_ROBIN,
+    STEPS,
+    SUB_GROUPS,
+    WITHOUT_MASTERS,
+    config,
+    goes_on_as_whole,
+    twins,
+)
+from ranks.offload import offload_from_cpu
+
+#: Every stage whose states DeepSpeed moves, with float32 and bf16 models, and masters that are the parameters.
+CASES = [
+    (stage, zero, sections)
+    for stage, zero in ((1, ROUND_ROBIN), (2, {}), (3, SUB_GROUPS))
+    for sections in ({}, BF16, {"bf16": WITHOUT_MASTERS, "params": {"master_weight_bits": 24}})
+]
+
+
+def _addresses(engine: Any) -> set[int]:
+    states = engine.basic_optimizer.state.values()
+    return {x.data_ptr() for state in states for key, x in state.items() if key != "step" and x.numel()}
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(("stage", "zero", "sections"), CASES)
+@pytest.mark.parametrize("what", ["everything", "optim_states"])
+def test_states_go_and_come_back(stage: int, zero: dict[str, Any], sections: dict[str, Any], what: str) -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    of = twins(config(stage, zero=zero, **sections))
+    include = None if what == "everything" else [OffloadStateTypeEnum.optim_states]
+    with offload_from_cpu():
+        engine = of.engine(STEPS)
+        before = _addresses(engine)
+        for _ in range(2):
+            engine.offload_states(include=include, pin_memory=False)
+            if stage == 3:  # the others move by DeepSpeed's own copies, of which there are none on the CPU
+                assert before.isdisjoint(_addresses(engine))
+            engine.reload_states()
+        assert all("buffer" not in key for state in engine.basic_optimizer.state.values() for key in state)
+        goes_on_as_whole(engine, of)
+        for param in engine.module.parameters():
+            assert torch.isfinite(safe_get_full_optimizer_state(param, "exp_avg")).all()
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_own_methods(stage: int) -> None:
+    """Under ZeRO 3, too, which shows the optimizer no parameters between steps."""
+    of = twins(config(stage))
+    with offload_from_cpu():
+        engine = of.engine(STEPS)
+        before = _addresses(engine)
+        engine.basic_optimizer.offload()
+        assert before.isdisjoint(_addresses(engine))
+        goes_on_as_whole(engine, of)
+        engine.basic_optimizer.reset_state()
+        assert not engine.basic_optimizer.state
