@@ -80,6 +80,7 @@ def convert(
     Raises:
         CheckpointError: the source cannot be read, is damaged or of an unknown format, the target exists already, or
             cannot hold what is in the source. Nothing is left at the target.
+        ModuleNotFoundError: the source is a safetensors file, and the package safetensors is not installed.
     """
     if to not in FORMATS:
         raise CheckpointError(f"got the format {to!r}, expected one of {', '.join(FORMATS)}")

@@ -160,7 +160,7 @@ def _mutated(rng: Random, archive: Archive, how: str) -> tuple[bytes, bool, str]
 def _save_torchao_mutation(content: Any, path: Path, what: str) -> str:
     try:
         save_torchao(content, path)
-    except (AttributeError, KeyError, TypeError):  # no longer a state dict whose states can be wrapped
+    except (AttributeError, LookupError, TypeError):  # no longer a state dict whose states can be wrapped
         return f"nothing: {what}"
     return what
 
