@@ -34,12 +34,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-import results as figures
+import results
 import shardopt.checkpoint
 from decoder import Architecture, Decoder, set_gradients
 from measuring import among_ranks, seconds_of
-from results import Cell, Column
+from results import Column
 from shardopt.checkpoint.reading import read_index
+
+TIMES = ("save", "async_save returns", "async_save is complete", "load", "plain copy")
 
 
 @dataclass
@@ -52,18 +54,6 @@ class Contender:
     async_save: Callable[[Path, nn.Module, Optimizer], Future[Any]]
     load: Callable[[Path, nn.Module, Optimizer], object]
     state_bytes: Callable[[Path], int]  # of the moments, scales and step counts in a checkpoint
-
-
-@dataclass
-class Result:
-    contender: str
-    save_s: float  # medians of the rounds
-    blocked_s: float  # until async_save returns
-    async_save_s: float  # until it is complete
-    load_s: float
-    copy_s: float
-    bytes: int
-    state_bytes: int
 
 
 def dcp_save(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -123,8 +113,8 @@ def contenders(model: nn.Module, master_weight_bits: int | None) -> list[Contend
     ]
 
 
-def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int) -> list[Result]:
-    """Interleaved rounds, after an unmeasured one."""
+def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds in the order of ``TIMES``, bytes, and bytes of state, by contender; after an unmeasured round."""
     times: dict[str, list[tuple[float, ...]]] = {contender.name: [] for contender in found}
     sizes: dict[str, tuple[int, int]] = {}
     saving: dict[str, Future[Any]] = {}
@@ -145,7 +135,7 @@ def measure(model: nn.Module, found: list[Contender], folder: Path, rounds: int)
                 times[contender.name].append((save_s, blocked_s, async_save_s, load_s, copy_s))
             sizes[contender.name] = (in_all, contender.state_bytes(folder))
             _remove(folder)
-    return [Result(name, *map(statistics.median, zip(*of, strict=True)), *sizes[name]) for name, of in times.items()]
+    return {name: [*map(statistics.median, zip(*of, strict=True)), *sizes[name]] for name, of in times.items()}
 
 
 def _times_of_async_save(
@@ -199,7 +189,7 @@ def common_folder(parent: Path | None) -> Iterator[Path]:
 
 
 def main() -> None:
-    parser = figures.parser(__doc__)
+    parser = results.parser(__doc__)
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     parser.add_argument("--master-weight-bits", type=int, choices=[24, 32], help="of AdamW8bit")
@@ -210,32 +200,27 @@ def main() -> None:
         model = make_model(args.numel, getattr(torch, args.dtype))
         numel = sum(param.numel() for param in model.parameters())
         with common_folder(args.folder) as folder:
-            results = measure(model, contenders(model, args.master_weight_bits), folder, args.rounds)
+            measured = measure(model, contenders(model, args.master_weight_bits), folder, args.rounds)
         first, ranks = dist.get_rank() == 0, dist.get_world_size()
     if not first:
         return
     threads = torch.get_num_threads()
-    times = ("save", "async_save returns", "async_save is complete", "load", "plain copy")
-    columns = [Column(""), *(Column(name, "s", 3) for name in times)]
+    columns = [Column(""), *(Column(name, "s", 3) for name in TIMES)]
     columns += [Column("size", "MB", 1), Column("of them state", "MB", 1)]
-    rows: list[list[Cell]] = [
-        [r.contender, r.save_s, r.blocked_s, r.async_save_s, r.load_s, r.copy_s, r.bytes / 1e6, r.state_bytes / 1e6]
-        for r in results
-    ]
-    ours, last = results[0], results[-1]
+    rows = [[name, *cells[:-2], *(x / 1e6 for x in cells[-2:])] for name, cells in measured.items()]
+    (ours, *_, last), contender = measured.values(), list(measured)
+    save, blocked, complete, _, copy, _, state = ours
     goals = [
-        figures.at_most("async_save returns, in plain copies", ours.blocked_s / ours.copy_s, 1.2),
-        figures.at_most("async_save is complete, in saves", ours.async_save_s / ours.save_s, 1.5),
-        figures.at_most(
-            f"state of {ours.contender} over that of {last.contender}", ours.state_bytes / last.state_bytes, 0.27
-        ),
+        results.at_most("async_save returns, in plain copies", blocked / copy, 1.2),
+        results.at_most("async_save is complete, in saves", complete / save, 1.5),
+        results.at_most(f"state of {contender[0]} over that of {contender[-1]}", state / last[-1], 0.27),
     ]
     name = (
         "checkpoint" + (f"_{ranks}_ranks" if ranks > 1 else "") + ("" if args.dtype == "float32" else f"_{args.dtype}")
     )
     masters = f", {args.master_weight_bits}-bit masters" if args.master_weight_bits else ""
     notes = [f"{numel:,} parameters of {args.dtype}{masters}, FSDP2, ranks: {ranks}; medians of {args.rounds} rounds."]
-    figures.report(args.json, name, "Checkpoints", columns, rows, threads=threads, goals=goals, notes=notes)
+    results.report(args.json, name, "Checkpoints", columns, rows, threads=threads, goals=goals, notes=notes)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Bars:
         for group, bars in shown.items():
             drawing.text(LEFT - 10, y + len(bars) * BAR / 2 + 4, group, "end")
             for sizes, pale, colour in bars:
-                x = LEFT
+                x = float(LEFT)
                 for found, style in ((sizes, {}), (pale, {"fill_opacity": "0.45"})):
                     if found:
                         drawing.rect(x, y + 1, width := max(mean(found), 0) * unit, BAR - 3, fill=colour, **style)

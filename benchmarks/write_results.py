@@ -79,17 +79,6 @@ SPEEDS = {
     "torch fused": "torch.optim.AdamW fused, float32 state",
 }
 
-#: Contenders in the figure of steps.
-STEPS = (
-    "shardopt log8",
-    "shardopt companded8",
-    "shardopt dynamic8",
-    "shardopt fp32",
-    "roofline",
-    "torch fused",
-    "DeepSpeedCPUAdam",
-)
-
 Tables = dict[str, list[Table]]
 
 
@@ -216,105 +205,37 @@ def readme(found: Tables, text: str) -> str:
     return f"{before}{BEGIN}\n\n{speeds(found)}\n\n{END}{after}"
 
 
-def steps(found: Tables) -> Bars:
-    """Times of a step on the CPU."""
-    return Bars(
-        "Time of one AdamW step on the CPU, by optimizer and machine",
-        "ms per step, 67 million float32 parameters, 2 threads; lower is better",
-        STEPS,
-        {label(table.kind): table.column("median") for table in found["step_cpu"]},
-        1,
-    )
+@dataclass(frozen=True)
+class Drawn:
+    """A figure of a benchmark.
 
+    Attributes:
+        benchmark: whose newest table is drawn, or the tables of all machines.
+        title, digits, line: as in :class:`Bars`.
+        caption: "{machine}" stands for the kind of machine.
+        series: columns by what the legend calls them; or the one column that is drawn for each machine.
+        rows: which rows are drawn, and in its group how they are named; a regular expression.
+    """
 
-def in_cache(found: Tables) -> Bars:
-    """Times of the kernels alone."""
-    tables = found["step_cpu_in_cache"]
-    return Bars(
-        "Time of the kernels alone, by codec and machine",
-        "ns per parameter in cache, one thread; lower is better",
-        names_of(tables),
-        {short(table.kind): table.column("ns per parameter") for table in tables},
-        2,
-    )
+    benchmark: str
+    title: str
+    caption: str
+    series: dict[str, str] | str
+    digits: int = 2
+    rows: str = "(.*)"
+    line: tuple[float, str] | None = None
 
-
-def optimizers(found: Tables) -> Bars:
-    """Times of a step of every optimizer."""
-    table = newest(found["optimizers"])
-    return Bars(
-        "Time of a step of every optimizer with log8 state, and of torch.optim's",
-        f"ns per float32 parameter, 2 threads, {label(table.kind)}; lower is better",
-        names_of([table]),
-        {"log8 state": table.column("ns per parameter"), "torch.optim": table.column("torch.optim")},
-        2,
-    )
-
-
-def sums(found: Tables) -> Bars:
-    """Times of optimizers that take sums over the parameter."""
-    table = newest(found["optimizers_sums"])
-    return Bars(
-        "Time of a step of optimizers with sums over the parameter, and of some without",
-        f"ns per float32 parameter, log8 state, {label(table.kind)}; lower is better",
-        names_of([table]),
-        {"log8 state": table.column("ns per parameter")},
-        2,
-    )
-
-
-def ordered(found: Tables) -> Bars:
-    """Times of ordered reductions."""
-    table = newest(found["ordered_reduction"])
-    return Bars(
-        "Time of ordered reductions over that of torch's float32 reduce-scatter",
-        f"time over torch's float32 reduce-scatter, {label(table.kind)}; lower is better",
-        [name for name in names_of([table]) if name != "torch, fp32"],
-        {ranks: table.column(ranks) for ranks in ("2 ranks", "4 ranks")},
-        2,
-        (1, "torch, float32"),
-    )
-
-
-def wire(found: Tables) -> Bars:
-    """Drift of AdamW on gradients in 8 bits."""
-    table = newest(found["gradient_drift"])
-    return Bars(
-        "Drift of AdamW from exact gradients, by their coding and stream of gradients",
-        "mean difference over mean movement, 200 steps, FSDP2; lower is better",
-        [row.removesuffix(", RS") for row in names_of([table]) if row.endswith(", RS")],
-        {
-            stream: {row.removesuffix(", RS"): x for row, x in table.column(f"{stream}, drift").items()}
-            for stream in STREAMS
-        },
-        4,
-    )
-
-
-def drift(found: Tables) -> Bars:
-    """Drift of free-running AdamW by codec."""
-    table = newest(found["free_running"])
-    drifts = {stream: table.column(stream) for stream in STREAMS}
-    return Bars(
-        "Drift of free-running AdamW from float32 state, by codec and stream of gradients",
-        "mean difference over mean movement after 200 steps; lower is better",
-        [row.removeprefix("AdamW, ") for row in names_of([table]) if row.startswith("AdamW, ")],
-        {name: {row.removeprefix("AdamW, "): x for row, x in cells.items()} for name, cells in drifts.items()},
-        3,
-    )
-
-
-def clip(found: Tables) -> Bars:
-    """Times of clipping by the norm."""
-    table = newest(found["clip"])
-    return Bars(
-        "Time of clipping by the norm over torch's",
-        f"time over torch's clip_grad_norm_, {label(table.kind)}; lower is better",
-        names_of([table]),
-        {name: table.column(f"{name}, to torch") for name in ("in place", "by the step", "norm below the limit")},
-        2,
-        (1, "torch"),
-    )
+    def __call__(self, found: Tables) -> Bars:
+        tables = found[self.benchmark]
+        if isinstance(self.series, str):
+            columns = {label(table.kind): table.column(self.series) for table in tables}
+        else:
+            tables = [newest(tables)]
+            columns = {name: tables[0].column(column) for name, column in self.series.items()}
+        names = {row: match[1] for row in names_of(tables) if (match := re.fullmatch(self.rows, row))}
+        series = {name: {names[row]: x for row, x in cells.items() if row in names} for name, cells in columns.items()}
+        caption = self.caption.format(machine=label(newest(tables).kind))
+        return Bars(self.title, caption, list(names.values()), series, self.digits, self.line)
 
 
 def formats(found: Tables) -> Bars:
@@ -385,14 +306,63 @@ def numbers(table: Table, column: str) -> dict[str, float]:
 
 #: The figures of docs/, by their names.
 BARS: dict[str, Callable[[Tables], Bars]] = {
-    "bench-step": steps,
-    "bench-in-cache": in_cache,
-    "bench-optimizers": optimizers,
-    "bench-sums": sums,
-    "bench-ordered": ordered,
-    "bench-wire": wire,
-    "bench-drift": drift,
-    "bench-clip": clip,
+    "bench-step": Drawn(
+        "step_cpu",
+        "Time of one AdamW step on the CPU, by optimizer and machine",
+        "ms per step, 67 million float32 parameters, 2 threads; lower is better",
+        "median",
+        1,
+        "(shardopt (?!bf16).*|roofline|torch fused|DeepSpeedCPUAdam)",
+    ),
+    "bench-in-cache": Drawn(
+        "step_cpu_in_cache",
+        "Time of the kernels alone, by codec and machine",
+        "ns per parameter in cache, one thread; lower is better",
+        "ns per parameter",
+    ),
+    "bench-optimizers": Drawn(
+        "optimizers",
+        "Time of a step of every optimizer with log8 state, and of torch.optim's",
+        "ns per float32 parameter, 2 threads, {machine}; lower is better",
+        {"log8 state": "ns per parameter", "torch.optim": "torch.optim"},
+    ),
+    "bench-sums": Drawn(
+        "optimizers_sums",
+        "Time of a step of optimizers with sums over the parameter, and of some without",
+        "ns per float32 parameter, 2 threads, {machine}; lower is better",
+        {"log8 state": "ns per parameter"},
+    ),
+    "bench-ordered": Drawn(
+        "ordered_reduction",
+        "Time of ordered reductions over that of torch's float32 reduce-scatter",
+        "time over torch's float32 reduce-scatter, {machine}; lower is better",
+        {ranks: ranks for ranks in ("2 ranks", "4 ranks")},
+        rows="(?!torch, fp32)(.*)",
+        line=(1, "torch, float32"),
+    ),
+    "bench-wire": Drawn(
+        "gradient_drift",
+        "Drift of AdamW from exact gradients, by their coding and stream of gradients",
+        "mean difference over mean movement, 200 steps, FSDP2; lower is better",
+        {stream: f"{stream}, drift" for stream in STREAMS},
+        4,
+        "(.*), RS",
+    ),
+    "bench-drift": Drawn(
+        "free_running",
+        "Drift of free-running AdamW from float32 state, by codec and stream of gradients",
+        "mean difference over mean movement after 200 steps; lower is better",
+        {stream: stream for stream in STREAMS},
+        3,
+        "AdamW, (.*)",
+    ),
+    "bench-clip": Drawn(
+        "clip",
+        "Time of clipping by the norm over torch's",
+        "time over torch's clip_grad_norm_, {machine}; lower is better",
+        {name: f"{name}, to torch" for name in ("in place", "by the step", "norm below the limit")},
+        line=(1, "torch"),
+    ),
     "bench-formats": formats,
     "bench-quantize-state": wrapped,
     "bench-zero": zero,

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import results as figures
+import results
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
 from measuring import among_ranks
-from results import Cell, Column, commit, machine
+from results import Column, commit, machine
 
 #: By the name that the results give them: config types. DeepSpeed makes of AdamW its DeepSpeedCPUAdam.
 TYPES = {"shardopt AdamW8bit": "AdamW8bit", "DeepSpeedCPUAdam": "AdamW"}
@@ -75,18 +75,6 @@ class Run:
     @property
     def owned(self) -> int:
         return sum(master.numel() for master in self.engine.optimizer.single_partition_of_fp32_groups)
-
-
-@dataclass
-class Result:
-    contender: str
-    optimizer_ms: float  # medians of the rounds
-    cpu_ms: float
-    engine_step_ms: float
-    fastest_optimizer_ms: float
-    state_bytes_per_parameter: float  # that a rank owns
-    resident_bytes_per_parameter: float
-    peak_bytes_per_parameter: float
 
 
 def make_run(kind: str, numel: int, dtype: str) -> Run:
@@ -138,7 +126,7 @@ def train(run: Run, tokens: Tensor) -> None:
         run.peak = 0  # that of later steps
 
 
-def measure(numel: int, dtype: str, rounds: int, length: int) -> tuple[list[Result], int]:
+def measure(numel: int, dtype: str, rounds: int, length: int) -> tuple[dict[str, dict[str, float]], int]:
     """Interleaved rounds after an unmeasured one; the order of the two changes from round to round."""
     runs = {kind: make_run(kind, numel, dtype) for kind in TYPES}
     total = sum(param.numel() for param in runs[next(iter(TYPES))].engine.module.parameters())
@@ -147,20 +135,21 @@ def measure(numel: int, dtype: str, rounds: int, length: int) -> tuple[list[Resu
         tokens = torch.randint(TOKENS, (1, length), generator=generator)
         for kind in sorted(runs, reverse=bool(current % 2)):
             train(runs[kind], tokens)
-    return [_result(kind, run) for kind, run in runs.items()], total
+    return {kind: figures_of(run) for kind, run in runs.items()}, total
 
 
-def _result(kind: str, run: Run) -> Result:
+def figures_of(run: Run) -> dict[str, float]:
+    """Milliseconds, medians of the rounds and the fastest; and bytes per parameter that a rank owns."""
     optimizer, cpu, engine = (among_ranks(times[1:]) for times in (run.optimizer_s, run.cpu_s, run.engine_s))
-    sizes = [run.state_bytes, run.resident, run.peak]
-    return Result(
-        kind,
-        statistics.median(optimizer) * 1e3,
-        statistics.median(cpu) * 1e3,
-        statistics.median(engine) * 1e3,
-        min(optimizer) * 1e3,
-        *(size / run.owned for size in sizes),
-    )
+    return {
+        "optimizer's step": statistics.median(optimizer) * 1e3,
+        "fastest": min(optimizer) * 1e3,
+        "CPU time": statistics.median(cpu) * 1e3,
+        "engine step": statistics.median(engine) * 1e3,
+        "state per parameter": run.state_bytes / run.owned,
+        "resident": run.resident / run.owned,
+        "peak": run.peak / run.owned,
+    }
 
 
 def _resident(*, peak: bool) -> int:
@@ -209,7 +198,7 @@ def first_use() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = figures.parser(__doc__)
+    parser = results.parser(__doc__)
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the model")
     parser.add_argument("--rounds", type=int, default=9)
@@ -223,33 +212,23 @@ def main() -> None:
             print(f"{kind:22}{seconds:10.2f} s from making the optimizer to the end of its first step")
         return
     dist.init_process_group("gloo")
-    results, numel = measure(args.numel, args.dtype, args.rounds, args.length)
+    measured, numel = measure(args.numel, args.dtype, args.rounds, args.length)
     first, ranks = dist.get_rank() == 0, dist.get_world_size()
     dist.destroy_process_group()
     if not first:
         return
-    columns = [
-        Column("optimizer"),
-        *(Column(name, "ms", 1) for name in ("optimizer's step", "fastest", "CPU time", "engine step")),
-        *(Column(name, "bytes", 3) for name in ("state per parameter", "resident", "peak")),
-    ]
-    rows: list[list[Cell]] = [
-        [
-            r.contender,
-            *(r.optimizer_ms, r.fastest_optimizer_ms, r.cpu_ms, r.engine_step_ms),
-            *(r.state_bytes_per_parameter, r.resident_bytes_per_parameter, r.peak_bytes_per_parameter),
-        ]
-        for r in results
-    ]
-    ours, base = results[0], results[-1]
-    state = ours.state_bytes_per_parameter / base.state_bytes_per_parameter
+    ours, base = measured.values()
+    columns = [Column("optimizer"), *(Column(name, "ms", 1) for name in list(ours)[:4])]
+    columns += [Column(name, "bytes", 3) for name in list(ours)[4:]]
+    rows = [[kind, *cells.values()] for kind, cells in measured.items()]
+    time, state = (ours[name] / base[name] for name in ("optimizer's step", "state per parameter"))
     goals = [
-        figures.at_most("ratio of the optimizers' times", ours.optimizer_ms / base.optimizer_ms, 1.0),
-        figures.at_most("state, of theirs,", state, 0.27),
+        results.at_most("ratio of the optimizers' times", time, 1.0),
+        results.at_most("state, of theirs,", state, 0.27),
     ]
     title = "DeepSpeed ZeRO-2 with offload of the optimizer"
     notes = [f"{numel:,} parameters in {args.dtype}, {ranks} ranks; medians of {args.rounds} rounds."]
-    figures.report(
+    results.report(
         args.json, "zero_offload", title, columns, rows, threads=torch.get_num_threads(), goals=goals, notes=notes
     )
 
